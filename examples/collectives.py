@@ -1,0 +1,112 @@
+"""The collectives of `torch.distributed`, on the world that `bootstrap()` makes.
+
+Rank r starts with r + 1 everywhere in its tensor. Each line shows what the ranks have afterwards, by rank; rank 0
+prints them all. The tensors are on the GPU if the ranks have GPUs.
+
+    $ mpirun -n 4 python -m mpicomm.examples.collectives
+    at the start                  1 | 2 | 3 | 4
+    broadcast from rank 0         1 | 1 | 1 | 1
+    reduce to rank 0              10 | - | - | -
+    all_reduce                    10 | 10 | 10 | 10
+    all_reduce in bfloat16        10 | 10 | 10 | 10
+    all_reduce in the background  4 | 4 | 4 | 4
+    all_gather                    1 2 3 4 | 1 2 3 4 | 1 2 3 4 | 1 2 3 4
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+COUNT = 1000  # elements in each tensor; all of them are checked, one is shown
+
+
+def main() -> None:
+    world = mpicomm.bootstrap()
+    show(world, "at the start", shown(start(world)))
+    show(world, "broadcast from rank 0", broadcast(world))
+    show(world, "reduce to rank 0", reduce(world))
+    show(world, "all_reduce", all_reduce(world, torch.float32))
+    show(world, "all_reduce in bfloat16", all_reduce(world, torch.bfloat16))
+    show(world, "all_reduce in the background", all_reduce_in_background(world))
+    show(world, "all_gather", all_gather(world))
+
+
+def broadcast(world: mpicomm.World) -> str:
+    """Rank 0's tensor replaces everybody's."""
+    tensor = start(world)
+    dist.broadcast(tensor, src=0)
+    check(tensor, 1)
+    return shown(tensor)
+
+
+def reduce(world: mpicomm.World) -> str:
+    """Rank 0 gets the sum; what the others have afterwards is not defined."""
+    tensor = start(world)
+    dist.reduce(tensor, dst=0)
+    if world.rank != 0:
+        return "-"
+    check(tensor, total(world))
+    return shown(tensor)
+
+
+def all_reduce(world: mpicomm.World, dtype: torch.dtype) -> str:
+    """Everybody gets the sum."""
+    tensor = start(world, dtype)
+    dist.all_reduce(tensor)
+    check(tensor, total(world))
+    return shown(tensor)
+
+
+def all_reduce_in_background(world: mpicomm.World) -> str:
+    """Everybody gets the largest, and works on something else meanwhile."""
+    tensor = start(world)
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
+    square = start(world) ** 2  # the operation runs; `tensor` is not to be touched before wait() returns
+    work.wait()
+    check(tensor, world.size)
+    check(square, (world.rank + 1) ** 2)
+    return shown(tensor)
+
+
+def all_gather(world: mpicomm.World) -> str:
+    """Everybody gets everybody's tensor."""
+    tensor = start(world)
+    gathered = [torch.empty_like(tensor) for _ in range(world.size)]
+    dist.all_gather(gathered, tensor)
+    for rank, each in enumerate(gathered):
+        check(each, rank + 1)
+    return " ".join(shown(each) for each in gathered)
+
+
+def start(world: mpicomm.World, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what this rank starts with: its rank plus one, everywhere."""
+    return torch.full((COUNT,), world.rank + 1, dtype=dtype, device=world.device)
+
+
+def total(world: mpicomm.World) -> int:
+    """Return the sum over the ranks: 1 + 2 + ... + size."""
+    return world.size * (world.size + 1) // 2
+
+
+def check(tensor: torch.Tensor, value: int) -> None:
+    """Fail unless the tensor is `value` everywhere, to the precision of its dtype."""
+    torch.testing.assert_close(tensor, torch.full_like(tensor, value))
+
+
+def shown(tensor: torch.Tensor) -> str:
+    return f"{tensor[0]:.0f}"
+
+
+def show(world: mpicomm.World, what: str, mine: str) -> None:
+    """Print what each rank has, on rank 0 (collective)."""
+    everyone: list[str] | None = [""] * world.size if world.rank == 0 else None
+    dist.gather_object(mine, everyone)
+    if everyone is not None:
+        print(f"{what:30}{' | '.join(everyone)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

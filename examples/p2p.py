@@ -1,0 +1,143 @@
+"""Messages between two ranks, with nothing but `torch.distributed`, on the world that `bootstrap()` makes.
+
+First in pairs (0 and 1, 2 and 3, ...): a blocking send and recv, then both directions at once with isend and irecv.
+Then around the ring: every rank sends to the next one and receives from the one before. Each is done with a few bytes
+and with 8 MiB, and the result is checked. The tensors are on the GPU if the ranks have GPUs. The lines of several ranks
+may come in another order.
+
+    $ mpirun -n 4 python -m mpicomm.examples.p2p
+    -- blocking send and recv in pairs, 16 B
+    rank 0: had 0, sent it to rank 1
+    rank 2: had 2, sent it to rank 3
+    rank 1: had 1, has 0 from rank 0
+    rank 3: had 3, has 2 from rank 2
+    -- isend and irecv in pairs, 16 B
+    rank 1: had 1, has 0 from rank 0
+    rank 3: had 3, has 2 from rank 2
+    rank 0: had 0, has 1 from rank 1
+    rank 2: had 2, has 3 from rank 3
+    -- isend and irecv around the ring, 16 B
+    rank 1: had 1, has 0 from rank 0
+    rank 3: had 3, has 2 from rank 2
+    rank 0: had 0, has 3 from rank 3
+    rank 2: had 2, has 1 from rank 1
+    -- blocking send and recv in pairs, 8 MiB
+    rank 2: had 2, sent it to rank 3
+    rank 0: had 0, sent it to rank 1
+    rank 3: had 3, has 2 from rank 2
+    rank 1: had 1, has 0 from rank 0
+    -- isend and irecv in pairs, 8 MiB
+    rank 3: had 3, has 2 from rank 2
+    rank 0: had 0, has 1 from rank 1
+    rank 2: had 2, has 3 from rank 3
+    rank 1: had 1, has 0 from rank 0
+    -- isend and irecv around the ring, 8 MiB
+    rank 3: had 3, has 2 from rank 2
+    rank 1: had 1, has 0 from rank 0
+    rank 2: had 2, has 1 from rank 1
+    rank 0: had 0, has 3 from rank 3
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+FEW = 4  # elements of float32, 16 B
+MANY = 2 * 1024 * 1024  # 8 MiB: MPI and NCCL do not buffer so much, a send ends when the other side receives
+
+
+def main() -> None:
+    world = mpicomm.bootstrap()
+    if world.size == 1:
+        say(world, "nobody to talk to; start me with `mpirun -n 4 python -m mpicomm.examples.p2p`")
+        return
+    for count in (FEW, MANY):
+        heading(world, "blocking send and recv in pairs", count)
+        send_to_the_right(world, count)
+        heading(world, "isend and irecv in pairs", count)
+        swap_in_pairs(world, count)
+        heading(world, "isend and irecv around the ring", count)
+        pass_around_the_ring(world, count)
+
+
+def send_to_the_right(world: mpicomm.World, count: int) -> None:
+    """The even rank of each pair sends, the odd one receives."""
+    peer = partner(world)
+    tensor = fill(world, count)
+    if peer is None:
+        say(world, "sits out, the number of ranks is odd")
+    elif world.rank < peer:
+        dist.send(tensor, peer)
+        say(world, f"had {world.rank}, sent it to rank {peer}")
+    else:
+        dist.recv(tensor, peer)
+        check(tensor, peer)
+        say(world, f"had {world.rank}, has {tensor[0]:.0f} from rank {peer}")
+
+
+def swap_in_pairs(world: mpicomm.World, count: int) -> None:
+    """The ranks of each pair send to each other at the same time."""
+    peer = partner(world)
+    if peer is None:
+        say(world, "sits out, the number of ranks is odd")
+    else:
+        exchange(world, count, dst=peer, src=peer)
+
+
+def pass_around_the_ring(world: mpicomm.World, count: int) -> None:
+    """Every rank sends to the next and receives from the previous one."""
+    exchange(world, count, dst=(world.rank + 1) % world.size, src=(world.rank - 1) % world.size)
+
+
+def exchange(world: mpicomm.World, count: int, dst: int, src: int) -> None:
+    """Send to `dst` while receiving from `src`.
+
+    Were the sends blocking, every rank could wait for the next one to receive, forever.
+    """
+    outgoing = fill(world, count)
+    incoming = torch.empty_like(outgoing)
+    # MPI would take the two in any order. NCCL carries them out in the order of the calls, so not all may send first.
+    if world.rank < dst:
+        works = [dist.isend(outgoing, dst), dist.irecv(incoming, src)]
+    else:
+        works = [dist.irecv(incoming, src), dist.isend(outgoing, dst)]
+    for work in works:
+        assert work is not None  # as it would be on a rank outside the group
+        work.wait()
+    check(incoming, src)
+    say(world, f"had {world.rank}, has {incoming[0]:.0f} from rank {src}")
+
+
+def partner(world: mpicomm.World) -> int | None:
+    """Return the other rank of this rank's pair; None for the last rank of an odd number."""
+    peer = world.rank ^ 1
+    return peer if peer < world.size else None
+
+
+def fill(world: mpicomm.World, count: int) -> torch.Tensor:
+    """Return this rank's tensor: its rank, `count` times."""
+    return torch.full((count,), float(world.rank), device=world.device)
+
+
+def check(tensor: torch.Tensor, sender: int) -> None:
+    assert (tensor == sender).all(), f"expected {sender} everywhere, got {tensor}"
+
+
+def heading(world: mpicomm.World, title: str, count: int) -> None:
+    dist.barrier()
+    if world.rank == 0:
+        size = f"{4 * count} B" if count == FEW else f"{4 * count // 2**20} MiB"
+        print(f"-- {title}, {size}\n", end="", flush=True)
+    dist.barrier()
+
+
+def say(world: mpicomm.World, what: str) -> None:
+    # One write, newline included, so that the lines of several ranks do not mix.
+    print(f"rank {world.rank}: {what}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

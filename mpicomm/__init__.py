@@ -1,0 +1,54 @@
+"""mpicomm: MPI-first collective communications for PyTorch.
+
+    import mpicomm
+    world = mpicomm.bootstrap()
+
+Importing this package imports neither torch nor MPI: the public names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicomm.errors import DeviceError, LaunchError, MpicommError, MPINotFoundError, RendezvousError
+    from mpicomm.runtime import World, bootstrap, shutdown
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "bootstrap": "mpicomm.runtime",
+    "shutdown": "mpicomm.runtime",
+    "World": "mpicomm.runtime",
+    "MpicommError": "mpicomm.errors",
+    "LaunchError": "mpicomm.errors",
+    "MPINotFoundError": "mpicomm.errors",
+    "DeviceError": "mpicomm.errors",
+    "RendezvousError": "mpicomm.errors",
+}
+
+__all__ = [
+    "DeviceError",
+    "LaunchError",
+    "MPINotFoundError",
+    "MpicommError",
+    "RendezvousError",
+    "World",
+    "__version__",
+    "bootstrap",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mpicomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,107 @@
+"""The one place that knows PyTorch's private names."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    Backend,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+__all__ = [
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "arrived",
+    "completed_future",
+    "inner_method",
+    "is_registered",
+    "leaves_mpi_open",
+    "make_nccl",
+    "premul_factor",
+    "reduce_op_name",
+    "tag_of",
+]
+
+_SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
+
+
+def reduce_op_name(op: Any) -> str:
+    """Return the name of a `ReduceOp`, which may be the enumeration's member or an object around it."""
+    return getattr(op, "op", op).name
+
+
+def premul_factor(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM, which torch shows only to pickle."""
+    return op.__getstate__()[1]
+
+
+def completed_future(value: Any) -> torch.futures.Future[Any]:
+    """Return a future that is done."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor behind one that a functional collective may still be filling."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
+
+
+def tag_of(group_name: str) -> int:
+    """Return the tag under which the members of a group make its communicator: equal on all, mostly its own."""
+    return zlib.crc32(group_name.encode()) % _SMALLEST_TAG_UB
+
+
+def is_registered(name: str) -> bool:
+    """Tell whether torch knows a back end of this name that came from outside."""
+    return name.upper() in dist.Backend._plugins
+
+
+def leaves_mpi_open() -> bool:
+    """Tell whether torch would look up a registered back end called `mpi`; it does from 2.14 on."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) >= (2, 14) and not dist.is_mpi_available()
+
+
+def inner_method(names: tuple[str, str]) -> str:
+    """Return the first of a method's names, new and old, that this torch's own back ends have."""
+    return names[0] if hasattr(Backend, names[0]) else names[1]
+
+
+def make_nccl(options: Any, nccl_options: Any, rank: int, size: int) -> Any:
+    """Make the NCCL back end of a group.
+
+    Args:
+        options: What torch says of the group to those who make back ends.
+        nccl_options: A `ProcessGroupNCCL.Options` of the user's, or None.
+    """
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
+    nccl = nccl_options or dist.ProcessGroupNCCL.Options()
+    nccl._timeout = options.timeout
+    nccl.global_ranks_in_group = options.global_ranks_in_group
+    nccl.group_name = options.group_id
+    return dist.ProcessGroupNCCL(options.store, rank, size, nccl)

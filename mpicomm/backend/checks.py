@@ -1,0 +1,138 @@
+"""What an operation's arguments must be; every error says which operation, which argument, got and expected."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend import c10d, dtypes
+
+T = TypeVar("T")
+
+
+def single(tensors: Any, what: str) -> torch.Tensor:
+    """Return the one tensor of a list of one, or the tensor itself."""
+    return tensor(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
+
+
+def single_written(tensors: Any, what: str) -> torch.Tensor:
+    """Return the one tensor of a list of one, if it can be received into."""
+    return written(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
+
+
+def only(values: Sequence[T], what: str) -> T:
+    """Return the one element of a list; torch's signatures allow several from the time of several GPUs per process."""
+    if len(values) != 1:
+        raise ValueError(f"{what}: expected one tensor (or list) per call, got {len(values)}.\nCall it once for each.")
+    return values[0]
+
+
+def tensor(value: Any, what: str) -> torch.Tensor:
+    """Return `value` if it is a tensor that can be sent."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
+    value = c10d.arrived(value)
+    if value.layout != torch.strided:
+        raise ValueError(
+            f"{what}: expected a dense tensor, got one of layout {value.layout}.\nConvert it with tensor.to_dense()."
+        )
+    if value.is_quantized:
+        raise ValueError(
+            f"{what}: expected a plain tensor, got a quantized one ({value.dtype}).\nSend tensor.int_repr() instead."
+        )
+    if not (value.is_cpu or value.is_cuda):
+        raise ValueError(
+            f"{what}: expected a tensor on cpu or cuda, got one on {value.device}.\nMove it with tensor.cpu() first."
+        )
+    return value
+
+
+def written(value: Any, what: str) -> torch.Tensor:
+    """Return `value` if it is a tensor that can be received into."""
+    value = tensor(value, what)
+    is_expanded = 0 in value.stride() and not value.is_contiguous()
+    if is_expanded:
+        raise ValueError(
+            f"{what}: the output of shape {list(value.shape)} is expanded: several elements share one place.\n"
+            f"Pass tensor.contiguous()."
+        )
+    return value
+
+
+def one_per_rank(tensors: Any, size: int, what: str, argument: str, *, are_written: bool = False) -> list[torch.Tensor]:
+    """Return the list if it has one proper tensor for each rank."""
+    if len(tensors) != size:
+        raise ValueError(
+            f"{what}: {argument} has {len(tensors)} tensors, but the group has {size} ranks.\nPass one for each rank."
+        )
+    check = written if are_written else tensor
+    return [check(each, what) for each in tensors]
+
+
+def alike(tensors: Iterable[torch.Tensor], model: torch.Tensor, what: str, argument: str) -> None:
+    """Check that all tensors have the dtype and size of `model`."""
+    for index, each in enumerate(tensors):
+        same_dtype(each, model, what, argument)
+        same_size(each, model, what, f"{argument}[{index}]")
+
+
+def same_dtype(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
+    """Check that two tensors have one dtype."""
+    if one.dtype != other.dtype:
+        raise ValueError(
+            f"{what}: {argument} holds {dtypes.short(one.dtype)}, but the tensor is {dtypes.short(other.dtype)}.\n"
+            f"Convert one of them."
+        )
+
+
+def same_size(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
+    """Check that two tensors have equally many elements."""
+    if one.numel() != other.numel():
+        raise ValueError(
+            f"{what}: {argument} has {one.numel()} elements (shape {list(one.shape)}), "
+            f"but the tensor has {other.numel()} (shape {list(other.shape)}).\nMake them equal."
+        )
+
+
+def multiple(large: torch.Tensor, small: torch.Tensor, size: int, what: str, large_name: str, small_name: str) -> None:
+    """Check that `large` holds exactly one block like `small` for each rank."""
+    same_dtype(large, small, what, large_name)
+    if large.numel() != size * small.numel():
+        raise ValueError(
+            f"{what}: {large_name} has {large.numel()} elements, but {small_name} has {small.numel()} "
+            f"and the group {size} ranks.\nMake {large_name} hold {size * small.numel()}."
+        )
+
+
+def rank(value: int, size: int, what: str, argument: str) -> int:
+    """Return a rank if the group has it."""
+    if not 0 <= value < size:
+        raise ValueError(f"{what}: {argument}={value} is not a rank of this group.\nPass a rank from 0 to {size - 1}.")
+    return value
+
+
+def tag(value: int, what: str) -> int:
+    """Return a tag if MPI can carry it."""
+    if not 0 <= value <= _largest_tag():
+        raise ValueError(f"{what}: tag={value} is not a tag of this MPI.\nPass a number from 0 to {_largest_tag()}.")
+    return value
+
+
+def device_type(values: Iterable[Any]) -> str:
+    """Return the device type of the first tensor among the values and the lists in them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        if isinstance(value, list | tuple) and (found := device_type(value)):
+            return found
+    return ""
+
+
+@functools.cache
+def _largest_tag() -> int:
+    api = mpi.api()
+    return api.COMM_WORLD.Get_attr(api.TAG_UB)

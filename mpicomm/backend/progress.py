@@ -1,0 +1,102 @@
+"""The threads of a group, started by the first operation that needs them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from mpicomm.backend.work import MessageWork, QueuedWork
+
+_STOP = None
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
+
+
+class Worker:
+    """Runs a group's asynchronous operations one after the other, each as a blocking MPI call."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], QueuedWork] | None] = queue.SimpleQueue()
+        self._count = threading.Lock()
+        self._pending = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether nothing is queued or running."""
+        return self._pending == 0
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Tell whether the caller is this worker: a callback of one of its operations."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, call: Callable[[], None], work: QueuedWork) -> None:
+        """Queue a call; `work` is finished after it."""
+        with self._count:
+            self._pending += 1
+        self._jobs.put((call, work))
+
+    def stop(self) -> None:
+        """Run what is queued, then end the thread."""
+        self._jobs.put(_STOP)
+        if not self.is_current_thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not _STOP:
+            call, work = job
+            error: BaseException | None = None
+            try:
+                call()
+            except Exception as caught:  # noqa: BLE001  raised by wait(), on the thread that asks
+                error = caught
+            with self._count:
+                self._pending -= 1
+            work.finish(error)
+            del job, call, work, error  # or the last operation's tensors would live until the next
+
+
+class Poller:
+    """Drives messages whose future somebody holds, since only a call into MPI lets them finish."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._watched: list[MessageWork] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, work: MessageWork) -> None:
+        """Finish `work` when its message is through."""
+        with self._changed:
+            self._watched.append(work)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread; messages that are not through end with an error."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        for work in self._watched:
+            work.finish()
+
+    def _run(self) -> None:
+        pause = _SHORTEST_PAUSE
+        while watched := self._next_round():
+            through = {work for work in watched if work.is_completed()}
+            with self._changed:
+                self._watched = [work for work in self._watched if work not in through]
+            for work in through:
+                work.finish()
+            pause = _SHORTEST_PAUSE if through else min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(pause)
+
+    def _next_round(self) -> list[MessageWork]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._watched or self._stopping)
+            return [] if self._stopping else list(self._watched)

@@ -1,0 +1,140 @@
+"""What a reduction means for a dtype, and how MPI is made to compute it.
+
+    tensor --load--> dense buffer --MPI op--> dense buffer --store--> tensor
+
+`load` widens narrow floats to float32 and applies a premultiplied factor; `store` divides for AVG and rounds once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend import buffers, c10d, dtypes
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Datatype, Op
+
+_MPI_OPS = {
+    "SUM": "SUM",
+    "AVG": "SUM",
+    "PREMUL_SUM": "SUM",
+    "PRODUCT": "PROD",
+    "MIN": "MIN",
+    "MAX": "MAX",
+    "BAND": "BAND",
+    "BOR": "BOR",
+    "BXOR": "BXOR",
+}
+# On bool the sum is "any", the product is "all"; torch's own bool tensors say the same.
+_BOOL_OPS = {"SUM": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "MAX": "LOR", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
+_WITHOUT_DIVISION = {torch.uint16, torch.uint32, torch.uint64}  # torch cannot divide these on the CPU
+_BITWISE = {"BAND", "BOR", "BXOR"}
+_ORDERED = {"MIN", "MAX"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How one reduction of one dtype is carried out."""
+
+    op: Op
+    datatype: Datatype
+    wide: torch.dtype | None = None
+    """The dtype in which the sum is made and travels, where it is not the tensor's own."""
+
+    factor: Any = None
+    """Every rank's input is multiplied by this first (PREMUL_SUM): a number or a tensor."""
+
+    divisor: int = 1
+    """The result is divided by this last (AVG)."""
+
+    def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        """Return dense host memory that holds this rank's contribution, the tensor's own where that will do.
+
+        Args:
+            keep: The tensor's content must survive: the operation writes its result elsewhere, or not at all here.
+        """
+        dense = buffers.pack(tensor)
+        if self.wide is not None:
+            dense = dense.to(self.wide)
+        if self.factor is not None:
+            if keep and dense is tensor:
+                dense = dense.detach().clone()
+            dense.detach().mul_(self._factor_on_host())
+        return dense
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return dense host memory for a result that goes to `tensor`."""
+        if self.wide is not None:
+            return torch.empty(tensor.shape, dtype=self.wide, device="cpu")
+        return buffers.room(tensor)
+
+    def store(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Bring the reduced buffer into the caller's tensor, divided and rounded."""
+        if self.divisor != 1:
+            raw = dense.detach()
+            if raw.dtype.is_floating_point or raw.dtype.is_complex:
+                raw.div_(self.divisor)
+            else:
+                raw.copy_(torch.div(raw, self.divisor, rounding_mode="trunc"))
+        buffers.unpack(dense, tensor)
+
+    def spec(self, dense: torch.Tensor) -> buffers.Spec:
+        """Return the buffer specification of a dense buffer for this reduction."""
+        return buffers.spec(dense, self.datatype)
+
+    def _factor_on_host(self) -> Any:
+        return self.factor.detach().to("cpu") if isinstance(self.factor, torch.Tensor) else self.factor
+
+
+def plan(op: Any, dtype: torch.dtype, size: int, what: str) -> Reduction:
+    """Say how to reduce tensors of `dtype` with `op` over `size` ranks.
+
+    Integer averages are the sum divided by the size, rounded toward zero. MIN and MAX of complex numbers, bitwise
+    operations on floats, PREMUL_SUM of integers and AVG of bool have no meaning.
+
+    Args:
+        op: A `torch.distributed.ReduceOp`.
+        what: The operation's name, for messages.
+
+    Raises:
+        ValueError: If the operation has no meaning for the dtype.
+    """
+    name = c10d.reduce_op_name(op)
+    base = _plan(name, dtype, size, what)
+    return dataclasses.replace(base, factor=c10d.premul_factor(op)) if name == "PREMUL_SUM" else base
+
+
+@functools.cache
+def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
+    wide = torch.float32 if dtype in dtypes.NARROW_FLOATS else None
+    datatype = dtypes.arithmetic(wide or dtype)
+    mpi_name = (_BOOL_OPS if dtype == torch.bool else _MPI_OPS).get(name)
+    if datatype is None:
+        raise ValueError(f"{what}: {dtypes.short(dtype)} tensors can be moved but not reduced.\nConvert them first.")
+    if mpi_name is None or _is_meaningless(name, dtype):
+        raise ValueError(
+            f"{what}: {name} has no meaning for {dtypes.short(dtype)} tensors.\n"
+            f"For {dtypes.short(dtype)} there are {', '.join(_meaningful(dtype))}."
+        )
+    return Reduction(getattr(mpi.api(), mpi_name), datatype, wide, divisor=size if name == "AVG" else 1)
+
+
+def _is_meaningless(name: str, dtype: torch.dtype) -> bool:
+    if dtype == torch.bool:
+        return name not in _BOOL_OPS
+    if name in _BITWISE:
+        return dtype.is_floating_point or dtype.is_complex
+    if name == "PREMUL_SUM":
+        return not (dtype.is_floating_point or dtype.is_complex)
+    if name == "AVG":
+        return dtype in _WITHOUT_DIVISION
+    return name in _ORDERED and dtype.is_complex
+
+
+def _meaningful(dtype: torch.dtype) -> list[str]:
+    return [name for name in _MPI_OPS if not _is_meaningless(name, dtype)]

@@ -1,0 +1,242 @@
+"""What a started operation gives its caller to wait on: torch's `Work`, complete."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mpicomm import mpi
+from mpicomm.backend import c10d, dtypes
+from mpicomm.errors import MpicommError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Request
+
+_LONGEST_PAUSE = 1e-3  # seconds between two looks at an operation that is waited for with a timeout
+
+
+class Keeper(Protocol):
+    """Who keeps messages alive that are on their way."""
+
+    def watch(self, work: MessageWork) -> None:
+        """Finish `work`, whose future somebody holds, when its message is through."""
+
+    def forget(self, work: MessageWork) -> None:
+        """Let go of `work`, whose message is through."""
+
+
+class _Work(dist.Work):
+    """The part that all kinds of work share."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the operation writes."""
+        return self._tensors
+
+    def is_success(self) -> bool:
+        """Tell whether the operation ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        """Wait; the results of this back end are in memory then, so no stream has anything left to wait for."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent what was received."""
+        raise MpicommError("source_rank() is known for receives only.\nAsk the work of a recv or irecv.")
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+
+class CompletedWork(_Work):
+    """An operation that was finished before its call returned."""
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002  torch's signature
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell that the operation is finished."""
+        return True
+
+    def exception(self) -> None:
+        """Return None: a synchronous operation raises its error in the call."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is done."""
+        return c10d.completed_future(self._tensors)
+
+
+class QueuedWork(_Work):
+    """An operation that the group's worker thread runs in its turn."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Settle the future; its callbacks run here, on the worker thread."""
+        self._error = error
+        if error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait until the operation has ended.
+
+        Raises:
+            TimeoutError: If it has not after `timeout`.
+        """
+        if (seconds := _seconds(timeout)) is not None:
+            _await(self._future.done, seconds)
+        # torch's future waits without the GIL, which the worker needs to come to its end.
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether the operation has ended."""
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """Return the error with which the operation ended, if it did."""
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future that completes when the operation does."""
+        return self._future
+
+
+class MessageWork(_Work):
+    """A message on its way: an MPI request that whoever waits, or the poller, drives to its end."""
+
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        request: Request,
+        memory: torch.Tensor,
+        keeper: Keeper,
+        arrived: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Take charge of a request.
+
+        Args:
+            memory: The memory that MPI reads or writes; kept alive until the message is through.
+            keeper: Keeps this work alive until the message is through, and completes the future if one is asked for.
+            arrived: Called with the MPI status of a message that has come in.
+        """
+        super().__init__(tensors)
+        self._request = request
+        self._memory: torch.Tensor | None = memory
+        self._keeper = keeper
+        self._arrived = arrived
+        self._status = mpi.api().Status()
+        self._lock = threading.Lock()  # MPI forbids two threads to complete one request
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait until the message is sent or received.
+
+        Raises:
+            TimeoutError: If it is not after `timeout`.
+            RuntimeError: If what came in does not fit the tensor.
+        """
+        if (seconds := _seconds(timeout)) is not None:
+            _await(self.is_completed, seconds)
+        elif self._future is not None:
+            self._future.wait()
+        else:
+            with self._lock:
+                if not self._done:
+                    self._settle(lambda: self._request.Wait(self._status))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether the message is through; looking drives it on."""
+        if self._done or not self._lock.acquire(blocking=False):
+            return self._done
+        try:
+            if not self._done:
+                self._settle(lambda: self._request.Test(self._status))
+            return self._done
+        finally:
+            self._lock.release()
+
+    def exception(self) -> BaseException | None:
+        """Return the error with which the operation ended, if it did."""
+        return self._error
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent what was received."""
+        if self._arrived is None or not self._done:
+            return super().source_rank()
+        return self._status.source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes with the message, driven by the group's poller thread."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                self._keeper.watch(self)
+            return self._future
+
+    def finish(self) -> None:
+        """Settle the future; its callbacks run here, on the poller thread."""
+        assert self._future is not None
+        if not self._done:
+            self._future.set_exception(
+                MpicommError(f"the group was destroyed before {self._what()} ended.\nWait for it before.")
+            )
+        elif self._error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(self._error)
+
+    def _what(self) -> str:
+        tensor = self._tensors[0]
+        verb = "send" if self._arrived is None else "recv"
+        return f"{verb} of {dtypes.short(tensor.dtype)}{list(tensor.shape)}"
+
+    def _settle(self, complete: Callable[[], bool]) -> None:
+        """Complete the request if it is through, under the lock."""
+        try:
+            if not complete():
+                return
+            if self._arrived is not None:
+                self._arrived(self._status)
+        except mpi.api().Exception as error:
+            self._error = RuntimeError(f"{self._what()} failed: {error}.\nDo sender and receiver agree on the size?")
+        except Exception as error:  # noqa: BLE001  raised by wait(), on the thread that asks
+            self._error = error
+        self._memory = None
+        self._done = True
+        self._keeper.forget(self)
+
+
+def _seconds(timeout: datetime.timedelta | None) -> float | None:
+    """Return a timeout in seconds; torch says "none" by zero or less."""
+    if timeout is None or timeout <= datetime.timedelta(0):
+        return None
+    return timeout.total_seconds()
+
+
+def _await(done: Callable[[], bool], seconds: float) -> None:
+    if not mpi.poll(done, seconds, longest_pause=_LONGEST_PAUSE):
+        raise TimeoutError(
+            f"the operation has not ended within {seconds:g} s.\n"
+            f"Another rank has not joined it yet: wait longer, or find out what that rank does."
+        )

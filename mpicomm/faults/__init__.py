@@ -1,0 +1,1 @@
+"""How a rank leaves, and how the others learn of it."""

@@ -1,0 +1,120 @@
+"""How a rank that fails takes the job with it.
+
+An exception that nobody catches is printed once, with its rank, and ends the job by MPI_Abort. The hook runs before the
+interpreter waits for non-daemon threads, so such threads cannot keep a dead rank, and with it the job, alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from mpicomm.errors import LaunchError, MpicommError, RendezvousError
+
+_OTHERS_PATIENCE = 2.0  # seconds in which the first rank to fail prints and aborts, before another does
+_BRIEF_RANKS = 8  # how many ranks may repeat an error in brief: rank 0's output may lie elsewhere
+_PRINTING_SECONDS = 0.2  # launchers forward output by pipes; what is in flight at the abort may be lost
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A `sys.excepthook` that ends the job when its rank ends by an exception."""
+
+    rank: int
+    size: int
+    hostname: str
+    abort: Callable[[int], Any] | None
+    """Ends the job with a status; None while there is no job to end."""
+
+    is_first: Callable[[], bool]
+    """Tells whether no other rank failed before."""
+
+    previous: Callable[..., Any]
+    pid: int = dataclasses.field(default_factory=os.getpid)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        """Print what happened, once in the job, and end it."""
+        if self is not _current or os.getpid() != self.pid:  # a job that is over, or a forked child
+            self.previous(kind, error, trace)
+            return
+        is_everywhere = isinstance(error, MpicommError) and error.is_everywhere
+        if is_everywhere or isinstance(error, LaunchError):  # the message says it all; the code is not at fault
+            self._tell_message(error, is_everywhere)
+        else:
+            self._tell(kind, error, trace)
+        # An error that every rank has ends each by itself, unless some ranks are not even there.
+        if not is_everywhere or isinstance(error, RendezvousError):
+            if is_everywhere and self.rank != 0:
+                time.sleep(_OTHERS_PATIENCE)  # rank 0 speaks first
+            self._end()
+
+    def _tell_message(self, error: BaseException, is_everywhere: bool) -> None:
+        if self.rank == 0:
+            _print(f"mpicomm.{type(error).__name__}: {error}\n")
+        elif isinstance(error, LaunchError) and not is_everywhere and self.rank < _BRIEF_RANKS:
+            # Most likely rank 0 has the same error, and the launcher ends this rank before it comes to speak.
+            time.sleep(_OTHERS_PATIENCE)
+            _print(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
+
+    def _end(self) -> None:
+        if self.abort is not None and self.size > 1:
+            time.sleep(_PRINTING_SECONDS)
+            self.abort(1)
+
+    def _tell(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        where = f"rank {self.rank} of {self.size} on {self.hostname}"
+        if self.size > 1 and not self.is_first():
+            time.sleep(_OTHERS_PATIENCE)
+            _print(f"[mpicomm] {where} failed too: {traceback.format_exception_only(kind, error)[-1]}")
+        elif self.previous is not sys.__excepthook__:
+            _print(f"[mpicomm] {where} failed:\n")
+            self.previous(kind, error, trace)
+        elif self.size == 1:
+            self.previous(kind, error, trace)
+        else:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            _print(f"[mpicomm] {where} failed and ends the job:\n{text}")
+
+
+_current: Hook | None = None
+
+
+def arm(
+    rank: int,
+    size: int,
+    hostname: str,
+    abort: Callable[[int], Any] | None = None,
+    is_first: Callable[[], bool] = lambda: True,
+) -> None:
+    """Install the hook, or renew it now that more is known."""
+    global _current  # noqa: PLW0603  a process has one excepthook
+    # On renewal this also drops torch's hook, which came on top to say the rank: this one says it too.
+    previous = _current.previous if _current else sys.excepthook
+    _current = Hook(rank, size, hostname, abort, is_first, previous)
+    sys.excepthook = _current
+
+
+def disarm() -> None:
+    """Take the hook out again; where somebody put another on top of it, it only passes on."""
+    global _current  # noqa: PLW0603
+    if _current is not None and sys.excepthook is _current:
+        sys.excepthook = _current.previous
+    _current = None
+
+
+def _print(text: str) -> None:
+    """Write in one piece, so that the lines of several ranks do not mix."""
+    with contextlib.suppress(Exception):  # a stream that fails must not keep the rank from ending the job
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The real stream: torch's own hook swaps sys.stderr, and would show what is in it after the job is gone.
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(text)
+        stream.flush()

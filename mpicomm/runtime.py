@@ -1,0 +1,486 @@
+"""`bootstrap()`: from N processes to one job; `shutdown()`: back again.
+
+The walk of a start: the launcher's variables, MPI, who is there, who is where, which device, the store, the group.
+Whatever goes wrong before the group is up is raised on every rank that MPI joins, with the same message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import datetime
+import os
+import shlex
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from mpicomm import launchers, mpi
+from mpicomm.backend import process_group
+from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
+from mpicomm.faults import abort
+from mpicomm.launchers import Launch
+from mpicomm.settings import Settings
+from mpicomm.startup import backends, devices, rendezvous, topology
+from mpicomm.startup.rollcall import roll_call
+from mpicomm.startup.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own
+_DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no timeout is given
+
+_SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
+_GLOO_SECONDS = 0.02  # in which a thread of Gloo's comes to its end
+
+# What torch calls a back end that bootstrap knows by another name.
+_TORCH_NAMES = {backends.MPI: process_group.NAME, backends.MPI_WITH_NCCL: process_group.NAME_WITH_NCCL}
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What was agreed at the start of the job. Nothing here communicates.
+
+    As a context manager it calls `shutdown()` at the end of the block.
+    """
+
+    rank: int
+    """This process's rank, from 0 to size - 1."""
+
+    size: int
+    """The number of ranks."""
+
+    local_rank: int
+    """This rank's place among the ranks of its node."""
+
+    local_size: int
+    """The number of ranks on this node."""
+
+    node_rank: int
+    """The node's place among the nodes."""
+
+    num_nodes: int
+    """The number of nodes; a node is what shares memory."""
+
+    hostname: str
+    """The name of this host."""
+
+    hosts: tuple[str, ...]
+    """The host of every rank, by rank."""
+
+    device: torch.device
+    """The device that this rank is to use; the current one, if it is a GPU."""
+
+    backend: str | None
+    """The back end of the process group; None if there is none."""
+
+    launcher: str
+    """Who started the ranks."""
+
+    master_addr: str
+    """The address at which the job's store listens."""
+
+    master_port: int
+    """The port at which the job's store listens."""
+
+    comm: Intracomm | None = dataclasses.field(repr=False)
+    """A private duplicate of the ranks' communicator, for mpi4py; None where MPI is not in use."""
+
+    def __str__(self) -> str:
+        place = f"rank {self.rank} of {self.size} on {self.hostname}"
+        if self.num_nodes > 1:
+            place += f" (local rank {self.local_rank} of {self.local_size}, node {self.node_rank} of {self.num_nodes})"
+        return f"{place}: {self.device}, {self.backend or 'no process group'}, started by {self.launcher}"
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:  # the others may be elsewhere after an error; the exception ends the job
+            shutdown()
+
+
+@dataclasses.dataclass
+class _Session:
+    """What `shutdown` must undo."""
+
+    world: World
+    store: dist.Store
+    environ: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    """The variables that were exported, with what they held before."""
+
+    is_open: bool = True
+    pid: int = dataclasses.field(default_factory=os.getpid)
+
+
+_session: _Session | None = None
+
+
+def bootstrap(
+    backend: str | None = "auto",
+    *,
+    timeout: float | datetime.timedelta | None = None,
+    comm: Intracomm | None = None,
+    device: str | int | torch.device | None = None,
+    abort_on_error: bool = True,
+) -> World:
+    """Make one job of the processes that srun, mpirun or torchrun started (collective).
+
+    Afterwards `torch.distributed` is initialised, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are set, and this rank's GPU, if any, is the current one. A second call returns the same World.
+
+    Args:
+        backend: "auto" (MPI, with NCCL for GPU tensors where every rank has a GPU of its own; Gloo and NCCL under
+            torchrun), "mpi", "nccl", "gloo", "cpu:mpi,cuda:nccl", "cpu:gloo,cuda:nccl", or None to make the store and
+            the variables but no process group.
+        timeout: How long operations may take, and bootstrap may wait for ranks: seconds or a timedelta. Without it
+            operations have torch's 30 minutes, and ranks 10 minutes to come.
+        comm: The ranks that form the job, an mpi4py communicator; all of them if left out.
+        device: The device that this rank is to use; chosen among the visible GPUs if left out.
+        abort_on_error: End the whole job when this rank ends by an unhandled exception.
+
+    Raises:
+        LaunchError: If the ranks were started in a way that cannot become one job.
+        DeviceError: If a device does not exist, or NCCL would have to put two ranks on one GPU.
+        RendezvousError: If ranks do not come in time, or cannot reach rank 0.
+        ValueError: If there is no such back end.
+    """
+    global _session  # noqa: PLW0603  a process is in one job at a time, as torch.distributed has it too
+    if _session is not None and _session.is_open:
+        if _session.pid != os.getpid():
+            raise MpicommError(mpi.IN_A_CHILD)
+        return _session.world
+    backends.check(backend)
+    if abort_on_error:
+        abort.arm(launchers.guess_rank(os.environ), 1, socket.gethostname())
+    request = _Request(backend, timeout, comm, device, abort_on_error)
+    settings = Settings.from_environ(os.environ)
+    launch = launchers.detect(os.environ, settings.launcher)
+    if abort_on_error:
+        abort.arm(launch.rank, launch.size, socket.gethostname())
+    if launch.kind in ("torchrun", "slurm"):
+        _session = _join_by_environ(request, launch)
+    else:
+        _session = _join_by_mpi(request, launch, settings)
+    if abort_on_error:
+        _arm_abort(_session)
+    atexit.register(_shutdown_at_exit)
+    return _session.world
+
+
+def shutdown() -> None:
+    """Destroy the process groups, free the communicator and restore the environment (collective).
+
+    Runs at exit by itself. MPI is finalised at exit, not here, so that `bootstrap` may be called again.
+    """
+    session = _session
+    if session is None or not session.is_open or session.pid != os.getpid():
+        return
+    session.is_open = False
+    atexit.unregister(_shutdown_at_exit)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        if session.world.backend in (backends.GLOO, backends.GLOO_WITH_NCCL):
+            # A thread of Gloo's may want the GIL once more; if Python is finalizing by then, the process aborts.
+            time.sleep(_GLOO_SECONDS)
+    for name, before in session.environ.items():
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    mpi.set_job_comm(None)
+    if session.world.comm is not None and mpi.is_usable():
+        session.world.comm.Free()
+    abort.disarm()
+    # The store stays until the process ends or boots again: other ranks may not be here yet.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of `bootstrap`."""
+
+    backend: str | None
+    timeout: float | datetime.timedelta | None
+    comm: Intracomm | None
+    device: str | int | torch.device | None
+    abort_on_error: bool
+
+    @property
+    def limit(self) -> datetime.timedelta:
+        """How long operations may take."""
+        if self.timeout is None:
+            return _DEFAULT_TIMEOUT
+        if isinstance(self.timeout, datetime.timedelta):
+            return self.timeout
+        return datetime.timedelta(seconds=self.timeout)
+
+    @property
+    def patience(self) -> float:
+        """How many seconds to wait for ranks."""
+        return _DEFAULT_PATIENCE if self.timeout is None else self.limit.total_seconds()
+
+
+# -- started by MPI --------------------------------------------------------------------------------------------------
+
+
+def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Session:
+    base = _initialize_mpi(launch, request.patience)
+    if request.comm is not None:
+        base = request.comm
+    elif launch.kind == "single":
+        base = mpi.api().COMM_SELF
+    if request.abort_on_error and base.size > 1:  # who fails from here on must not leave the others waiting
+        abort.arm(base.rank, base.size, socket.gethostname(), base.Abort)
+    roll_call(base, "bootstrap", request.patience)
+    comm = base.Dup()
+    _agree(comm, lambda: _check_launch(launch))
+    if warning := launchers.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size):
+        warnings.warn(warning, stacklevel=3)
+    where = topology.discover(comm)
+    of_rank_0 = comm.bcast(request.backend)
+    _agree(comm, lambda: _check_alike(of_rank_0, request.backend))
+    device, uuids = _seat(comm, where, request)
+    backend = backends.choose(
+        request.backend,
+        has_mpi=True,
+        gpu_each=backends.gpu_each(uuids, where.hosts),
+        has_nccl=dist.is_nccl_available(),
+    )
+    if backends.needs_nccl(backend):
+        _agree(comm, lambda: devices.refuse_shared(uuids, where.hosts))
+    roll_call(comm, "bootstrap, after the choice of devices", request.patience, where.hosts)
+    meeting = rendezvous.meet(comm, where, os.environ, settings.interface, request.limit)
+    mpi.set_job_comm(comm)
+    world = _world(comm.rank, comm.size, where, device, backend, launch, meeting.address, meeting.port, comm)
+    session = _Session(world, meeting.store)
+    _export(session)
+    _make_group(session, request)
+    return session
+
+
+def _initialize_mpi(launch: Launch, patience: float) -> Intracomm:
+    if problem := launchers.problem_before_init(launch, mpi.library(), _command()):
+        raise _launch_error(launch, problem)
+    return mpi.initialize(launch.local_size, max(patience, _SHORTEST_INIT))
+
+
+def _check_launch(launch: Launch) -> None:
+    world = mpi.api().COMM_WORLD
+    problem = launchers.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, _command())
+    if problem:
+        raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
+    if dist.is_initialized():
+        raise LaunchError(
+            "torch.distributed is initialised already, by something else than bootstrap().\n"
+            "Call mpicomm.bootstrap() instead of init_process_group(), or before it with backend=None."
+        )
+
+
+def _launch_error(launch: Launch, problem: str) -> LaunchError:
+    """Return the error of a rank that MPI did not join; everybody's, if all were told how many they are."""
+    error = LaunchError(problem)
+    return everywhere(error) if launch.claims and launch.size > 1 else error
+
+
+def _check_alike(of_rank_0: str | None, mine: str | None) -> None:
+    if mine != of_rank_0:
+        raise MpicommError(
+            f"this rank asks for backend={mine!r}, but rank 0 for {of_rank_0!r}.\nPass the same back end on every rank."
+        )
+
+
+def _agree(comm: Intracomm, check: Callable[[], Any]) -> Any:
+    """Run a local check; if it fails on any rank, raise on every rank (collective).
+
+    Returns:
+        The result of this rank's check.
+    """
+    result, error = None, None
+    try:
+        result = check()
+    except MpicommError as caught:
+        error = caught
+    failed = [(rank, other) for rank, other in enumerate(comm.allgather(error)) if other is not None]
+    if failed:
+        rank, first = failed[0]
+        if len(failed) < comm.size:
+            first = type(first)(f"rank {rank}: {first}")
+        raise first if comm.size == 1 else everywhere(first)
+    return result
+
+
+def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.device, list[str | None]]:
+    """Choose this rank's device, and learn which GPU each rank has (collective)."""
+    wanted = _agree(comm, lambda: None if request.device is None else devices.parse(request.device))
+    visible = devices.visible_gpus() if wanted is None or wanted.type == "cuda" else []
+    if wanted is not None and visible:
+        visible = [visible[wanted.index]]
+    everyone = comm.allgather((where.node_rank, visible))
+    mates = [uuids for node, uuids in everyone if node == where.node_rank]
+    seat = devices.assign(mates)[where.local_rank]
+    uuid = visible[seat.index] if seat else None
+    device = wanted or (torch.device("cuda", seat.index) if seat else torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device, comm.allgather(uuid)
+
+
+# -- started by torchrun, or by srun without MPI -----------------------------------------------------------------------
+
+
+def _join_by_environ(request: _Request, launch: Launch) -> _Session:
+    if backends.needs_mpi(request.backend) or request.comm is not None:
+        raise everywhere(
+            LaunchError(
+                f"backend={request.backend!r} needs MPI, but this process was started by {launch.title}, without MPI.\n"
+                f"Start with MPI, or leave the back end to bootstrap():\n"
+                f"  mpirun -n {launch.size} {_command()}"
+            )
+        )
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise LaunchError(
+            f"{launch.title} did not set {' and '.join(missing)}, and without MPI the ranks cannot agree on it.\n"
+            f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
+        )
+    store, rank, size = _meet_by_environ(launch, request.patience)
+    where = _topology_from_store(store, rank, size)
+    device = _device_by_local_rank(request, where)
+    has_gpu = device.type == "cuda"
+    backend = backends.choose(request.backend, has_mpi=False, gpu_each=has_gpu, has_nccl=dist.is_nccl_available())
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    session = _Session(_world(rank, size, where, device, backend, launch, address, port, None), store)
+    _export(session)
+    _make_group(session, request)
+    return session
+
+
+def _meet_by_environ(launch: Launch, patience: float) -> tuple[dist.Store, int, int]:
+    """Open or join the store at MASTER_ADDR, as torch does it (collective)."""
+    try:
+        return next(torch_rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=patience)))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+        raise RendezvousError(
+            f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at {where}: "
+            f"{str(error).splitlines()[0]}\n"
+            f"Set MASTER_ADDR to rank 0's host, as the others reach it, and MASTER_PORT to a free port there."
+        ) from None
+
+
+def _topology_from_store(store: dist.Store, rank: int, size: int) -> Topology:
+    """Find out who shares a node with whom, by what the launcher calls the node or else by host name (collective)."""
+    hostname = socket.gethostname()
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or hostname
+    store.set(f"mpicomm/place/{rank}", f"{node} {hostname}")
+    places = [place.decode().split(" ", 1) for place in store.multi_get([f"mpicomm/place/{r}" for r in range(size)])]
+    return topology.from_nodes(rank, [place[0] for place in places], [place[1] for place in places])
+
+
+def _device_by_local_rank(request: _Request, where: Topology) -> torch.device:
+    if request.device is not None:
+        device = devices.parse(request.device)
+    elif not torch.cuda.is_available():
+        return torch.device("cpu")
+    else:
+        device = torch.device("cuda", where.local_rank % torch.cuda.device_count())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+# -- both ------------------------------------------------------------------------------------------------------------
+
+
+def _world(
+    rank: int,
+    size: int,
+    where: Topology,
+    device: torch.device,
+    backend: str | None,
+    launch: Launch,
+    address: str,
+    port: int,
+    comm: Intracomm | None,
+) -> World:
+    return World(
+        rank=rank,
+        size=size,
+        **dataclasses.asdict(where),
+        device=device,
+        backend=backend,
+        launcher=launch.title,
+        master_addr=address,
+        master_port=port,
+        comm=comm,
+    )
+
+
+def _export(session: _Session) -> None:
+    """Set the variables that other code reads; the store is there, so nobody needs to bind its port."""
+    world = session.world
+    values = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": world.master_port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    for name, value in values.items():
+        session.environ[name] = os.environ.get(name)
+        os.environ[name] = str(value)
+
+
+def _make_group(session: _Session, request: _Request) -> None:
+    process_group.register()
+    world = session.world
+    if world.backend is None:
+        return
+    dist.init_process_group(
+        _TORCH_NAMES.get(world.backend, world.backend),
+        store=dist.PrefixStore("mpicomm", session.store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=request.limit,
+    )
+
+
+def _arm_abort(session: _Session) -> None:
+    """Let an unhandled exception end the job, from now on with what the job knows."""
+    world, comm = session.world, session.world.comm
+    # A connection of its own: another thread may be waiting on the store when this one fails.
+    private = session.store.clone()  # type: ignore[attr-defined]  # missing in the stub
+    private.set_timeout(datetime.timedelta(seconds=2))
+
+    def is_first() -> bool:
+        try:
+            return private.add("mpicomm/failures", 1) == 1
+        except RuntimeError:  # rank 0, and the store with it, is gone: better twice than never
+            return True
+
+    def end(status: int) -> None:
+        if comm is not None:
+            comm.Abort(status)
+        os._exit(status)
+
+    abort.arm(world.rank, world.size, world.hostname, end, is_first)
+
+
+def _shutdown_at_exit() -> None:
+    with contextlib.suppress(Exception):  # the work is done; a bad end must not spoil its exit status
+        shutdown()
+
+
+def _command() -> str:
+    """Return this process's command line, as the remedy of a wrong launch repeats it."""
+    return shlex.join(["python", *sys.orig_argv[1:]])

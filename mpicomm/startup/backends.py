@@ -1,0 +1,53 @@
+"""Which back end the job uses: pure choice from what the user asked for and which devices the ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MPI, MPI_WITH_NCCL = "mpi", "cpu:mpi,cuda:nccl"
+GLOO, GLOO_WITH_NCCL, NCCL = "gloo", "cpu:gloo,cuda:nccl", "nccl"
+KNOWN = ("auto", MPI, NCCL, GLOO, MPI_WITH_NCCL, GLOO_WITH_NCCL)
+
+
+def check(backend: str | None) -> None:
+    """Refuse a back end that does not exist.
+
+    Raises:
+        ValueError: If it is not one of `KNOWN` or None.
+    """
+    if backend is not None and backend not in KNOWN:
+        choices = ", ".join(repr(name) for name in KNOWN)
+        raise ValueError(
+            f"backend={backend!r} is not a back end.\nPass one of {choices}, or None for no process group."
+        )
+
+
+def needs_mpi(backend: str | None) -> bool:
+    """Tell whether the back end cannot do without MPI."""
+    return backend in (MPI, MPI_WITH_NCCL)
+
+
+def needs_nccl(backend: str | None) -> bool:
+    """Tell whether the back end puts every rank's GPU into NCCL's hands."""
+    return backend is not None and NCCL in backend
+
+
+def choose(backend: str | None, *, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> str | None:
+    """Say what "auto" means here; any other back end means itself.
+
+    Args:
+        has_mpi: Whether the ranks were started by MPI.
+        gpu_each: Whether every rank has a GPU that no other has.
+        has_nccl: Whether this torch was built with NCCL.
+    """
+    if backend != "auto":
+        return backend
+    if gpu_each and has_nccl:
+        return MPI_WITH_NCCL if has_mpi else GLOO_WITH_NCCL
+    return MPI if has_mpi else GLOO
+
+
+def gpu_each(uuids: Sequence[str | None], hosts: Sequence[str]) -> bool:
+    """Tell whether every rank has a GPU of its own."""
+    owned = [(host, uuid) for host, uuid in zip(hosts, uuids, strict=True) if uuid is not None]
+    return len(set(owned)) == len(uuids)

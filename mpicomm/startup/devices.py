@@ -1,0 +1,123 @@
+"""Which device each rank uses.
+
+GPUs are compared by UUID, since `cuda:0` is another GPU in each task of `srun --gpus-per-task=1` and the same one where
+every task sees the whole node.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from mpicomm.errors import DeviceError
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """The GPU that one rank was given."""
+
+    index: int
+    """The GPU's index among those that this rank sees."""
+
+    shared: bool
+    """Whether another rank on the node was given the same GPU."""
+
+
+def visible_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs that this process sees, in the order of `cuda:0`, `cuda:1`, ..."""
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def assign(visible: Sequence[Sequence[str]]) -> list[Seat | None]:
+    """Give every rank of a node a GPU of its own where that is possible.
+
+    A maximum matching of ranks to GPUs (Kuhn, 1955: augmenting paths), so that ranks that see only some of the node's
+    GPUs do not lose them to ranks that see more. Ranks that are left over share.
+
+    Args:
+        visible: For every local rank, the UUIDs of the GPUs that it sees.
+
+    Returns:
+        For every local rank its seat, or None where it sees no GPU.
+    """
+    owner: dict[str, int] = {}
+    for rank in range(len(visible)):
+        _find_seat(rank, visible, owner, tried=set())
+    chosen = {rank: uuid for uuid, rank in owner.items()}
+    for rank, uuids in enumerate(visible):
+        if uuids and rank not in chosen:
+            chosen[rank] = uuids[rank % len(uuids)]
+    users = collections.Counter(chosen.values())
+    return [
+        Seat(index=list(uuids).index(chosen[rank]), shared=users[chosen[rank]] > 1) if uuids else None
+        for rank, uuids in enumerate(visible)
+    ]
+
+
+def _find_seat(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int], tried: set[str]) -> bool:
+    # A free one first: nobody has to move, and where all see the whole node, rank i gets cuda:i.
+    for uuid in sorted(visible[rank], key=lambda uuid: uuid in owner):
+        if uuid in tried:
+            continue
+        tried.add(uuid)
+        if uuid not in owner or _find_seat(owner[uuid], visible, owner, tried):
+            owner[uuid] = rank
+            return True
+    return False
+
+
+def parse(device: str | torch.device | int) -> torch.device:
+    """Return the device that the user named, checked to exist.
+
+    Raises:
+        DeviceError: If there is no such device in this process.
+    """
+    try:
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device={device!r} is not a device: {error}\nPass 'cpu', 'cuda' or 'cuda:N'.") from None
+    if wanted.type != "cuda":
+        return wanted
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = wanted.index or 0
+    if index >= count:
+        raise DeviceError(
+            f"device={device!r} does not exist: this process sees {count} GPU{'' if count == 1 else 's'}.\n"
+            f"Pass one of cuda:0 to cuda:{count - 1}, or leave `device` out."
+            if count
+            else f"device={device!r} does not exist: this process sees no GPU.\nPass 'cpu', or leave `device` out."
+        )
+    return torch.device("cuda", index)
+
+
+def refuse_shared(uuids: Sequence[str | None], hosts: Sequence[str]) -> None:
+    """Refuse ranks that share a GPU, before NCCL does in its own words.
+
+    Args:
+        uuids: For every rank the UUID of its GPU, or None.
+        hosts: For every rank its host.
+
+    Raises:
+        DeviceError: If two ranks have the same GPU, or one has none; it names them.
+    """
+    without = [rank for rank, uuid in enumerate(uuids) if uuid is None]
+    if without:
+        rank = without[0]
+        raise DeviceError(
+            f"NCCL needs a GPU on every rank, but {len(without)} have none, first rank {rank} on {hosts[rank]}.\n"
+            f"Ask the scheduler for one GPU per task, or use backend='mpi'."
+        )
+    users = collections.defaultdict(list)
+    for rank, uuid in enumerate(uuids):
+        users[hosts[rank], uuid].append(rank)
+    for (host, uuid), ranks in users.items():
+        if len(ranks) > 1:
+            raise DeviceError(
+                f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({uuid}), which NCCL does not allow.\n"
+                f"Start one rank per GPU, or use backend='mpi'."
+            )

@@ -1,0 +1,300 @@
+"""Where the store is: rank 0 binds first, then says by MPI what it bound.
+
+No port is chosen, closed and hoped for. With several nodes, the address is one at which a rank of every node has
+reached rank 0 and got the answer that only rank 0 can give.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import ipaddress
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
+from mpicomm.startup.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+T = TypeVar("T")
+
+_TOKEN_BYTES = 16
+_PROOF_SECONDS = (0.5, 5.0)  # two rounds: a network that drops packets must not cost every start the long wait
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """The job's store and where it listens."""
+
+    store: dist.Store
+    address: str
+    port: int
+
+
+def meet(
+    comm: Intracomm,
+    topology: Topology,
+    environ: Mapping[str, str],
+    interface: str | None,
+    timeout: datetime.timedelta,
+) -> Meeting:
+    """Open the job's store on rank 0 and connect every rank to it (collective).
+
+    The address is MASTER_ADDR if rank 0 has it, loopback on a single node, otherwise the first of rank 0's addresses at
+    which every node reaches it. Only rank 0's environment counts.
+
+    Args:
+        interface: Name or address of the interface to listen on; None to find one. Rank 0's value counts.
+
+    Raises:
+        LaunchError: If MASTER_ADDR, MASTER_PORT or the interface cannot be listened on.
+        RendezvousError: If no address of rank 0 is reachable from every node.
+    """
+    listeners = on_rank_0(comm, lambda: _listen(topology.num_nodes, environ, interface))
+    places: list[tuple[str, int]] = comm.bcast([listener.getsockname()[:2] for listener in listeners or ()])
+    chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners or [], places)
+    address, port = places[chosen]
+    store = _open_store(comm, listeners, chosen, address, port, timeout)
+    return Meeting(store, address, port)
+
+
+def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
+    """Run a function on rank 0; if it raises there, raise the same on every rank (collective).
+
+    Returns:
+        The function's result on rank 0, None on the others.
+    """
+    result: T | None = None
+    error: MpicommError | None = None
+    if comm.rank == 0:
+        try:
+            result = function()
+        except MpicommError as caught:
+            error = caught
+        except Exception as caught:  # noqa: BLE001  whatever it is, the others must not wait
+            error = RendezvousError(f"rank 0 could not open the job's store: {caught}")
+    if (error := comm.bcast(error)) is not None:
+        raise everywhere(error)
+    return result
+
+
+def _open_store(
+    comm: Intracomm,
+    listeners: list[socket.socket] | None,
+    chosen: int,
+    address: str,
+    port: int,
+    timeout: datetime.timedelta,
+) -> dist.Store:
+    """Hand rank 0's listening socket to the store and connect the others to it."""
+
+    def serve() -> dist.Store:
+        assert listeners
+        for listener in listeners[:chosen] + listeners[chosen + 1 :]:
+            listener.close()
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listeners[chosen].detach(),
+        )
+
+    store = on_rank_0(comm, serve)
+    return store or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
+    port = _given_port(environ)
+    wanted = _given_addresses(environ, interface, num_nodes)
+    addresses = wanted or (["127.0.0.1", "::1"] if num_nodes == 1 else own_addresses())
+    listeners, errors = [], []
+    for address in addresses:
+        try:
+            listeners.append(_bind(address, port))
+        except OSError as error:
+            name = environ.get("MASTER_ADDR") or address
+            asked = "" if name == address else f" (MASTER_ADDR={name})"
+            errors.append(f"{address}{asked} port {port}: {error.strerror}")
+    if not listeners:
+        raise LaunchError(
+            f"rank 0 on {socket.gethostname()} can listen nowhere: {'; '.join(errors) or 'no interface is up'}.\n"
+            f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
+        )
+    return listeners
+
+
+def _given_port(environ: Mapping[str, str]) -> int:
+    text = environ.get("MASTER_PORT") or "0"
+    if not text.isdigit() or int(text) > 65535:
+        raise LaunchError(f"MASTER_PORT={text} is not a port.\nSet it to a number from 1 to 65535, or unset it.")
+    return int(text)
+
+
+def _given_addresses(environ: Mapping[str, str], interface: str | None, num_nodes: int) -> list[str]:
+    """Return the addresses that the user asked for, or none."""
+    if name := environ.get("MASTER_ADDR"):
+        addresses = _resolve(name)
+        # Debian's /etc/hosts gives a machine's own name a loopback address; no other node could come there.
+        if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            return []
+        return addresses
+    if interface:
+        found = [address for name, address in _interfaces() if interface in (name, address)]
+        if not found:
+            have = ", ".join(f"{name} ({address})" for name, address in _interfaces())
+            raise LaunchError(
+                f"MPICOMM_INTERFACE={interface} is not an interface of rank 0's host {socket.gethostname()}.\n"
+                f"It has {have}. Set one of these, or unset it."
+            )
+        return found
+    return []
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            f"MASTER_ADDR={name} cannot be resolved on {socket.gethostname()}: {error}.\n"
+            f"Set it to an address of rank 0's host, or unset it to let mpicomm find one."
+        ) from None
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A port given by the user may be in TIME_WAIT from the job before.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses of this host at which others may reach it: the one its name stands for first."""
+    addresses = [address for _, address in _interfaces() if not ipaddress.ip_address(address).is_loopback]
+    try:
+        named = _resolve(socket.gethostname())
+    except LaunchError:
+        named = []
+    return sorted(addresses, key=lambda address: address not in named)
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Return name and address of every interface that is up; IPv4 first, then global IPv6."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                flags = struct.unpack_from("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
+                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if flags & _IFF_UP:
+                found.append((name, address))
+    return found + _ipv6_interfaces()
+
+
+def _ipv6_interfaces() -> list[tuple[str, str]]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return []
+    rows = [line.split() for line in table.read_text().splitlines()]
+    return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] in ("00", "10")]
+
+
+def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], places: list[tuple[str, int]]) -> int:
+    """Return the index of the first place at which every node reaches rank 0 (collective).
+
+    Rank 0 answers whoever connects with a token that it also sends by MPI: a connection alone may have reached another
+    machine with the same private address.
+    """
+    token = comm.bcast(secrets.token_bytes(_TOKEN_BYTES))
+    done = threading.Event()
+    answering = threading.Thread(target=_answer, args=(listeners, token, done), name="mpicomm-rendezvous")
+    if comm.rank == 0:
+        answering.start()
+    is_asking = topology.local_rank == 0 and comm.rank != 0
+    for seconds in _PROOF_SECONDS:
+        by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
+        common = [index for index, heard in enumerate(zip(*by_rank, strict=True)) if all(heard)]
+        if common:
+            break
+    done.set()
+    if comm.rank == 0:
+        answering.join()
+    if not common:
+        raise everywhere(RendezvousError(_nowhere(places, by_rank, topology)))
+    return common[0]
+
+
+def _reached(places: list[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
+    """Tell for every place whether rank 0 answers there."""
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(lambda place: reaches(place, token, seconds), places))
+
+
+def _answer(listeners: list[socket.socket], token: bytes, done: threading.Event) -> None:
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
+        while not done.is_set():
+            for key, _ in selector.select(timeout=0.05):
+                assert isinstance(key.fileobj, socket.socket)
+                with contextlib.suppress(OSError):  # the peer may have gone again
+                    connection, _ = key.fileobj.accept()
+                    with connection:
+                        connection.sendall(token)
+
+
+def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECONDS[-1]) -> bool:
+    """Tell whether the one who listens at `place` answers with `token` within `seconds`."""
+    try:
+        with socket.create_connection(place, timeout=seconds) as connection:
+            deadline = time.monotonic() + seconds
+            answer = b""
+            while len(answer) < len(token) and time.monotonic() < deadline:
+                part = connection.recv(len(token) - len(answer))
+                if not part:
+                    break
+                answer += part
+    except OSError:
+        return False
+    return secrets.compare_digest(answer, token)
+
+
+def _nowhere(places: list[tuple[str, int]], by_rank: list[list[bool]], topology: Topology) -> str:
+    lines = []
+    for index, (address, _) in enumerate(places):
+        deaf = sorted({topology.hosts[rank] for rank, heard in enumerate(by_rank) if not heard[index]})
+        lines.append(f"  {address}: not reached from {', '.join(deaf[:8])}{' ...' if len(deaf) > 8 else ''}")
+    return (
+        f"rank 0 on {topology.hosts[0]} has no address that every node can reach.\n"
+        + "\n".join(lines)
+        + "\nSet MASTER_ADDR (or MPICOMM_INTERFACE) to the network that all nodes share, and open it in the firewall."
+    )

@@ -1,0 +1,71 @@
+"""Who is where: asked of MPI's shared-memory split, never computed from counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from mpicomm import mpi
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The place of this rank among the nodes; a node is what shares memory."""
+
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    hostname: str
+    hosts: tuple[str, ...]
+    """The host of every rank, by rank."""
+
+
+def discover(comm: Intracomm) -> Topology:
+    """Find out who shares a node with whom (collective)."""
+    node = comm.Split_type(mpi.api().COMM_TYPE_SHARED, key=comm.rank)
+    try:
+        local_rank, local_size = node.rank, node.size
+        leader = node.bcast(comm.rank)
+    finally:
+        node.Free()
+    everyone = comm.allgather((leader, socket.gethostname()))
+    where = from_nodes(comm.rank, [str(each[0]) for each in everyone], [each[1] for each in everyone])
+    assert (where.local_rank, where.local_size) == (local_rank, local_size)
+    return where
+
+
+def from_nodes(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topology:
+    """Say where `rank` is, from what every rank calls its node.
+
+    Args:
+        nodes: For every rank, a name that exactly the ranks of one node share.
+        hosts: For every rank, its host.
+    """
+    mates = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    order = node_order(nodes)
+    return Topology(
+        local_rank=mates.index(rank),
+        local_size=len(mates),
+        node_rank=order[nodes[rank]],
+        num_nodes=len(order),
+        hostname=hosts[rank],
+        hosts=tuple(hosts),
+    )
+
+
+def node_order(nodes: Iterable[T]) -> dict[T, int]:
+    """Number the nodes in the order in which ranks meet them.
+
+    Args:
+        nodes: For every rank, what its node is called.
+    """
+    return {node: index for index, node in enumerate(dict.fromkeys(nodes))}

@@ -1,0 +1,69 @@
+"""Tests run in two ways: `pytest` runs those without the mark `mpi`, `mpirun -n N pytest --with-mpi` those with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpicomm import launchers, mpi
+
+# pytest's, and what torch exports when DDP first looks at its compiler.
+SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+LAUNCH = launchers.detect(os.environ)
+
+
+def _is_under_mpi(config: pytest.Config) -> bool:
+    return bool(LAUNCH.claims) and config.getoption("--with-mpi")
+
+
+@pytest.hookimpl(trylast=True)  # the terminal reporter is there then
+def pytest_configure(config: pytest.Config) -> None:
+    if not _is_under_mpi(config):
+        return
+    from tests.verdict import CollectiveVerdict, QuietRank
+
+    rank = mpi.initialize(LAUNCH.local_size).rank
+    config.pluginmanager.register(CollectiveVerdict(config), "collective-verdict")
+    if rank != 0:
+        config.pluginmanager.register(QuietRank(config, rank), "quiet-rank")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, under mpirun, what is to run once in one process."""
+    if not _is_under_mpi(config):
+        return
+    with_mark = [item for item in items if item.get_closest_marker("mpi")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in with_mark])
+    items[:] = with_mark
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a thread, a process group or a file."""
+    before = _surroundings()
+    yield
+    after = _surroundings()
+    for what, left in after.items():
+        assert left == before[what], f"the test left {what} behind or changed them"
+
+
+def _surroundings() -> dict[str, object]:
+    environ = {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS}
+    threads = {thread.name for thread in threading.enumerate() if not thread.name.startswith("mpicomm-")}
+    files = {path.name for path in Path.cwd().iterdir() if path.name not in {".hypothesis", ".venv", ".venv-mpich"}}
+    return {
+        "environment variables": environ,
+        "threads": threads,
+        "process groups": _process_groups(),
+        "files in the working directory": files,
+    }
+
+
+def _process_groups() -> list[str]:
+    import torch.distributed as dist
+
+    return sorted(dist.distributed_c10d._world.pg_names.values()) if dist.is_initialized() else []

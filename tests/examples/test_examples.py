@@ -1,0 +1,163 @@
+"""Every example is run as its docstring says, and prints what its docstring says."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, Outcome, run_alone, run_command, run_ranks
+
+EXAMPLES = ROOT / "examples"
+PROGRAMS = {
+    "mpirun": [str(Path(sys.executable).parent / "mpiexec")],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "python": [sys.executable],
+}
+
+
+def sessions() -> list[tuple[str, str, str]]:
+    """Return the file, the command and the output of each session in a docstring."""
+    found = []
+    for path in sorted(EXAMPLES.rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for command, output in re.findall(r"^    \$ (.+)\n((?:    (?!\$ ).*\n?)*)", docstring, re.MULTILINE):
+            found.append((str(path.relative_to(EXAMPLES)), command, output))
+    return found
+
+
+@functools.cache
+def run(command: str) -> Outcome:
+    """Run a command of a docstring, with the programs and the files of this checkout."""
+    words = [word for each in shlex.split(command) for word in PROGRAMS.get(each, [each])]
+    args = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    outcome = run_command(args, timeout=120)
+    if "torchrun" in command and "terminate called without an active exception" in outcome.stderr:
+        # A thread of torch's Gloo that wants the GIL while Python ends aborts the process: rare, and not ours.
+        outcome = run_command(args, timeout=120)
+    return outcome
+
+
+def form(output: str) -> list[str]:
+    """Return what must be equal in every run: the lines in any order, without measured numbers and the machine."""
+    output = re.sub(r"(rank \d+ of \d+ on) .*", r"\1 ...", output)
+    output = re.sub(r"\d+\.\d+", "#.#", output)
+    return sorted(line.strip() for line in output.splitlines())
+
+
+def accuracy(outcome: Outcome) -> float:
+    return float(re.search(r"test accuracy ([\d.]+)%", outcome.stdout)[1])
+
+
+@pytest.mark.parametrize(("file", "command", "output"), [pytest.param(*each, id=each[1]) for each in sessions()])
+def test_does_what_its_docstring_says(file, command, output):
+    outcome = run(command)
+    assert outcome.status == (1 if command.startswith("diff") else 0), outcome
+    assert form(outcome.stdout) == form(output), outcome
+
+
+@pytest.mark.parametrize("name", ["p2p", "collectives", "ddp"])
+def test_docstring_has_the_command_that_starts_the_example(name):
+    assert [command for file, command, _ in sessions() if file == f"{name}.py"] == [
+        f"mpirun -n 4 python -m mpicomm.examples.{name}"
+    ]
+
+
+def test_one_copy_is_readable_at_the_top_and_importable():
+    assert EXAMPLES.samefile(ROOT / "mpicomm" / "examples")
+
+
+# -- p2p and collectives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_arrive_on_other_numbers_of_ranks(size):
+    outcome = run_ranks(size, ["-m", "mpicomm.examples.p2p"])
+    assert outcome.status == 0, outcome
+    lines = outcome.stdout.splitlines()
+    assert len(lines) == 6 * (1 + size), outcome  # six headings, and a line of each rank below each
+    for rank in range(size):
+        assert lines.count(f"rank {rank}: had {rank}, has {(rank - 1) % size} from rank {(rank - 1) % size}") >= 2
+    assert lines.count(f"rank {size - 1}: sits out, the number of ranks is odd") == (4 if size % 2 else 0)
+
+
+def test_one_rank_has_nobody_to_talk_to():
+    outcome = run_alone(["-m", "mpicomm.examples.p2p"])
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.startswith("rank 0: nobody to talk to")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_collectives_are_right_on_other_numbers_of_ranks(size):
+    outcome = run_ranks(size, ["-m", "mpicomm.examples.collectives"])
+    assert outcome.status == 0, outcome
+    total = size * (size + 1) // 2
+    assert re.search(rf"all_reduce +{' . '.join([str(total)] * size)}$", outcome.stdout, re.MULTILINE), outcome
+
+
+# -- ddp -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "size"),
+    [
+        ("mpirun -n 4 python -m mpicomm.examples.ddp", 4),
+        ("torchrun --nproc-per-node 2 examples/ddp.py", 2),
+        ("python -m mpicomm.examples.ddp", 1),
+    ],
+)
+def test_ddp_learns_alike_however_it_is_started(command, size):
+    outcome = run(command)
+    assert outcome.status == 0, outcome
+    assert outcome.seconds < 60
+    assert set(re.findall(r"rank (\d+) of", outcome.stdout)) == {str(rank) for rank in range(size)}, outcome
+    assert accuracy(outcome) >= 95
+    assert "parameters identical on all ranks" in outcome.stdout, outcome
+
+
+def test_ddp_mentions_the_other_ways_to_start_it():
+    docstring = " ".join((ast.get_docstring(ast.parse((EXAMPLES / "ddp.py").read_text())) or "").split())
+    assert "`torchrun --nproc-per-node 2 examples/ddp.py`" in docstring
+    assert "`python -m mpicomm.examples.ddp`" in docstring
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("ddp.GOAL = 1.01", "parameters identical"),
+        ("ddp.train = lambda world, model, data: model.module[0].bias.data.add_(world.rank)", "parameters DIFFERENT"),
+    ],
+    ids=["inaccurate", "different"],
+)
+def test_ddp_fails_if_the_training_does(change, line):
+    code = f"from mpicomm.examples import ddp\nddp.EPOCHS = 1\n{change}\nddp.main()"
+    outcome = run_ranks(2, code)
+    assert outcome.status != 0, outcome
+    assert line in outcome.stdout, outcome
+
+
+def test_ddp_says_how_to_get_scikit_learn():
+    outcome = run_alone("import sys\nsys.modules['sklearn'] = None\nfrom mpicomm.examples import ddp\nddp.main()")
+    assert outcome.status != 0, outcome
+    assert 'pip install "mpicomm[examples]"' in outcome.stderr, outcome
+
+
+# -- existing_script -------------------------------------------------------------------------------------------------
+
+
+def test_existing_script_changes_by_an_import_and_a_call():
+    before, after = (
+        (EXAMPLES / "existing_script" / name).read_text().splitlines() for name in ("before.py", "after.py")
+    )
+    assert [line for line in before if line not in after] == ["    dist.init_process_group()"]
+    assert [line for line in after if line not in before] == ["import mpicomm", "    mpicomm.bootstrap()"]
+
+
+def test_existing_script_finds_the_same_before_and_after():
+    outcomes = [run(f"torchrun --nproc-per-node 2 examples/existing_script/{name}.py") for name in ("before", "after")]
+    assert outcomes[0].stdout == outcomes[1].stdout

@@ -1,0 +1,70 @@
+"""How a good run ends: with status 0, and nothing on stderr."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launching import run_alone, run_ranks
+
+PLAIN = "mpicomm.bootstrap()"
+SYS_EXIT = "mpicomm.bootstrap(); import sys; sys.exit(0)"
+
+SEVERAL_JOBS = """
+import os
+import torch
+import torch.distributed as dist
+
+before = dict(os.environ)
+world = mpicomm.bootstrap()
+assert mpicomm.bootstrap() is world
+assert mpicomm.bootstrap("gloo", timeout=1) is world
+assert os.environ["RANK"] == str(world.rank)
+mpicomm.shutdown()
+mpicomm.shutdown()
+assert not dist.is_initialized()
+assert {name: os.environ.get(name) for name in before} == before
+assert "RANK" not in os.environ
+total = torch.tensor(float(world.rank))
+with mpicomm.bootstrap() as again:
+    assert again is not world
+    assert (again.rank, again.size, again.hosts) == (world.rank, world.size, world.hosts)
+    assert again.comm.allreduce(again.rank) == again.size * (again.size - 1) // 2
+    dist.all_reduce(total)
+assert total == world.size * (world.size - 1) / 2
+assert not dist.is_initialized()
+third = mpicomm.bootstrap()
+dist.destroy_process_group()
+"""
+
+BUSY = """
+import threading, time
+import torch
+import torch.distributed as dist
+world = mpicomm.bootstrap()
+work = dist.all_reduce(torch.ones(1000), async_op=True)
+group = dist.new_group(list(range(world.size)))
+dist.all_reduce(torch.ones(1000), group=group, async_op=True).wait()
+work.wait()
+threading.Thread(target=time.sleep, args=(0.5,)).start()
+"""
+
+
+@pytest.mark.parametrize("code", [PLAIN, SYS_EXIT, SEVERAL_JOBS, BUSY], ids=["plain", "exit", "several", "busy"])
+def test_a_good_run_is_quiet(code: str) -> None:
+    outcome = run_ranks(2, f"import mpicomm\n{code}")
+    assert outcome.status == 0, outcome
+    assert outcome.stderr == "", outcome
+    assert outcome.stdout == "", outcome
+
+
+def test_a_world_of_one_takes_the_same_path() -> None:
+    outcome = run_alone(f"import mpicomm\n{SEVERAL_JOBS}")
+    assert outcome.status == 0, outcome
+    assert outcome.stderr == "", outcome
+
+
+def test_ranks_end_at_different_times() -> None:
+    """The one with the store ends first."""
+    outcome = run_ranks(3, "import mpicomm, time\nwith mpicomm.bootstrap() as w: pass\ntime.sleep(0.5 * w.rank)")
+    assert outcome.status == 0, outcome
+    assert outcome.stderr == "", outcome

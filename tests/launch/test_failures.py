@@ -1,0 +1,169 @@
+"""A rank that fails or does not come: told once, with its rank, and the job is over within seconds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launching import Outcome, run_ranks
+
+SECONDS = 10  # from the failure to the end of the job
+
+OWN_RANK = """
+import os, sys, threading, time
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+def now():
+    sys.stdout.write(f"failing at {time.time()}\\n")
+    sys.stdout.flush()
+"""
+
+TRAINING = (
+    OWN_RANK
+    + """
+import torch
+import mpicomm
+from torch.nn.parallel import DistributedDataParallel
+
+world = mpicomm.bootstrap()
+threading.Thread(target=time.sleep, args=(600,)).start()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    if step == 3 and world.rank == 2:
+        now()
+        raise ValueError("a bad batch")
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("came through")
+"""
+)
+
+OWN_GROUP = (
+    OWN_RANK
+    + """
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap(None)
+dist.init_process_group("gloo")
+dist.barrier()
+if world.rank == 1:
+    now()
+    raise ValueError("a bad batch")
+time.sleep(600)
+"""
+)
+
+ALL_AT_ONCE = (
+    OWN_RANK
+    + """
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap()
+dist.barrier()
+now()
+raise ValueError(f"the same on all, here on {world.rank}")
+"""
+)
+
+MISSING = (
+    OWN_RANK
+    + """
+if rank == 2:
+    from mpi4py import MPI
+    time.sleep(600)
+import mpicomm
+now()
+mpicomm.bootstrap(timeout=3)
+print("came through")
+"""
+)
+
+# One rank fails within bootstrap() by what is no error of mpicomm's, while the others go on to the next step.
+DEVICE = (
+    OWN_RANK
+    + """
+import mpicomm
+now()
+mpicomm.bootstrap(device=[] if rank == 1 else None)
+print("came through")
+"""
+)
+
+
+def seconds_to_end(outcome: Outcome) -> float:
+    """Return how long after the last rank's failure the job was over."""
+    moments = [float(text) for text in re.findall(r"failing at ([\d.]+)", outcome.stdout)]
+    assert moments, outcome
+    return outcome.ended - max(moments)
+
+
+def test_one_rank_fails_in_training() -> None:
+    outcome = run_ranks(4, TRAINING)
+    assert outcome.status != 0, outcome
+    assert "came through" not in outcome.stdout, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert outcome.stderr.count("ValueError: a bad batch") == 1, outcome
+    assert outcome.stderr.count("rank 2 of 4") == 1, f"the rank is to be told once\n{outcome}"
+    assert seconds_to_end(outcome) < SECONDS, outcome
+
+
+def test_one_rank_fails_in_a_group_of_its_program() -> None:
+    """Where torch's own hook for exceptions is above ours."""
+    outcome = run_ranks(2, OWN_GROUP)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("ValueError: a bad batch") == 1, outcome
+    assert outcome.stderr.count("rank 1 of 2") == 1, outcome
+    assert seconds_to_end(outcome) < SECONDS, outcome
+
+
+def test_all_ranks_fail_at_once() -> None:
+    outcome = run_ranks(4, ALL_AT_ONCE)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    told = re.search(r"rank (\d) of 4.*ends the job:\n.*?the same on all, here on (\d)", outcome.stderr, re.DOTALL)
+    assert told, outcome
+    assert told[1] == told[2], outcome
+    assert seconds_to_end(outcome) < SECONDS, outcome
+
+
+def test_one_rank_is_missing() -> None:
+    outcome = run_ranks(4, MISSING, timeout=30)
+    assert outcome.status != 0, outcome
+    assert "came through" not in outcome.stdout, outcome
+    assert outcome.stderr.count("RendezvousError: bootstrap: 1 of 4 ranks did not come within") == 1, outcome
+    assert "3 s: rank 2" in outcome.stderr, outcome
+    assert seconds_to_end(outcome) < 3 + SECONDS, outcome
+
+
+def test_one_rank_never_starts_mpi() -> None:
+    """The others sit in MPI_Init with the GIL held; the stack that a timer in C prints says so."""
+    code = OWN_RANK + (
+        "from mpicomm import mpi\n"
+        "if rank == 2:\n    time.sleep(25)\n    sys.exit()\n"
+        "mpi.initialize(patience=5)\nprint('came through')"
+    )
+    outcome = run_ranks(4, code)
+    assert outcome.status != 0, outcome
+    assert "came through" not in outcome.stdout, outcome
+    assert "in _wait_for_all_ranks_in_mpi_init" in outcome.stderr, outcome
+    assert outcome.seconds < 20, outcome
+
+
+def test_one_rank_fails_within_bootstrap() -> None:
+    outcome = run_ranks(2, DEVICE, timeout=30)
+    assert outcome.status != 0, outcome
+    assert "came through" not in outcome.stdout, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert "rank 1 of 2" in outcome.stderr, outcome
+    assert seconds_to_end(outcome) < SECONDS, outcome
+
+
+@pytest.mark.parametrize("ending", ["raise SystemExit('out of data')", "sys.exit(3)"], ids=["message", "status"])
+def test_all_ranks_leave_with_a_status(ending: str) -> None:
+    outcome = run_ranks(2, OWN_RANK + f"import mpicomm; mpicomm.bootstrap(); now(); {ending}")
+    assert outcome.status == (3 if "3" in ending else 1), outcome
+    assert seconds_to_end(outcome) < SECONDS, outcome

@@ -1,0 +1,61 @@
+"""Under torchrun, its variables are the truth, and MPI stays out of it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Outcome, run_command
+
+SIZE = 2
+SLURM = {  # as where srun starts one torchrun per node
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+}
+
+
+def torchrun(script: Path, text: str, env: Mapping[str, str] | None = None) -> Outcome:
+    script.write_text(text)
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {SIZE} {script}"
+    return run_command(shlex.split(command), env=env)
+
+
+@pytest.mark.parametrize("env", [{}, SLURM], ids=["alone", "under srun"])
+def test_the_world_is_what_torchrun_says(tmp_path: Path, env: dict[str, str]) -> None:
+    text = """
+import sys
+import torch
+import torch.distributed as dist
+import mpicomm
+world = mpicomm.bootstrap()
+mine = torch.tensor([world.rank])
+dist.all_reduce(mine)
+loaded = sys.modules.get("mpi4py.MPI")
+sys.stdout.write(f"{world.rank} of {world.size}, local {world.local_rank} of {world.local_size}, "
+                 f"node {world.node_rank} of {world.num_nodes}, {world.backend}, {world.launcher}, "
+                 f"{world.comm}, {mine.item()}, {loaded}\\n")
+"""
+    outcome = torchrun(tmp_path / "script.py", text, env)
+    assert outcome.status == 0, outcome
+    total = SIZE * (SIZE - 1) // 2
+    assert sorted(outcome.stdout.splitlines()) == [
+        f"{rank} of {SIZE}, local {rank} of {SIZE}, node 0 of 1, gloo, torchrun, None, {total}, None"
+        for rank in range(SIZE)
+    ], outcome
+
+
+def test_the_back_end_mpi_is_refused_with_the_reason(tmp_path: Path) -> None:
+    outcome = torchrun(tmp_path / "script.py", "import mpicomm; mpicomm.bootstrap('mpi')")
+    assert outcome.status != 0, outcome
+    said = "mpicomm.LaunchError: backend='mpi' needs MPI"
+    assert outcome.stderr.count(said) == 1, outcome
+    assert re.search(rf"^  mpirun -n {SIZE} python .*{tmp_path / 'script.py'}$", outcome.stderr, re.MULTILINE), outcome

@@ -1,0 +1,150 @@
+"""Starting real jobs from tests: in a session of their own, with a hard time limit and an almost empty environment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+ROOT = Path(__file__).resolve().parent.parent
+OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
+"""The virtual environment with the MPI that this one does not have, where there is one."""
+
+_MARK = "TESTS_JOB"  # is inherited by every process of a job, and so finds them all
+_TERM_SECONDS = 3.0  # a launcher that is asked to end may take its ranks along
+_GONE_SECONDS = 3.0  # processes of a job may outlive the launcher by so much
+
+# Open MPI refuses root, and more ranks than cores; other MPIs do not read these.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+    ended: float
+    """When the command ended, as `time.time()` has it."""
+
+    def __str__(self) -> str:
+        return f"status {self.status} after {self.seconds:.1f} s\n-- stdout\n{self.stdout}\n-- stderr\n{self.stderr}"
+
+
+def run_ranks(
+    n: int,
+    code_or_args: str | Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+    mpiexec: str | None = None,
+) -> Outcome:
+    """Run Python on `n` ranks, as a user would from a shell.
+
+    Args:
+        code_or_args: Code for `python -c`, or the arguments of python.
+        env: Variables to add.
+        timeout: Seconds after which the job is killed, and the test fails with its output.
+        mpiexec: The launcher; the one beside this Python if left out.
+    """
+    launcher = mpiexec or str(Path(sys.executable).parent / "mpiexec")
+    return run_command([launcher, "-n", str(n), *python(code_or_args)], env=env, timeout=timeout)
+
+
+def run_alone(
+    code_or_args: str | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60
+) -> Outcome:
+    """Run Python in one process, without a launcher; arguments as for `run_ranks`."""
+    return run_command(python(code_or_args), env=env, timeout=timeout)
+
+
+def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60) -> Outcome:
+    """Run a command; fail if it runs out of time, or leaves processes behind."""
+    mark = uuid.uuid4().hex
+    environ = almost_empty_environment() | dict(env or {}) | {_MARK: mark}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            args, env=environ, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+        try:
+            in_time = _wait(process, timeout)
+            seconds, ended = time.monotonic() - start, time.time()
+            left = _survivors(mark) if in_time else []
+        finally:
+            _kill_job(process, mark)
+        outcome = Outcome(process.wait(), _text(stdout), _text(stderr), seconds, ended)
+    assert in_time, f"killed after {timeout:.0f} s: {' '.join(args)}\n{outcome}"
+    assert not left, f"the job left processes behind: {left}\n{outcome}"
+    return outcome
+
+
+def python(code_or_args: str | Sequence[str]) -> list[str]:
+    """Return the command that runs `code` or a Python with these arguments."""
+    arguments = ["-c", code_or_args] if isinstance(code_or_args, str) else list(code_or_args)
+    return [sys.executable, *arguments]
+
+
+def almost_empty_environment() -> dict[str, str]:
+    """Return what a process needs to find its programs and this checkout, and nothing else."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _survivors(mark: str) -> list[str]:
+    """Return the command lines of the processes that do not end by themselves."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while (pids := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [f"{pid}: {_read(pid, 'cmdline')}" for pid in pids]
+
+
+def _kill_job(process: subprocess.Popen[bytes], mark: str) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        _wait(process, _TERM_SECONDS)
+    # Launchers put ranks in process groups and sessions of their own, which outlive a launcher that is killed.
+    for pid in _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the living processes that have the mark in their environment; a zombie's is empty."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if f"{_MARK}={mark}" in _read(pid, "environ")]
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it has ended, or is somebody else's
+        return ""
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

@@ -1,0 +1,118 @@
+"""Groups: made by their members alone if asked, destroyed for good, and the world itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from tests.mpi.conftest import Group
+
+
+def test_the_world_says_what_mpi_says(world: mpicomm.World) -> None:
+    comm = world.comm
+    assert (world.rank, world.size) == (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
+    assert world.local_size == world.size  # the tests run on one host
+    assert world.local_rank == world.rank
+    assert (world.node_rank, world.num_nodes) == (0, 1)
+    assert world.hosts == (world.hostname,) * world.size
+    assert world.device == torch.device("cpu")
+    assert world.backend == "mpi"
+    assert f"rank {world.rank} of {world.size} on {world.hostname}" in str(world)
+    with pytest.raises(AttributeError):
+        world.rank = 5
+
+
+def test_the_environment_says_it_too(world: mpicomm.World) -> None:
+    expected = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": world.master_port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    assert {name: os.environ[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+
+
+def test_the_communicator_is_the_users_to_use(world: mpicomm.World) -> None:
+    assert world.comm.allreduce(world.rank) == sum(range(world.size))
+
+
+def test_the_back_end_by_name(world: mpicomm.World) -> None:
+    assert dist.get_backend() == "mpicomm"
+    assert dist.is_backend_available("mpicomm")
+
+
+def test_bootstrap_again_gives_the_same_world(world: mpicomm.World) -> None:
+    assert mpicomm.bootstrap() is world
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_group_made_by_its_members_alone(world: mpicomm.World) -> None:
+    """The others do not take part, which a communicator made over the world would need."""
+    if world.rank < 2:
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        tensor = torch.tensor([world.rank])
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 1
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_in_a_group_count_from_zero(world: mpicomm.World) -> None:
+    last = list(range(1, world.size))
+    group = dist.new_group(last)
+    if world.rank:
+        tensor = torch.tensor([world.rank])
+        dist.broadcast(tensor, src=1, group=group)
+        assert tensor.item() == 1
+        assert dist.get_rank(group) == world.rank - 1
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_destroyed_group_is_of_no_use(world: mpicomm.World, is_async: bool) -> None:
+    group = dist.new_group(list(range(world.size)))
+    dist.all_reduce(torch.ones(1), group=group, async_op=True)  # starts its worker, which must end with it
+    dist.destroy_process_group(group)
+    with pytest.raises(mpicomm.MpicommError, match="destroyed"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_a_hundred_groups(world: mpicomm.World) -> None:
+    everyone = list(range(world.size))
+    for _ in range(100):
+        group = dist.new_group(everyone)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+        assert tensor.item() == world.size
+        dist.destroy_process_group(group)
+
+
+def test_names_and_descriptions(world: mpicomm.World) -> None:
+    group = dist.new_group(list(range(world.size)), group_desc="all of them")
+    assert group.group_desc == "all of them"
+    assert group.group_name
+    assert group.group_name != dist.group.WORLD.group_name
+    dist.destroy_process_group(group)
+
+
+def test_a_device_mesh(world: mpicomm.World) -> None:
+    mesh = dist.init_device_mesh("cpu", (world.size,), mesh_dim_names=("data",))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=mesh.get_group("data"))
+    assert torch.equal(tensor, torch.full((2,), float(world.size)))
+
+
+def test_functional_collectives(group: Group) -> None:
+    from torch.distributed._functional_collectives import all_reduce
+
+    tensor = torch.full((3,), 1.0 + group.rank)
+    reduced = all_reduce(tensor, "sum", group.handle)
+    assert torch.equal(reduced + 0, torch.full((3,), group.size * (group.size + 1) / 2))
+    assert torch.equal(tensor, torch.full((3,), 1.0 + group.rank))

@@ -1,0 +1,239 @@
+"""Send and receive: tags, any source, futures, and what does not fit."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from tests.mpi.conftest import Group
+
+needs_two = pytest.mark.mpi(min_size=2)
+BIG = 4 << 20  # floats, 16 MiB: more than any MPI sends before the receiver is there
+
+
+def ring(group: Group) -> tuple[int, int]:
+    """Return the next and the previous rank of a ring."""
+    return (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, BIG])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
+def test_ring(group: Group, count: int, dtype: torch.dtype) -> None:
+    if group.size == 1:
+        pytest.skip("a ring needs two ranks")
+    after, before = ring(group)
+    mine = torch.full((count,), group.rank % 2, dtype=torch.float32).to(dtype)
+    theirs = torch.full((count,), 7.0).to(dtype)
+    works = [
+        dist.isend(mine, group_dst=after, group=group.handle),
+        dist.irecv(theirs, group_src=before, group=group.handle),
+    ]
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+    assert torch.equal(theirs, torch.full((count,), before % 2, dtype=torch.float32).to(dtype))
+
+
+@needs_two
+def test_blocking_pairs(world: mpicomm.World) -> None:
+    tensor = torch.arange(6.0) + 10 * world.rank
+    peer = world.rank ^ 1
+    if peer >= world.size:
+        return
+    if world.rank % 2 == 0:
+        dist.send(tensor, peer)
+        dist.recv(tensor, peer)
+        assert torch.equal(tensor, torch.arange(6.0) + 10 * peer)
+    else:
+        received = torch.empty(6)
+        dist.recv(received, peer)
+        assert torch.equal(received, torch.arange(6.0) + 10 * peer)
+        dist.send(tensor, peer)
+
+
+@needs_two
+def test_tags_are_told_apart(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        works = [dist.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (5, 3, 4, 32767)]
+        for work in works:
+            work.wait()
+    elif world.rank == 1:
+        for tag in (32767, 3, 4, 5):
+            received = torch.empty(1)
+            assert dist.recv(received, 0, tag=tag) == 0
+            assert received.item() == tag
+
+
+@needs_two
+def test_messages_of_one_tag_keep_their_order(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        works = [dist.isend(torch.tensor([float(number)]), 1) for number in range(100)]
+        for work in works:
+            work.wait()
+    elif world.rank == 1:
+        tensors = [torch.empty(1) for _ in range(100)]
+        for work in [dist.irecv(tensor, 0) for tensor in tensors]:
+            work.wait()
+        assert [tensor.item() for tensor in tensors] == list(range(100))
+
+
+@needs_two
+def test_any_source(world: mpicomm.World) -> None:
+    if world.rank != 0:
+        dist.send(torch.tensor([world.rank]), 0)
+        return
+    senders = set()
+    for _ in range(world.size - 1):
+        received = torch.empty(1, dtype=torch.int64)
+        sender = dist.recv(received)
+        assert received.item() == sender
+        senders.add(sender)
+    assert senders == set(range(1, world.size))
+
+
+def test_layouts(group: Group) -> None:
+    if group.size == 1:
+        pytest.skip("a message needs two ranks")
+    after, before = ring(group)
+    mine = (torch.arange(12.0).reshape(3, 4) + group.rank).t()
+    theirs = torch.zeros(4, 9)[:, ::3]
+    work = dist.isend(mine, group_dst=after, group=group.handle)
+    dist.recv(theirs, group_src=before, group=group.handle)
+    work.wait()
+    assert torch.equal(theirs, (torch.arange(12.0).reshape(3, 4) + before).t())
+
+
+def test_batch(group: Group) -> None:
+    if group.size == 1:
+        pytest.skip("a message needs two ranks")
+    after, before = ring(group)
+    received = torch.empty(3)
+    operations = [
+        dist.P2POp(dist.irecv, received, group_peer=before, group=group.handle),
+        dist.P2POp(dist.isend, torch.full((3,), float(group.rank)), group_peer=after, group=group.handle),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(received, torch.full((3,), float(before)))
+
+
+@needs_two
+def test_objects(world: mpicomm.World) -> None:
+    sent = [{"rank": 0, "data": list(range(1000))}, "text"]
+    if world.rank == 0:
+        dist.send_object_list(sent, 1)
+    elif world.rank == 1:
+        received: list[object] = [None, None]
+        assert dist.recv_object_list(received, 0) == 0
+        assert received == sent
+
+
+@needs_two
+def test_a_future_completes_without_a_wait(world: mpicomm.World) -> None:
+    threads: list[str] = []
+    if world.rank == 0:
+        dist.send(torch.ones(BIG), 1)
+    elif world.rank == 1:
+        tensor = torch.empty(BIG)
+        work = dist.irecv(tensor, 0)
+        done = threading.Event()
+
+        def note(future: torch.futures.Future) -> None:
+            threads.append(threading.current_thread().name)
+            assert torch.equal(future.value()[0], torch.ones(BIG))
+            done.set()
+
+        work.get_future().add_done_callback(note)
+        assert done.wait(30)
+        assert work.wait()
+        assert threads[0].startswith("mpicomm-poller")
+
+
+@needs_two
+def test_a_wait_ends_in_time(world: mpicomm.World) -> None:
+    if world.rank == 1:
+        tensor = torch.empty(1)
+        work = dist.irecv(tensor, 0)
+        with pytest.raises(TimeoutError, match=r"not ended within 0\.05 s"):
+            work.wait(datetime.timedelta(seconds=0.05))
+        assert not work.is_completed()
+        dist.barrier()
+        assert work.wait()
+        assert tensor.item() == 1
+    else:
+        dist.barrier()
+        if world.rank == 0:
+            dist.send(torch.ones(1), 1)
+
+
+@needs_two
+@pytest.mark.parametrize("sent", [3, 50])
+def test_a_message_of_another_size_is_an_error(world: mpicomm.World, sent: int) -> None:
+    if world.rank == 0:
+        dist.send(torch.ones(sent), 1)
+    elif world.rank == 1:
+        with pytest.raises(RuntimeError, match=r"recv"):
+            dist.recv(torch.empty(10), 0)
+
+
+@needs_two
+def test_what_is_through_is_not_kept(world: mpicomm.World) -> None:
+    tensor = torch.ones(1000)
+    memory = weakref.ref(tensor)
+    if world.rank == 0:
+        dist.send(tensor, 1)
+    elif world.rank == 1:
+        dist.recv(tensor, 0)
+    del tensor
+    gc.collect()
+    assert memory() is None
+
+
+@needs_two
+def test_a_thousand_open_messages(world: mpicomm.World) -> None:
+    tensors = [torch.full((4,), float(index)) for index in range(1000)]
+    if world.rank == 0:
+        dist.barrier()
+        works = [dist.isend(tensor, 1, tag=1 + index) for index, tensor in enumerate(tensors)]
+    else:
+        received = [torch.empty(4) for _ in tensors] if world.rank == 1 else []
+        works = [dist.irecv(tensor, 0, tag=1 + index) for index, tensor in enumerate(received)]
+        dist.barrier()
+    for work in works:
+        work.wait()
+    if world.rank == 1:
+        assert all(torch.equal(got, sent) for got, sent in zip(received, tensors, strict=True))
+
+
+@needs_two
+def test_a_group_destroyed_with_a_message_on_its_way(world: mpicomm.World) -> None:
+    """It says so, and whoever waits gets an error; MPI may still write the memory, which must stay."""
+    group = dist.new_group([0, 1])
+    if world.rank == 1:
+        work = dist.irecv(torch.empty(BIG), 0, group=group)
+        future = work.get_future()
+        with pytest.warns(UserWarning, match="with 1 messages on their way"):
+            dist.destroy_process_group(group)
+        with pytest.raises(mpicomm.MpicommError, match="destroyed before recv of float32"):
+            future.wait()
+    elif world.rank == 0:
+        dist.destroy_process_group(group)
+
+
+@needs_two
+def test_a_dropped_handle_loses_nothing(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        for number in range(100):
+            dist.isend(torch.full((1000,), float(number)), 1)
+    elif world.rank == 1:
+        for number in range(100):
+            tensor = torch.empty(1000)
+            dist.recv(tensor, 0)
+            assert torch.equal(tensor, torch.full((1000,), float(number)))

@@ -1,0 +1,148 @@
+"""Local misuse is an error at once, on the rank that erred, and says what is wrong and what to do.
+
+Each of these calls is made by one rank alone: it must fail before it communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+SUM = dist.ReduceOp.SUM
+MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
+    "op without meaning for floats": (
+        lambda size: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
+        ValueError,
+        "BAND has no meaning for float32",
+    ),
+    "average of bool": (
+        lambda size: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
+        ValueError,
+        "AVG has no meaning for bool",
+    ),
+    "order of complex": (
+        lambda size: dist.reduce(torch.ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
+        ValueError,
+        "MAX has no meaning for complex64",
+    ),
+    "dtype without arithmetic": (
+        lambda size: dist.all_reduce(torch.ones(2).to(torch.float8_e8m0fnu)),
+        ValueError,
+        "float8_e8m0fnu tensors can be moved but not reduced",
+    ),
+    "sparse": (
+        lambda size: dist.all_reduce(torch.eye(3).to_sparse()),
+        ValueError,
+        r"dense tensor, got one of layout torch.sparse_coo.*\n.*to_dense",
+    ),
+    "meta device": (
+        lambda size: dist.broadcast(torch.ones(2, device="meta"), 0),
+        ValueError,
+        "on cpu or cuda, got one on meta",
+    ),
+    "quantized": (
+        lambda size: dist.broadcast(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), 0),
+        ValueError,
+        "quantized",
+    ),
+    "list too short": (
+        lambda size: dist.all_gather([torch.ones(2)] * (size + 1), torch.ones(2)),
+        ValueError,
+        r"tensor_list has \d+ tensors, but the group has \d+ ranks",
+    ),
+    "entry of another size": (
+        lambda size: dist.all_gather([torch.ones(3) for _ in range(size)], torch.ones(2)),
+        ValueError,
+        r"tensor_list\[\d\] has 3 elements",
+    ),
+    "entry of another dtype": (
+        lambda size: dist.group.WORLD.allgather([[torch.ones(2).int() for _ in range(size)]], [torch.ones(2)]),
+        ValueError,
+        "holds int32, but the tensor is float32",
+    ),
+    "output of another size": (
+        lambda size: dist.all_gather_single(torch.ones(2 * size + 1), torch.ones(2)),
+        ValueError,
+        r"output has \d+ elements, but input has 2",
+    ),
+    "input of another size": (
+        lambda size: dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * size + 1)),
+        ValueError,
+        r"input has \d+ elements, but output has 2",
+    ),
+    "output of another dtype": (
+        lambda size: dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * size).double()),
+        ValueError,
+        "input holds float64, but the tensor is float32",
+    ),
+    "list of another size": (
+        lambda size: dist.reduce_scatter(torch.ones(2), [torch.ones(3)] * size),
+        ValueError,
+        r"input_list\[0\] has 3 elements",
+    ),
+    "rank too high": (
+        lambda size: dist.group.WORLD.send([torch.ones(2)], size, 0),
+        ValueError,
+        r"dst=\d+ is not a rank of this group.*\n.*from 0 to \d+",
+    ),
+    "root too high": (
+        lambda size: dist.group.WORLD.broadcast([torch.ones(2)], _options(size)),
+        ValueError,
+        r"src=\d+ is not a rank",
+    ),
+    "tag too high": (
+        lambda size: dist.group.WORLD.recv([torch.ones(2)], 0, 2**31 - 1 + 2**31),
+        ValueError,
+        r"tag=\d+ is not a tag",
+    ),
+    "several tensors": (
+        lambda size: dist.group.WORLD.allreduce([torch.ones(2), torch.ones(2)]),
+        ValueError,
+        "expected one tensor",
+    ),
+    "expanded output": (
+        lambda size: dist.broadcast(torch.ones(1).expand(4), 0),
+        ValueError,
+        "expanded",
+    ),
+    "average that torch cannot divide": (
+        lambda size: dist.all_reduce(torch.ones(2).to(torch.uint32), dist.ReduceOp.AVG),
+        ValueError,
+        "AVG has no meaning for uint32",
+    ),
+    "premultiplied integers": (
+        lambda size: dist.all_reduce(torch.ones(2).int(), dist._make_nccl_premul_sum(0.5)),
+        ValueError,
+        "PREMUL_SUM has no meaning for int32",
+    ),
+    "no tensor": (lambda size: dist.group.WORLD.allreduce([3.0]), TypeError, "expected a tensor, got float"),
+}
+
+
+def _options(root: int) -> object:
+    from mpicomm.backend import c10d
+
+    options = c10d.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse(world: mpicomm.World, name: str) -> None:
+    call, kind, message = MISUSES[name]
+    if world.rank == world.size - 1:
+        with pytest.raises(kind, match=message):
+            call(world.size)
+
+
+@pytest.mark.parametrize("call", ["alltoall", "alltoall_base"])
+def test_what_is_missing_says_so(world: mpicomm.World, call: str) -> None:
+    tensors = [torch.ones(1)] * world.size
+    arguments = (tensors, tensors) if call == "alltoall" else (torch.ones(world.size), torch.ones(world.size), [], [])
+    with pytest.raises(NotImplementedError, match="all_to_all"):
+        getattr(dist.group.WORLD, call)(*arguments)

@@ -1,0 +1,61 @@
+"""Which back end "auto" means, and which need what."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mpicomm.startup import backends
+
+CONCRETE = [name for name in backends.KNOWN if name != "auto"]
+
+
+@pytest.mark.parametrize("backend", [*backends.KNOWN, None], ids=repr)  # pytest-mpi takes an id `mpi` for its mark
+def test_a_known_back_end_is_accepted(backend: str | None) -> None:
+    backends.check(backend)
+
+
+@pytest.mark.parametrize("backend", ["", "MPI", "ucc", "cpu:mpi", "cuda:nccl,cpu:mpi"])
+def test_another_is_refused_with_those_that_exist(backend: str) -> None:
+    with pytest.raises(ValueError, match="is not a back end") as caught:
+        backends.check(backend)
+    assert repr(backend) in str(caught.value)
+    assert all(repr(name) in str(caught.value) for name in backends.KNOWN)
+
+
+@pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
+def test_auto(has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
+    chosen = backends.choose("auto", has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl)
+    assert ("mpi" in str(chosen)) == has_mpi
+    assert ("gloo" in str(chosen)) == (not has_mpi)
+    assert backends.needs_mpi(chosen) == has_mpi
+    assert backends.needs_nccl(chosen) == (gpu_each and has_nccl)
+
+
+@pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
+@pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
+def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
+    assert backends.choose(backend, has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl) == backend
+
+
+@pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
+def test_what_a_back_end_needs_is_in_its_name(backend: str | None) -> None:
+    assert backends.needs_mpi(backend) == ("mpi" in (backend or ""))
+    assert backends.needs_nccl(backend) == ("nccl" in (backend or ""))
+
+
+@pytest.mark.parametrize(
+    ("uuids", "hosts", "each"),
+    [
+        (["a", "b", "c"], ["x", "x", "y"], True),
+        (["a", "a"], ["x", "y"], True),  # virtual machines may give every host's GPU the same name
+        (["a", "a"], ["x", "x"], False),
+        (["a", None], ["x", "x"], False),
+        (["a", None, "a"], ["x", "x", "y"], False),
+        ([None], ["x"], False),
+        (["a"], ["x"], True),
+    ],
+)
+def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts: list[str], each: bool) -> None:
+    assert backends.gpu_each(uuids, hosts) is each

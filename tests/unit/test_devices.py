@@ -1,0 +1,161 @@
+"""Which GPU is whose, without a GPU: assignment is pure, and torch's answers are replaced."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.errors import DeviceError
+from mpicomm.startup import devices
+from mpicomm.startup.devices import Seat
+
+NODE = [f"GPU-{index}" for index in range(4)]
+subsets = st.lists(st.sampled_from(NODE), unique=True)
+
+
+def chosen(visible: list[list[str]]) -> list[str | None]:
+    """Return the UUID of every rank's GPU."""
+    seats = devices.assign(visible)
+    return [uuids[seat.index] if seat else None for uuids, seat in zip(visible, seats, strict=True)]
+
+
+def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -> int:
+    """Return how many ranks can have a GPU of their own, by trying everything."""
+    if not visible:
+        return 0
+    without = most_seated(visible[1:], taken)
+    return max([without, *(1 + most_seated(visible[1:], taken | {uuid}) for uuid in visible[0] if uuid not in taken)])
+
+
+@pytest.mark.parametrize("ranks", range(len(NODE) + 1))
+def test_ranks_that_see_the_whole_node_take_one_each(ranks: int) -> None:
+    assert devices.assign([NODE] * ranks) == [Seat(rank, shared=False) for rank in range(ranks)]
+
+
+def test_ranks_that_see_their_own_gpu_have_it_as_the_first() -> None:
+    visible = [[uuid] for uuid in NODE]
+    assert devices.assign(visible) == [Seat(0, shared=False)] * len(NODE)
+    assert chosen(visible) == NODE
+
+
+def test_the_order_in_which_a_rank_sees_gpus_counts() -> None:
+    visible = [NODE, NODE[::-1]]
+    assert chosen(visible) == [NODE[0], NODE[-1]]
+
+
+def test_ranks_that_see_more_give_way_to_ranks_that_see_less() -> None:
+    """Greedy would give GPU-0 to the first rank and leave the last one without."""
+    assert chosen([NODE[:2], NODE[:3], NODE[:1]]) == [NODE[1], NODE[2], NODE[0]]
+
+
+@pytest.mark.parametrize("each", [2, 3])
+def test_ranks_that_outnumber_gpus_share_evenly(each: int) -> None:
+    ranks = each * len(NODE)
+    seats = devices.assign([NODE] * ranks)
+    assert all(seat and seat.shared for seat in seats)
+    assert set(collections.Counter(chosen([NODE] * ranks)).values()) == {each}
+
+
+def test_only_those_who_share_are_marked() -> None:
+    visible = [NODE[:1], NODE[:1], NODE[1:2]]
+    assert [seat and seat.shared for seat in devices.assign(visible)] == [True, True, False]
+
+
+def test_ranks_without_a_gpu_have_no_seat() -> None:
+    assert devices.assign([[], NODE, []]) == [None, Seat(0, shared=False), None]
+    assert devices.assign([]) == []
+
+
+@given(st.lists(subsets, max_size=5))
+def test_as_many_as_possible_have_their_own(visible: list[list[str]]) -> None:
+    seats = devices.assign(visible)
+    given_out = chosen(visible)
+    users = collections.Counter(given_out)
+    assert len(seats) == len(visible)
+    assert len(set(given_out) - {None}) == most_seated(visible)
+    for uuids, seat, uuid in zip(visible, seats, given_out, strict=True):
+        assert (seat is None) == (not uuids)
+        if seat is not None:
+            assert 0 <= seat.index < len(uuids)
+            assert seat.shared == (users[uuid] > 1)
+
+
+# -- what the user asks for ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """Make torch see so many GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("gpus", [0, 2], indirect=True)
+def test_the_cpu_is_always_there(gpus: int) -> None:
+    assert devices.parse("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("gpus", [3], indirect=True)
+def test_a_gpu_has_several_names(gpus: int) -> None:
+    for index in range(gpus):
+        names = [index, f"cuda:{index}", torch.device("cuda", index)]
+        assert {devices.parse(name) for name in names} == {torch.device("cuda", index)}
+    assert devices.parse("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("gpus", [1, 3], indirect=True)
+def test_a_gpu_that_is_not_there(gpus: int) -> None:
+    with pytest.raises(DeviceError, match="does not exist") as caught:
+        devices.parse(gpus)
+    assert f"sees {gpus} GPU" in str(caught.value)
+    assert f"cuda:{gpus - 1}" in str(caught.value)
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0])
+def test_a_machine_without_gpus(gpus: int, device: str | int) -> None:
+    with pytest.raises(DeviceError, match="sees no GPU"):
+        devices.parse(device)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", -1, ""])
+def test_what_is_no_device(device: str | int) -> None:
+    with pytest.raises(DeviceError, match="device="):
+        devices.parse(device)
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+def test_no_gpus_are_visible_where_there_are_none(gpus: int) -> None:
+    assert devices.visible_gpus() == []
+
+
+# -- before NCCL sees them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_with_a_gpu_each_are_let_through(size: int) -> None:
+    devices.refuse_shared([f"GPU-{rank}" for rank in range(size)], ["x"] * size)
+    devices.refuse_shared(["GPU-0"] * size, [f"host-{rank}" for rank in range(size)])
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    uuids = ["GPU-0", "GPU-1", "GPU-0", "GPU-0"]
+    with pytest.raises(DeviceError, match=r"^ranks 0, 2, 3 on x share one GPU \(GPU-0\)"):
+        devices.refuse_shared(uuids, ["x"] * len(uuids))
+
+
+def test_the_host_on_which_a_gpu_is_shared_is_named() -> None:
+    with pytest.raises(DeviceError, match=r"^ranks 2, 3 on y share") as caught:
+        devices.refuse_shared(["GPU-0", "GPU-1", "GPU-0", "GPU-0"], ["x", "x", "y", "y"])
+    assert "backend='mpi'" in str(caught.value)
+
+
+def test_a_rank_without_a_gpu_is_named() -> None:
+    with pytest.raises(DeviceError, match="2 have none, first rank 1 on x") as caught:
+        devices.refuse_shared(["GPU-0", None, None], ["x", "x", "y"])
+    assert "backend='mpi'" in str(caught.value)

@@ -1,0 +1,229 @@
+"""Where rank 0 may listen, and whether it is rank 0 who answers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpicomm.errors import LaunchError
+from mpicomm.startup import rendezvous
+from mpicomm.startup.topology import Topology
+
+TOKEN = bytes(range(rendezvous._TOKEN_BYTES))
+NAME = "rank0.cluster"
+
+
+@contextlib.contextmanager
+def someone_who_says(*parts: bytes, pause: float = 0.0) -> Iterator[tuple[str, int]]:
+    """Answer one caller with these bytes, piece by piece, and hang up."""
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # nobody called, or the caller is gone
+            connection, _ = listener.accept()
+            with connection:
+                for part in parts:
+                    connection.sendall(part)
+                    time.sleep(pause)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listener.getsockname()[:2]
+        finally:
+            thread.join()
+
+
+@contextlib.contextmanager
+def rank_0(token: bytes, listeners: int = 1) -> Iterator[list[tuple[str, int]]]:
+    """Answer every caller as rank 0 does."""
+    done = threading.Event()
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(listeners)]
+        thread = threading.Thread(target=rendezvous._answer, args=(sockets, token, done))
+        thread.start()
+        try:
+            yield [each.getsockname()[:2] for each in sockets]
+        finally:
+            done.set()
+            thread.join()
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Replace what names stand for; all others are unknown."""
+    known: dict[str, list[str]] = {}
+
+    def resolve(name: str, *args: object, **kwargs: object) -> list[tuple[object, ...]]:
+        if name not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in known[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return known
+
+
+# -- proof -----------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_is_reached() -> None:
+    with rank_0(TOKEN) as places:
+        assert rendezvous.reaches(places[0], TOKEN)
+
+
+@pytest.mark.parametrize("callers", [1, 8])
+def test_rank_0_answers_everybody_at_every_place(callers: int) -> None:
+    with rank_0(TOKEN, listeners=3) as places:
+        heard: list[bool] = []
+        calls = [
+            threading.Thread(target=lambda place=place: heard.append(rendezvous.reaches(place, TOKEN)))
+            for place in places
+            for _ in range(callers)
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+    assert heard == [True] * callers * 3
+
+
+def test_an_answer_may_come_in_pieces() -> None:
+    with someone_who_says(*[bytes([byte]) for byte in TOKEN], pause=0.01) as place:
+        assert rendezvous.reaches(place, TOKEN)
+
+
+@pytest.mark.parametrize(
+    "answer", [TOKEN[::-1], TOKEN[:-1], b"", b"HTTP/1.1 400 Bad Request"], ids=["other", "short", "nothing", "web"]
+)
+def test_somebody_else_is_not_rank_0(answer: bytes) -> None:
+    with someone_who_says(answer) as place:
+        assert not rendezvous.reaches(place, TOKEN)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as bound:  # bound and not listening: nobody else can take the port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        start = time.monotonic()
+        assert not rendezvous.reaches(bound.getsockname(), TOKEN)
+        assert time.monotonic() - start < 1
+
+
+def test_somebody_who_says_nothing_is_not_waited_for_long() -> None:
+    with someone_who_says(b"", pause=2) as place:
+        start = time.monotonic()
+        assert not rendezvous.reaches(place, TOKEN, seconds=0.2)
+        assert time.monotonic() - start < 1.5
+
+
+def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -> None:
+    where = Topology(0, 1, 0, 3, "a", ("a", "b", "c"))
+    message = rendezvous._nowhere(
+        [("10.0.0.1", 1), ("10.1.0.1", 2)], [[True, True], [True, False], [False, True]], where
+    )
+    assert "rank 0 on a has no address" in message
+    assert "10.0.0.1: not reached from c\n" in message
+    assert "10.1.0.1: not reached from b\n" in message
+    assert "MASTER_ADDR" in message
+    assert "MPICOMM_INTERFACE" in message
+
+
+# -- what the user asks for --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", [1, 29500, 65535])
+def test_a_port_is_a_number(port: int) -> None:
+    assert rendezvous._given_port({"MASTER_PORT": str(port)}) == port
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_PORT": ""}, {"MASTER_PORT": "0"}])
+def test_without_a_port_any_will_do(environ: dict[str, str]) -> None:
+    assert rendezvous._given_port(environ) == 0
+
+
+@pytest.mark.parametrize("text", ["http", "-1", "65536", "29500.0", "0x50", "tcp://29500"])
+def test_what_is_no_port_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^MASTER_PORT={text} is not a port"):
+        rendezvous._given_port({"MASTER_PORT": text})
+
+
+def test_nothing_is_asked_for() -> None:
+    assert rendezvous._given_addresses({}, None, num_nodes=2) == []
+    assert rendezvous._given_addresses({"MASTER_ADDR": ""}, "", num_nodes=2) == []
+
+
+def test_a_name_stands_for_its_addresses(names: dict[str, list[str]]) -> None:
+    names[NAME] = ["10.0.0.1", "10.1.0.1", "10.0.0.1"]
+    assert rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=2) == ["10.0.0.1", "10.1.0.1"]
+
+
+def test_a_name_that_stands_for_nothing_is_refused(names: dict[str, list[str]]) -> None:
+    with pytest.raises(LaunchError, match=f"^MASTER_ADDR={NAME} cannot be resolved on {socket.gethostname()}"):
+        rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=1)
+
+
+@pytest.mark.parametrize("text", [".cluster", "a" * 64])
+def test_what_can_be_no_name_is_refused(text: str) -> None:
+    """Python's codec for names raises an error of its own."""
+    with pytest.raises(LaunchError, match="cannot be resolved"):
+        rendezvous._given_addresses({"MASTER_ADDR": text}, None, num_nodes=1)
+
+
+def test_loopback_is_no_address_for_several_nodes(names: dict[str, list[str]]) -> None:
+    """Debian gives a machine's own name a loopback address."""
+    names[NAME] = ["127.0.1.1"]
+    assert rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=1) == ["127.0.1.1"]
+    assert rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=2) == []
+
+
+def test_an_interface_has_a_name_or_an_address() -> None:
+    name, address = next(each for each in rendezvous._interfaces() if each[1] == "127.0.0.1")
+    assert address in rendezvous._given_addresses({}, name, num_nodes=1)
+    assert rendezvous._given_addresses({}, address, num_nodes=1) == [address]
+
+
+def test_an_unknown_interface_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(LaunchError, match=r"^MPICOMM_INTERFACE=nosuch0 is not an interface") as caught:
+        rendezvous._given_addresses({}, "nosuch0", num_nodes=1)
+    assert socket.gethostname() in str(caught.value)
+    assert all(f"{name} ({address})" in str(caught.value) for name, address in rendezvous._interfaces())
+
+
+def test_an_address_is_preferred_to_an_interface() -> None:
+    assert rendezvous._given_addresses({"MASTER_ADDR": "127.0.0.1"}, "nosuch0", num_nodes=1) == ["127.0.0.1"]
+
+
+# -- listening -------------------------------------------------------------------------------------------------------
+
+
+def test_one_node_listens_on_loopback_only() -> None:
+    listeners = rendezvous._listen(1, {}, None)
+    try:
+        addresses = [listener.getsockname()[0] for listener in listeners]
+        assert addresses[0] == "127.0.0.1"
+        assert set(addresses) <= {"127.0.0.1", "::1"}
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_several_nodes_never_listen_on_loopback() -> None:
+    assert not {"127.0.0.1", "::1"} & set(rendezvous.own_addresses())
+
+
+def test_a_port_in_use_is_refused_with_the_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with pytest.raises(LaunchError, match=f"127.0.0.1 port {port}: Address already in use"):
+            rendezvous._listen(1, environ, None)
+
+
+def test_an_address_of_another_host_is_refused_with_the_reason() -> None:
+    with pytest.raises(LaunchError, match=r"203\.0\.113\.1 port 0: Cannot assign requested address"):
+        rendezvous._listen(2, {"MASTER_ADDR": "203.0.113.1"}, None)  # an address for examples only, RFC 5737

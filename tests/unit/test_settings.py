@@ -1,0 +1,61 @@
+"""The variables MPICOMM_*."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpicomm.errors import LaunchError
+from mpicomm.settings import LAUNCHERS, PREFIX, Settings
+
+VALID = {"launcher": LAUNCHERS[0]}  # where not every text will do
+FIELDS = [field.name for field in dataclasses.fields(Settings)]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_is_one_variable(field: str) -> None:
+    value = VALID.get(field, "some text")
+    settings = Settings.from_environ({PREFIX + field.upper(): value})
+    assert settings == dataclasses.replace(Settings(), **{field: value})
+
+
+def test_nothing_is_set_by_default() -> None:
+    assert dataclasses.asdict(Settings.from_environ({"HOME": "/root", "LAUNCHER": "x"})) == dict.fromkeys(FIELDS)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_empty_variable_counts_as_unset(field: str) -> None:
+    assert Settings.from_environ({PREFIX + field.upper(): ""}) == Settings()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=repr)  # pytest-mpi takes an id `mpi` for its mark
+def test_each_launcher_is_known(launcher: str) -> None:
+    assert Settings.from_environ({"MPICOMM_LAUNCHER": launcher}).launcher == launcher
+
+
+@pytest.mark.parametrize("text", ["slrum", "MPI", "mpi "])
+def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER={text} is not a launcher") as caught:
+        Settings.from_environ({"MPICOMM_LAUNCHER": text})
+    assert ", ".join(LAUNCHERS) in str(caught.value)
+
+
+def test_unknown_variables_are_refused_by_name_with_those_that_exist() -> None:
+    with pytest.raises(LaunchError, match=r"^MPICOMM_COLOUR, MPICOMM_LUANCHER is set") as caught:
+        Settings.from_environ({"MPICOMM_LUANCHER": "mpi", "MPICOMM_COLOUR": "red"})
+    assert all(PREFIX + field.upper() in str(caught.value) for field in FIELDS)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().launcher = "mpi"  # type: ignore[misc]
+
+
+def test_every_setting_is_explained() -> None:
+    import inspect
+
+    source = inspect.getsource(Settings)
+    for field in FIELDS:
+        declaration = source.index(f"    {field}: ")
+        assert source[declaration:].splitlines()[1].strip().startswith('"""'), field

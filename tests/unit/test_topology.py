@@ -1,0 +1,62 @@
+"""Who is where, from what every rank calls its node."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.startup import topology
+from mpicomm.startup.topology import Topology
+
+SHAPES = [(1, 1), (1, 4), (3, 1), (2, 3), (4, 2)]  # nodes, ranks on each
+
+
+def everyone(nodes: list[str]) -> list[Topology]:
+    hosts = [f"host-{node}" for node in nodes]
+    return [topology.from_nodes(rank, nodes, hosts) for rank in range(len(nodes))]
+
+
+@pytest.mark.parametrize(("num_nodes", "each"), SHAPES)
+def test_ranks_placed_by_block(num_nodes: int, each: int) -> None:
+    nodes = [str(rank // each) for rank in range(num_nodes * each)]
+    for rank, where in enumerate(everyone(nodes)):
+        assert (where.local_rank, where.local_size) == (rank % each, each)
+        assert (where.node_rank, where.num_nodes) == (rank // each, num_nodes)
+        assert where.hostname == f"host-{rank // each}"
+
+
+@pytest.mark.parametrize(("num_nodes", "each"), SHAPES)
+def test_ranks_placed_in_turn(num_nodes: int, each: int) -> None:
+    nodes = [str(rank % num_nodes) for rank in range(num_nodes * each)]
+    for rank, where in enumerate(everyone(nodes)):
+        assert (where.local_rank, where.local_size) == (rank // num_nodes, each)
+        assert (where.node_rank, where.num_nodes) == (rank % num_nodes, num_nodes)
+
+
+def test_two_nodes_may_have_one_host_name() -> None:
+    places = [topology.from_nodes(rank, ["0", "1"], ["localhost", "localhost"]) for rank in range(2)]
+    assert [where.node_rank for where in places] == [0, 1]
+    assert {where.num_nodes for where in places} == {2}
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_any_placement(nodes: list[str]) -> None:
+    places = everyone(nodes)
+    seats = {(where.node_rank, where.local_rank) for where in places}
+    order = enumerate(dict.fromkeys(nodes))
+    assert seats == {(index, seat) for index, node in order for seat in range(nodes.count(node))}
+    assert len({dataclasses.astuple(where)[3:4] + where.hosts for where in places}) == 1, "all agree on the whole"
+    for rank, where in enumerate(places):
+        assert where.local_rank == nodes[:rank].count(nodes[rank])
+        assert where.local_size == nodes.count(nodes[rank])
+        assert where.hosts[rank] == where.hostname
+
+
+@given(st.lists(st.integers(0, 5), max_size=12))
+def test_nodes_are_numbered_as_ranks_meet_them(nodes: list[int]) -> None:
+    order = topology.node_order(nodes)
+    assert list(order.values()) == list(range(len(set(nodes))))
+    assert list(order) == sorted(set(nodes), key=nodes.index)
