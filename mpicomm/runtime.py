@@ -14,7 +14,6 @@ import os
 import shlex
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from mpicomm import launchers, mpi
-from mpicomm.backend import process_group
+from mpicomm.backend import c10d, process_group
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
 from mpicomm.faults import abort
 from mpicomm.launchers import Launch
@@ -40,7 +39,6 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own
 _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no timeout is given
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
-_GLOO_SECONDS = 0.02  # in which a thread of Gloo's comes to its end
 
 # What torch calls a back end that bootstrap knows by another name.
 _TORCH_NAMES = {backends.MPI: process_group.NAME, backends.MPI_WITH_NCCL: process_group.NAME_WITH_NCCL}
@@ -189,9 +187,7 @@ def shutdown() -> None:
     atexit.unregister(_shutdown_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
-        if session.world.backend in (backends.GLOO, backends.GLOO_WITH_NCCL):
-            # A thread of Gloo's may want the GIL once more; if Python is finalizing by then, the process aborts.
-            time.sleep(_GLOO_SECONDS)
+    c10d.let_gloo_finish()
     for name, before in session.environ.items():
         if before is None:
             os.environ.pop(name, None)

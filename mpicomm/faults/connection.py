@@ -1,0 +1,114 @@
+"""Messages over a socket: a length, then JSON. Never blocks, and trusts nothing that comes in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+Message = dict[str, Any]
+
+_LENGTH = struct.Struct("!I")
+_LIMIT = 1 << 20  # bytes of a message of a rank of this job
+_STRANGERS_LIMIT = 512  # bytes of a message of somebody who has not shown the token
+_CHUNK = 1 << 16
+
+# Dead hosts do not say goodbye. The kernel asks, so that a rank that is stopped or keeps the GIL still answers.
+_IDLE, _INTERVAL, _PROBES = 5, 2, 5  # seconds, seconds, number
+
+
+class Connection:
+    """One end of a connection between two ranks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _INTERVAL * _PROBES))
+        self.socket = sock
+        self.is_trusted = False
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for selectors."""
+        return self.socket.fileno()
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Tell whether something waits for the socket to take it."""
+        return bool(self._outgoing)
+
+    def send(self, message: Message) -> None:
+        """Send a message, as far as the socket takes it now.
+
+        Raises:
+            OSError: If the connection is lost.
+        """
+        text = json.dumps(message, separators=(",", ":")).encode()
+        self._outgoing += _LENGTH.pack(len(text)) + text
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it now.
+
+        Raises:
+            OSError: If the connection is lost.
+        """
+        while self._outgoing:
+            try:
+                sent = self.socket.send(self._outgoing)
+            except BlockingIOError:
+                return
+            del self._outgoing[:sent]
+
+    def receive(self) -> tuple[list[Message], str]:
+        """Take in what has come.
+
+        Returns:
+            The messages that are complete, and why the connection is lost; empty if it is not.
+        """
+        lost = ""
+        while not lost:
+            try:
+                part = self.socket.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                lost = error.strerror or str(error)
+                break
+            self._incoming += part
+            if not part:
+                lost = "closed"
+            if len(self._incoming) > 2 * _LIMIT:
+                break
+        messages, garbage = self._take()
+        return messages, lost or garbage
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+    def _take(self) -> tuple[list[Message], str]:
+        messages = []
+        limit = _LIMIT if self.is_trusted else _STRANGERS_LIMIT
+        while len(self._incoming) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._incoming)
+            if length > limit:
+                return messages, f"sent a message of {length} bytes"
+            if len(self._incoming) < _LENGTH.size + length:
+                break
+            text = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
+            del self._incoming[: _LENGTH.size + length]
+            try:
+                message = json.loads(text)
+            except (ValueError, RecursionError):
+                return messages, "sent garbage"
+            if not isinstance(message, dict):
+                return messages, "sent garbage"
+            messages.append(message)
+        return messages, ""

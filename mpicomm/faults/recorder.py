@@ -1,0 +1,201 @@
+"""The recorder: the last operations of this rank, in a ring that is always on.
+
+An operation notes where in the user's program it was called as a code object and the instruction in it: a line number
+costs microseconds to find in a long function, and is found when somebody asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+RING = 1024
+"""How many operations are remembered."""
+
+_SHOWN_GROUPS = 256  # whose sequence numbers are told to other ranks, the last made first
+
+_ring: list[Operation | None] = [None] * RING
+_running: dict[int, Operation] = {}
+_numbers = itertools.count()
+_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
+# Files whose frames are not the user's: the caller is looked for above them.
+_PACKAGES = ("mpicomm", "torch")
+_is_inner_file: dict[str, bool] = {}
+
+
+class Group:
+    """What is known here of a group whose operations are recorded."""
+
+    def __init__(self, name: str, ranks: Sequence[int], timeout: float, *, is_world: bool) -> None:
+        """Describe a group.
+
+        Args:
+            ranks: The members' ranks in the job, in the order of the group.
+            timeout: Seconds that an operation may take.
+        """
+        self.name = name
+        self.ranks = ranks
+        self.timeout = timeout
+        self.is_world = is_world
+        self.sequence = 0
+        """How many collective operations this rank has called on the group."""
+
+        _groups[name] = self
+
+
+class Operation:
+    """One call of an operation on this rank."""
+
+    __slots__ = (
+        "called",
+        "code",
+        "count",
+        "dtype",
+        "end",
+        "group",
+        "instruction",
+        "name",
+        "number",
+        "peer",
+        "sequence",
+        "start",
+        "thread",
+    )
+
+    def __init__(self, group: Group, name: str, dtype: Any, count: int, peer: int | None, is_message: bool) -> None:
+        """Note a call in the ring.
+
+        Args:
+            peer: The root of a collective or the partner of a message, as a rank of the group; None if there is none.
+        """
+        frame = sys._getframe(2)
+        while _is_inner_file.get(frame.f_code.co_filename, True):
+            if not _is_inner(frame.f_code.co_filename) or frame.f_back is None:
+                break
+            frame = frame.f_back
+        self.number = number = next(_numbers)
+        self.group = group
+        if is_message:
+            self.sequence = None
+        else:
+            self.sequence = group.sequence = group.sequence + 1
+        self.name = name
+        self.dtype = dtype
+        self.count = count
+        self.peer = peer
+        self.code = frame.f_code
+        self.instruction = frame.f_lasti
+        self.thread = threading.get_ident()
+        self.start: float | None = None
+        self.end: float | None = None
+        self.called = time.monotonic()
+        _ring[number % RING] = self
+
+    def begin(self) -> None:
+        """Note that the operation runs, or that somebody waits for it: from now on its deadline counts."""
+        self.start = time.monotonic()
+        _running[self.number] = self
+
+    def finish(self) -> None:
+        """Note that the operation has ended, well or not."""
+        self.end = time.monotonic()
+        _running.pop(self.number, None)
+
+    def pause(self) -> None:
+        """Note that nobody waits for the operation any more, though it has not ended."""
+        _running.pop(self.number, None)
+
+    @property
+    def needs(self) -> list[int]:
+        """The ranks of the job without which the operation cannot end: the partner, or the whole group."""
+        if self.sequence is None and self.peer is not None:
+            return [self.group.ranks[self.peer]]
+        return list(self.group.ranks)
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Return what other ranks and files are told of the operation."""
+        return {
+            "name": self.name,
+            "group": self.group.name,
+            "group_size": len(self.group.ranks),
+            "sequence": self.sequence,
+            "dtype": "" if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "count": self.count,
+            "peer": None if self.peer is None else self.group.ranks[self.peer],
+            "where": line_of(self.code, self.instruction),
+            "called": round(now - self.called, 6),
+            "seconds": None if self.start is None else round((self.end or now) - self.start, 6),
+            "is_world": self.group.is_world,
+            "is_over": self.end is not None,
+        }
+
+
+def recorded() -> list[Operation]:
+    """Return the operations in the ring, oldest first."""
+    return sorted((each for each in list(_ring) if each is not None), key=lambda each: each.number)
+
+
+def running() -> list[Operation]:
+    """Return the operations that run or are waited for."""
+    return list(_running.values())
+
+
+def last() -> Operation | None:
+    """Return the operation that was called last, if any was."""
+    return max((each for each in list(_ring) if each is not None), key=lambda each: each.number, default=None)
+
+
+def sequences() -> dict[str, int]:
+    """Return by group how many collectives were called on it."""
+    groups = list(_groups.values())[-_SHOWN_GROUPS:]
+    return {group.name: group.sequence for group in groups}
+
+
+def is_used_by_a_thread() -> bool:
+    """Tell whether a thread other than the main one, still alive, has called operations."""
+    main = threading.main_thread().ident
+    alive = {thread.ident for thread in threading.enumerate()}
+    return any(each is not None and each.thread != main and each.thread in alive for each in list(_ring))
+
+
+def line_of(code: types.CodeType, instruction: int) -> str:
+    """Return where an instruction is, as `train.py:88 (train_step)`."""
+    line = next(
+        (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None),
+        code.co_firstlineno,
+    )
+    name = os.path.basename(code.co_filename)
+    return f"{name}:{line}" if code.co_name == "<module>" else f"{name}:{line} ({code.co_name})"
+
+
+def line_of_main_thread() -> str:
+    """Return where the main thread is in the user's program; empty if it has ended."""
+    thread = threading.main_thread()
+    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+    return line_of(frame.f_code, frame.f_lasti) if frame else ""
+
+
+def _is_inner(filename: str) -> bool:
+    known = _is_inner_file.get(filename)
+    if known is None:
+        known = _is_inner_file[filename] = _is_of_packages(filename)
+    return known
+
+
+def _is_of_packages(filename: str) -> bool:
+    """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no example."""
+    if f"{os.sep}examples{os.sep}" in filename:
+        return False
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
+    folders = [os.path.dirname(file) + os.sep for file in files if file]
+    return filename.startswith(("<frozen", threading.__file__, *folders))

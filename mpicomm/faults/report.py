@@ -1,0 +1,111 @@
+"""What people read of a job that stands still: pure functions from what the ranks said to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Status = Mapping[str, Any]
+"""What one rank says of itself, or its hub of one that does not answer; see `watchdog.Watchdog._status`."""
+
+_NAMED = 16  # ranges of ranks that a row names
+_ROWS = 32
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as `0-3, 7`; runs of two are listed."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    texts = []
+    for part in parts:
+        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else [str(rank) for rank in part]
+    return ", ".join(texts)
+
+
+def parse_ranges(text: str) -> list[int]:
+    """Return the ranks in what `ranges` made."""
+    ranks: list[int] = []
+    for part in filter(None, text.split(", ")):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks
+
+
+def called(ranks: Sequence[int]) -> str:
+    """Return `rank 2` or `ranks 0, 1, 3`."""
+    text = ranges(ranks)
+    if text.count(",") >= _NAMED:
+        text = ", ".join(text.split(", ")[:_NAMED]) + f", ... ({len(ranks)} in all)"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def operation(what: Mapping[str, Any]) -> str:
+    """Return `all_reduce #42, float32[1024]`, from what `recorder.Operation.describe` made."""
+    text = str(what["name"])
+    if what["sequence"] is not None:
+        text += f" #{what['sequence']}"
+    if what["peer"] is not None:
+        direction = {"send": " to", "recv": " from"}.get(what["name"], ", root")
+        text += f"{direction} rank {what['peer']}"
+    elif what["sequence"] is None:
+        text += " from any rank"
+    if what["dtype"]:
+        text += f", {what['dtype']}[{what['count']}]"
+    if not what["is_world"]:
+        text += f", in group {what['group']!r} of {what['group_size']}"
+    return text
+
+
+def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
+    """Return one row for all ranks that are in the same place; rows of more ranks come first."""
+    rows: dict[str, list[int]] = {}
+    seconds: dict[str, float] = {}
+    for rank, status in sorted(statuses.items()):
+        text, for_seconds = _place(status)
+        if "silent" in status or status.get("died"):
+            text = f"on {hosts[rank]} {text}"
+        rows.setdefault(text, []).append(rank)
+        seconds[text] = max(seconds.get(text, 0.0), for_seconds)
+    ordered = sorted(rows, key=lambda text: -len(rows[text]))
+    names = [called(rows[text]) for text in ordered]
+    width = max((len(name) for name in names), default=0)
+    lines = [
+        f"  {name:{width}}  {text.replace(_SECONDS, f'{seconds[text]:.0f} s')}"
+        for name, text in zip(names[:_ROWS], ordered, strict=False)
+    ]
+    if len(ordered) > _ROWS:
+        lines.append(f"  ... and {len(ordered) - _ROWS} other places; the files of the ranks say them all")
+    return "\n".join(lines)
+
+
+_SECONDS = "\0"  # where a row says how long; not part of what makes two ranks be in the same place
+
+
+def _place(status: Status) -> tuple[str, float]:
+    """Return where a rank is, and for how long."""
+    if status.get("died"):
+        return f"died: {status['died']}", 0.0
+    if "silent" in status:
+        state = f": {status['state']}" if status.get("state") else ""
+        return f"not answering for {_SECONDS}{state}", status["silent"]
+    if status.get("left"):
+        return f"left {_SECONDS} ago {left(status['left'])}", status["left"]["seconds"]
+    if status["running"]:
+        longest = max(status["running"], key=lambda each: each["seconds"])
+        more = len(status["running"]) - 1
+        beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
+        return f"in {operation(longest)}, at {longest['where']}, for {_SECONDS}{beside}", longest["seconds"]
+    at = f"at {status['main']}" if status["main"] else "its program has ended, its threads have not"
+    last = status["last"]
+    if last is None:
+        return f"in no operation, and has not called any; {at}", 0.0
+    return f"in no operation since {_SECONDS}; {at}; the last was {operation(last)}, at {last['where']}", last["called"]
+
+
+def left(leave: Mapping[str, Any]) -> str:
+    """Return how a rank left: `with status 3`, or `at the end of its program`."""
+    return "at the end of its program" if leave["status"] is None else f"with status {leave['status']}"
