@@ -12,8 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpicomm.errors import DeviceError, LaunchError, MpicommError, MPINotFoundError, RendezvousError
-    from mpicomm.runtime import World, bootstrap, shutdown
+    from mpicomm.errors import DeviceError, LaunchError, MismatchError, MpicommError, MPINotFoundError, RendezvousError
+    from mpicomm.runtime import World, bootstrap, dump, shutdown
+    from mpicomm.verbs.collectives import barrier
 
 __version__ = "0.1.0"
 
@@ -21,7 +22,10 @@ _HOMES = {
     "bootstrap": "mpicomm.runtime",
     "shutdown": "mpicomm.runtime",
     "World": "mpicomm.runtime",
+    "barrier": "mpicomm.verbs.collectives",
+    "dump": "mpicomm.runtime",
     "MpicommError": "mpicomm.errors",
+    "MismatchError": "mpicomm.errors",
     "LaunchError": "mpicomm.errors",
     "MPINotFoundError": "mpicomm.errors",
     "DeviceError": "mpicomm.errors",
@@ -32,11 +36,14 @@ __all__ = [
     "DeviceError",
     "LaunchError",
     "MPINotFoundError",
+    "MismatchError",
     "MpicommError",
     "RendezvousError",
     "World",
     "__version__",
+    "barrier",
     "bootstrap",
+    "dump",
     "shutdown",
 ]
 

@@ -4,7 +4,8 @@ MpicommError
 |-- LaunchError        the job was started in a way that cannot work; fix the command
 |-- MPINotFoundError   mpi4py or the MPI library behind it is missing; install one
 |-- DeviceError        the choice of GPU cannot work
-`-- RendezvousError    ranks did not come together in time, or could not reach each other
+|-- RendezvousError    ranks did not come together in time, or could not reach each other
+`-- MismatchError      ranks called different collectives; found where MPICOMM_DEBUG=1
 
 Bad arguments to an operation are `ValueError`, `TypeError` or `NotImplementedError`, as everywhere in Python.
 """
@@ -45,6 +46,10 @@ class DeviceError(MpicommError):
 
 class RendezvousError(MpicommError, TimeoutError):
     """Ranks did not come together in time, or have no address at which all can reach rank 0."""
+
+
+class MismatchError(MpicommError):
+    """Ranks of a group called different collectives, or one with different arguments. No rank has started it."""
 
 
 E = TypeVar("E", bound=MpicommError)

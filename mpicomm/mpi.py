@@ -29,8 +29,11 @@ IN_A_CHILD = (
     "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
 )
 
+_FINALIZE_SECONDS = 120.0
+
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
+_is_abandoned = False
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must undo it
 
 
@@ -136,8 +139,15 @@ def serves_threads() -> bool:
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
 
-def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float) -> bool:
-    """Call `done` until it is true, ever less often, and tell whether that was within `seconds`."""
+def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float, spins: int = 0) -> bool:
+    """Call `done` until it is true, ever less often, and tell whether that was within `seconds`.
+
+    Args:
+        spins: How often to look without a pause at first.
+    """
+    for _ in range(spins):
+        if done():
+            return True
     deadline = time.monotonic() + seconds
     pause = 1e-5
     while not done():
@@ -153,10 +163,27 @@ def has_large_counts() -> bool:
     return api().Get_version()[0] >= 4
 
 
+def abandon() -> None:
+    """Never finalise MPI: a call that has not come back, and never may, would keep it from ending."""
+    global _is_abandoned  # noqa: PLW0603  MPI's state is the process's, and so is this
+    _is_abandoned = True
+
+
 def finalize() -> None:
     """Finalise MPI if `initialize` initialised it (collective)."""
-    if _is_ours and is_usable():
+    if _is_ours and is_usable() and not _is_abandoned:
+        _wait_for_all_ranks_in_mpi_finalize()
+
+
+def _wait_for_all_ranks_in_mpi_finalize() -> None:
+    # Like MPI_Init it holds the GIL; all ranks are at their end when they come here, so that it takes no time.
+    stream = sys.__stderr__
+    if stream is not None:
+        faulthandler.dump_traceback_later(_FINALIZE_SECONDS, exit=True, file=stream)
+    try:
         api().Finalize()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _refuse_children() -> None:

@@ -14,8 +14,10 @@ import os
 import shlex
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +27,9 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from mpicomm import launchers, mpi
 from mpicomm.backend import c10d, process_group
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
-from mpicomm.faults import abort
+from mpicomm.faults import abort, opening, watchdog
+from mpicomm.faults import dump as faults_dump
+from mpicomm.faults.watchdog import Watchdog
 from mpicomm.launchers import Launch
 from mpicomm.settings import Settings
 from mpicomm.startup import backends, devices, rendezvous, topology
@@ -39,6 +43,9 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own
 _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no timeout is given
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
+
+_LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
+_DUMPS = "mpicomm-dumps"
 
 # What torch calls a back end that bootstrap knows by another name.
 _TORCH_NAMES = {backends.MPI: process_group.NAME, backends.MPI_WITH_NCCL: process_group.NAME_WITH_NCCL}
@@ -116,6 +123,10 @@ class _Session:
     environ: dict[str, str | None] = dataclasses.field(default_factory=dict)
     """The variables that were exported, with what they held before."""
 
+    watch: Watchdog | None = None
+    dumps: Path | None = None
+    """Where the ranks write their last operations."""
+
     is_open: bool = True
     pid: int = dataclasses.field(default_factory=os.getpid)
 
@@ -158,6 +169,7 @@ def bootstrap(
             raise MpicommError(mpi.IN_A_CHILD)
         return _session.world
     backends.check(backend)
+    abort.watch_exits(_tell_exit_at_once)
     if abort_on_error:
         abort.arm(launchers.guess_rank(os.environ), 1, socket.gethostname())
     request = _Request(backend, timeout, comm, device, abort_on_error)
@@ -185,6 +197,8 @@ def shutdown() -> None:
         return
     session.is_open = False
     atexit.unregister(_shutdown_at_exit)
+    if session.watch is not None:
+        _leave(session.watch)
     if dist.is_initialized():
         dist.destroy_process_group()
     c10d.let_gloo_finish()
@@ -198,6 +212,35 @@ def shutdown() -> None:
         session.world.comm.Free()
     abort.disarm()
     # The store stays until the process ends or boots again: other ranks may not be here yet.
+
+
+def dump(directory: str | os.PathLike[str] | None = None) -> Path:
+    """Write this rank's last operations, and the stacks of its threads, to files.
+
+    Args:
+        directory: Where to; MPICOMM_DUMP_DIR or a directory of the job's below `mpicomm-dumps` if left out.
+
+    Returns:
+        The path of `rank-<rank>.json`; the stacks lie beside it.
+
+    Raises:
+        MpicommError: If there is no job.
+        OSError: If the files cannot be written.
+    """
+    if _session is None:
+        raise MpicommError("there is no job whose operations could be written.\nCall mpicomm.bootstrap() first.")
+    world = _session.world
+    where = directory or _session.dumps or Path(_DUMPS)
+    return faults_dump.write(where, world.rank, {"size": world.size, "host": world.hostname})
+
+
+def _leave(watch: Watchdog) -> None:
+    """Wait until every rank has come to its end; nobody waits for ever for one that has (collective)."""
+    process_group.drain()
+    watch.leave(abort.exit_status())
+    watch.wait_for_all_to_leave(process_group.advance, _LEAVE_PAUSE)
+    watch.stop()
+    watchdog.set_current(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +301,47 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     mpi.set_job_comm(comm)
     world = _world(comm.rank, comm.size, where, device, backend, launch, meeting.address, meeting.port, comm)
     session = _Session(world, meeting.store)
+    session.dumps = _dumps(settings, comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{meeting.port}"))
+    session.watch = _watch(session, comm, where, settings)
     _export(session)
     _make_group(session, request)
     return session
+
+
+def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settings) -> Watchdog | None:
+    """Open the side channel and start the watchdog; None if the ranks cannot all connect (collective)."""
+    place = opening.place_of(comm, where)
+    start = opening.Opening(comm, place, session.world.master_addr)
+    limits = watchdog.Limits(settings.seconds_to_report, session.dumps)
+    watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store))
+    problem = "" if comm.rank == 0 else start.connect()
+    watch.start()
+    if not start.is_open_everywhere(problem):
+        watch.stop()
+        return None
+    watchdog.set_current(watch)
+    return watch
+
+
+def _dumps(settings: Settings, name: str) -> Path | None:
+    if settings.dump_dir == "none":
+        return None
+    return Path(settings.dump_dir or _DUMPS, name).absolute()
+
+
+def _claim(store: dist.Store) -> Callable[[], bool]:
+    """Return what tells whether nobody has named a cause of the job's end before."""
+    # A connection of its own: another thread may be waiting on the store when this one asks.
+    private = store.clone()  # type: ignore[attr-defined]  # missing in the stub
+    private.set_timeout(datetime.timedelta(seconds=2))
+
+    def is_first() -> bool:
+        try:
+            return private.add("mpicomm/failures", 1) == 1
+        except RuntimeError:  # rank 0, and the store with it, is gone: better twice than never
+            return True
+
+    return is_first
 
 
 def _initialize_mpi(launch: Launch, patience: float) -> Intracomm:
@@ -454,15 +535,13 @@ def _make_group(session: _Session, request: _Request) -> None:
 def _arm_abort(session: _Session) -> None:
     """Let an unhandled exception end the job, from now on with what the job knows."""
     world, comm = session.world, session.world.comm
-    # A connection of its own: another thread may be waiting on the store when this one fails.
-    private = session.store.clone()  # type: ignore[attr-defined]  # missing in the stub
-    private.set_timeout(datetime.timedelta(seconds=2))
+    watch = session.watch
+    claim = watch.claim if watch is not None else _claim(session.store)
 
     def is_first() -> bool:
-        try:
-            return private.add("mpicomm/failures", 1) == 1
-        except RuntimeError:  # rank 0, and the store with it, is gone: better twice than never
-            return True
+        if watch is not None:
+            watch.fail()
+        return claim()
 
     def end(status: int) -> None:
         if comm is not None:
@@ -475,6 +554,11 @@ def _arm_abort(session: _Session) -> None:
 def _shutdown_at_exit() -> None:
     with contextlib.suppress(Exception):  # the work is done; a bad end must not spoil its exit status
         shutdown()
+
+
+def _tell_exit_at_once(status: int) -> None:
+    if (watch := watchdog.current()) is not None:
+        watch.exit_at_once(status)
 
 
 def _command() -> str:

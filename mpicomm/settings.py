@@ -9,6 +9,9 @@ from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
+TIMEOUTS = ("abort", "raise")
+DEBUGS = ("0", "1")
+_HANG_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +23,34 @@ class Settings:
 
     interface: str | None = None
     """The network interface, by name or address, on which rank 0 listens: ib0, 10.1.0.7."""
+
+    timeout: str | None = None
+    """What an operation does whose timeout passes: end the job with a table of who is where (abort, the default), or
+    raise TimeoutError (raise), at the price of a barrier before each synchronous operation."""
+
+    hang_seconds: str | None = None
+    """After so many seconds in an operation a table says where every rank is; 60, or half the timeout if less."""
+
+    debug: str | None = None
+    """1: the ranks compare each collective's operation, dtype, shape, root and number before they start it."""
+
+    dump_dir: str | None = None
+    """Where the ranks write their last operations and stacks when the job ends badly; none: nowhere."""
+
+    @property
+    def raises_timeouts(self) -> bool:
+        """Whether a timeout is an exception."""
+        return self.timeout == "raise"
+
+    @property
+    def compares_calls(self) -> bool:
+        """Whether the ranks compare their calls."""
+        return self.debug == "1"
+
+    @property
+    def seconds_to_report(self) -> float:
+        """How long an operation may take before the ranks are asked where they are."""
+        return _HANG_SECONDS if self.hang_seconds is None else float(self.hang_seconds)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -41,4 +72,23 @@ class Settings:
                 f"MPICOMM_LAUNCHER={settings.launcher} is not a launcher.\n"
                 f"Set it to one of {', '.join(LAUNCHERS)}, or unset it to let mpicomm find out."
             )
+        settings._check_one_of("timeout", TIMEOUTS)
+        settings._check_one_of("debug", DEBUGS)
+        settings._check_seconds()
         return settings
+
+    def _check_one_of(self, field: str, values: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        if value not in (None, *values):
+            name = PREFIX + field.upper()
+            raise LaunchError(f"{name}={value} means nothing.\nSet it to {' or '.join(values)}, or unset it.")
+
+    def _check_seconds(self) -> None:
+        try:
+            is_good = self.seconds_to_report > 0
+        except ValueError:
+            is_good = False
+        if not is_good:
+            raise LaunchError(
+                f"MPICOMM_HANG_SECONDS={self.hang_seconds} is no time.\nSet it to a number of seconds, or unset it."
+            )

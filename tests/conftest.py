@@ -22,6 +22,7 @@ def _is_under_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter is there then
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("MPICOMM_DEBUG", "1")  # the ranks compare their calls
     if not _is_under_mpi(config):
         return
     from tests.verdict import CollectiveVerdict, QuietRank

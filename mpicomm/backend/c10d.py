@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 import zlib
@@ -36,6 +37,7 @@ __all__ = [
     "arrived",
     "completed_future",
     "inner_method",
+    "is_capturing",
     "is_registered",
     "leaves_mpi_open",
     "let_gloo_finish",
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 _SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
+# NCCL's own watchdog aborts the process without saying who is where; ours speaks first.
+_LEASH = datetime.timedelta(seconds=30)
 _GLOO_THREAD = "pt_gloo_runloop"
 _GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # the most that its threads are waited for, and between two looks
 
@@ -96,6 +100,11 @@ def inner_method(names: tuple[str, str]) -> str:
     return names[0] if hasattr(Backend, names[0]) else names[1]
 
 
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Tell whether the current stream records a CUDA graph instead of running what it is given."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def make_nccl(options: Any, nccl_options: Any, rank: int, size: int) -> Any:
     """Make the NCCL back end of a group.
 
@@ -106,7 +115,7 @@ def make_nccl(options: Any, nccl_options: Any, rank: int, size: int) -> Any:
     if not dist.is_nccl_available():
         raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
     nccl = nccl_options or dist.ProcessGroupNCCL.Options()
-    nccl._timeout = options.timeout
+    nccl._timeout = options.timeout + _LEASH
     nccl.global_ranks_in_group = options.global_ranks_in_group
     nccl.group_name = options.group_id
     return dist.ProcessGroupNCCL(options.store, rank, size, nccl)

@@ -122,14 +122,14 @@ def tag(value: int, what: str) -> int:
     return value
 
 
-def device_type(values: Iterable[Any]) -> str:
-    """Return the device type of the first tensor among the values and the lists in them."""
+def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """Return the first tensor among the values and the lists in them."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            return value.device.type
-        if isinstance(value, list | tuple) and (found := device_type(value)):
+            return value
+        if isinstance(value, list | tuple) and (found := first_tensor(value)) is not None:
             return found
-    return ""
+    return None
 
 
 @functools.cache

@@ -16,16 +16,22 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes
+from mpicomm.backend.agreement import Agreement
 from mpicomm.backend.progress import Poller, Worker
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.work import CompletedWork, MessageWork, QueuedWork
 from mpicomm.errors import MpicommError
+from mpicomm.faults import recorder, report, watchdog
+from mpicomm.faults.recorder import Operation
+from mpicomm.settings import Settings
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpi4py.MPI import Intracomm, Request
 
 _REAP_ABOVE = 32  # messages in flight, above which the finished ones are looked for
 _LAST_MESSAGES_SECONDS = 1.0
+_LATE_SECONDS = 1.0  # in which an operation that did not end in time may end after all, when its group is destroyed
+_LONGEST_PAUSE, _SPINS = 1e-3, 200  # between two looks at a barrier, in seconds, and looks without a pause
 
 _abandoned: list[MessageWork] = []
 """Messages of destroyed groups: MPI may still read and write their memory."""
@@ -39,9 +45,15 @@ class Engine:
     Arguments are taken as checked: dense or not, on host or GPU, but of the right number, shape and dtype.
     """
 
-    def __init__(self, comm: Intracomm, name: str) -> None:
+    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings) -> None:
         self.comm = comm
-        self.name = name
+        self.name = record.name
+        self.record = record
+        self._raises_timeouts = settings.raises_timeouts
+        self.timeout_of_messages = record.timeout if settings.raises_timeouts else None
+        self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
+        self._outstanding: list[Request] = []  # barriers that did not end in time; MPI cannot take them back
+        self._broken = ""  # what happened, if the group cannot be used any more
         self._turn = threading.Lock()  # MPI wants collective calls on one communicator one at a time
         self._starting = threading.Lock()
         self._worker: Worker | None = None
@@ -61,7 +73,7 @@ class Engine:
                 self.comm.Allreduce(mpi.api().IN_PLACE, reduction.spec(dense), reduction.op)
                 reduction.store(dense, tensor)
 
-        return self.launch(call, list(tensors), is_async)
+        return self._launch("all_reduce", call, tensors, is_async, tensors, also=reductions[0].name)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, is_async: bool) -> Any:
         """Reduce in place on `root`; the others' tensors keep their content."""
@@ -76,7 +88,7 @@ class Engine:
             else:
                 self.comm.Reduce(mine, None, reduction.op, root)
 
-        return self.launch(call, [tensor], is_async)
+        return self._launch("reduce", call, [tensor], is_async, [tensor], root=root, also=reduction.name)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction, is_async: bool) -> Any:
         """Reduce `source` (size times the output) and leave each rank its block."""
@@ -89,7 +101,7 @@ class Engine:
             self.comm.Reduce_scatter_block(blocks, reduction.spec(result), reduction.op)
             reduction.store(result, output)
 
-        return self.launch(call, [output], is_async)
+        return self._launch("reduce_scatter", call, [output], is_async, [source], also=reduction.name)
 
     def broadcast(self, tensor: torch.Tensor, root: int, is_async: bool) -> Any:
         """Copy `root`'s tensor into everybody's."""
@@ -101,7 +113,7 @@ class Engine:
             if not is_root:
                 buffers.unpack(dense, tensor)
 
-        return self.launch(call, [tensor], is_async)
+        return self._launch("broadcast", call, [tensor], is_async, [tensor], root=root)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, is_async: bool) -> Any:
         """Gather everybody's `source` into `output` (size times the source), in the order of ranks."""
@@ -115,7 +127,7 @@ class Engine:
             self.comm.Allgather(mpi.api().IN_PLACE, buffers.blocks_spec(result, self.comm.size))
             buffers.unpack(result, output)
 
-        return self.launch(call, [output], is_async)
+        return self._launch("all_gather", call, [output], is_async, [source])
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor, is_async: bool) -> Any:
         """Gather rank r's `source` into `outputs[r]`; the sizes may differ from rank to rank."""
@@ -125,7 +137,7 @@ class Engine:
             self.comm.Allgatherv(buffers.spec(dense), buffers.vector_spec(flat, counts))
             _unflatten(flat, outputs)
 
-        return self.launch(call, list(outputs), is_async)
+        return self._launch("all_gather", call, outputs, is_async, outputs)
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int, is_async: bool) -> Any:
         """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty elsewhere."""
@@ -139,7 +151,7 @@ class Engine:
                 self.comm.Gatherv(buffers.spec(dense), buffers.vector_spec(flat, counts), root)
                 _unflatten(flat, outputs)
 
-        return self.launch(call, list(outputs), is_async)
+        return self._launch("gather", call, outputs, is_async, [source], root=root, any_size=True)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int, is_async: bool) -> Any:
         """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty elsewhere."""
@@ -152,11 +164,13 @@ class Engine:
             self.comm.Scatterv(mine, buffers.spec(result), root)
             buffers.unpack(result, output)
 
-        return self.launch(call, [output], is_async)
+        return self._launch("scatter", call, [output], is_async, [output], root=root, any_size=True)
 
-    def barrier(self, is_async: bool) -> Any:
-        """Wait for every rank."""
-        return self.launch(self.comm.Barrier, [], is_async)
+    def barrier(self, is_async: bool, seconds: float | None = None) -> Any:
+        """Wait for every rank, for at most `seconds`, or the group's timeout."""
+        operation = self._note("barrier", (), None)
+        operation.ends_job = False  # TimeoutError does not
+        return self._start(operation, lambda: self._meet(operation, seconds or self.record.timeout), [], is_async, "")
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -164,8 +178,9 @@ class Engine:
         """Start sending; the work is done when the tensor may be written again."""
         self._check_open()
         dense = buffers.pack(tensor)
+        operation = Operation(self.record, "send", tensor.dtype, tensor.numel(), dst, is_message=True)
         request = self.comm.Isend(buffers.spec(dense), dst, tag)
-        return self._track(MessageWork([tensor], request, dense, self))
+        return self._track(MessageWork([tensor], request, dense, operation, self))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from whoever sends first if it is None."""
@@ -177,8 +192,9 @@ class Engine:
             buffers.unpack(dense, tensor)
 
         source = mpi.api().ANY_SOURCE if src is None else src
+        operation = Operation(self.record, "recv", tensor.dtype, tensor.numel(), src, is_message=True)
         request = self.comm.Irecv(buffers.spec(dense), source, tag)
-        return self._track(MessageWork([tensor], request, dense, self, arrived))
+        return self._track(MessageWork([tensor], request, dense, operation, self, arrived))
 
     def watch(self, work: MessageWork) -> None:
         """Finish a message whose future somebody holds when it is through."""
@@ -190,7 +206,37 @@ class Engine:
 
     # -- who runs it ---------------------------------------------------------------------------------------------
 
-    def launch(self, call: Callable[[], None], tensors: list[torch.Tensor], is_async: bool) -> Any:
+    def _launch(
+        self,
+        name: str,
+        call: Callable[[], None],
+        results: Tensors,
+        is_async: bool,
+        subjects: Tensors,
+        *,
+        root: int | None = None,
+        also: str = "",
+        any_size: bool = False,
+    ) -> Any:
+        """Record a collective and start it.
+
+        Args:
+            results: What the operation writes here.
+            subjects: What all ranks call it with: of equal dtype, and of equal shape unless `any_size`.
+            also: What else must be equal on all ranks.
+        """
+        self._check_open()
+        operation = self._note(name, subjects, root)
+        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
+        return self._start(operation, call, list(results), is_async, said)
+
+    def _note(self, name: str, subjects: Tensors, root: int | None) -> Operation:
+        count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
+        return Operation(self.record, name, subjects[0].dtype if subjects else None, count, root, is_message=False)
+
+    def _start(
+        self, operation: Operation, call: Callable[[], None], results: list[torch.Tensor], is_async: bool, said: str
+    ) -> Any:
         """Run `call` now, or queue it behind what is queued.
 
         Returns:
@@ -198,25 +244,84 @@ class Engine:
         """
         self._check_open()
         if self._runs_here(is_async):
-            self._in_turn(call)
-            return CompletedWork(tensors)
-        work = QueuedWork(tensors)
-        self._get_worker().submit(lambda: self._in_turn(call), work)
+            self._run(operation, call, said)
+            return CompletedWork(results)
+        work = QueuedWork(results, operation, self)
+        self._get_worker().submit(lambda: self._run(operation, call, said), work)
         if not is_async:
             work.wait()
         return work
+
+    def _run(self, operation: Operation, call: Callable[[], None], said: str) -> None:
+        """Run a collective in its turn, and note when."""
+        with self._turn:
+            operation.begin()
+            try:
+                if self._agreement is not None:
+                    self._agreement.check(said or operation.name, operation)
+                if self._raises_timeouts and operation.ends_job:
+                    self._meet(operation, self.record.timeout)
+                call()
+            except mpi.api().Exception as error:
+                self._broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+                raise
+            finally:
+                operation.finish()
+
+    def _meet(self, operation: Operation, seconds: float) -> None:
+        """Wait for every rank, interruptibly.
+
+        Raises:
+            TimeoutError: If a rank has not come after `seconds`; it names those that have not.
+        """
+        request = self.comm.Ibarrier()
+        if not mpi.poll(request.Test, seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS):
+            self._outstanding.append(request)
+            raise self.time_out(operation, seconds)
+
+    def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
+        """Return the error of a collective that did not end in time; the group cannot be used any more."""
+        what = report.operation(operation.describe(0.0))
+        self._broken = f"{what} did not end within {seconds:g} s"
+        watch = watchdog.current()
+        missing, table = watch.missing(operation) if watch is not None else ([], "")
+        if not missing:
+            return TimeoutError(f"{self._broken}.\nAnother rank has not come to it: find out what that rank does.")
+        return TimeoutError(
+            f"{what}: {len(missing)} of {self.comm.size} ranks did not come within {seconds:g} s: "
+            f"{report.called(missing)}.\n{table}\n"
+            f"Look at what they do there, or allow more time. The group cannot be used any more."
+        )
+
+    def drain(self) -> None:
+        """Wait until what is queued has run."""
+        if self._worker is not None and not self._broken:
+            self._worker.wait_until_idle()
+
+    def advance(self) -> None:
+        """Let messages that are on their way make progress."""
+        if self._is_open and not self._broken:
+            self._reap()
 
     def close(self) -> None:
         """Finish what is queued, end the threads and free the communicator (collective)."""
         if not self._is_open:
             return
         self._is_open = False
+        if self._broken and not mpi.poll(self._is_at_rest, _LATE_SECONDS, longest_pause=_LONGEST_PAUSE):
+            mpi.abandon()
+            return
         if self._worker is not None:
             self._worker.stop()
         if self._poller is not None:
             self._poller.stop()
         self._finish_messages()
         self.comm.Free()
+
+    def _is_at_rest(self) -> bool:
+        """Tell whether MPI has nothing left to do for a group that is broken: the late ranks may have come."""
+        self._outstanding = [request for request in self._outstanding if not request.Test()]
+        return not self._outstanding and (self._worker is None or self._worker.is_idle)
 
     def _runs_here(self, is_async: bool) -> bool:
         worker = self._worker
@@ -227,10 +332,8 @@ class Engine:
     def _check_open(self) -> None:
         if not self._is_open:
             raise MpicommError(f"group {self.name} is destroyed.\nMake a new one with torch.distributed.new_group().")
-
-    def _in_turn(self, call: Callable[[], None]) -> None:
-        with self._turn:
-            call()
+        if self._broken:
+            raise MpicommError(f"group {self.name} cannot be used any more: {self._broken}.\nEnd the job.")
 
     def _get_worker(self) -> Worker:
         with self._starting:
@@ -270,6 +373,14 @@ class Engine:
                 stacklevel=4,
             )
             _abandoned.extend(self._in_flight)
+
+
+def _say(name: str, subjects: Tensors, root: int | None, also: str, any_size: bool) -> str:
+    """Return what all ranks of a collective must agree on."""
+    shown = [dtypes.short(each.dtype) + ("" if any_size else str(list(each.shape))) for each in subjects]
+    return " ".join(
+        filter(None, [name, also, ", ".join(shown), "" if root is None else f"(root: rank {root} of the group)"])
+    )
 
 
 def _counts(tensors: Tensors) -> list[int]:

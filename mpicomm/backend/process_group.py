@@ -6,9 +6,12 @@ Both generations of torch's method names are there: `_allgather_base` became `al
 
 from __future__ import annotations
 
+import datetime
 import functools
+import os
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,13 @@ from mpicomm import mpi
 from mpicomm.backend import c10d, checks, reductions
 from mpicomm.backend.engine import Engine
 from mpicomm.errors import MpicommError
+from mpicomm.faults import recorder
+from mpicomm.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 NAME = "mpicomm"
 NAME_WITH_NCCL = "mpicomm_nccl"
@@ -187,8 +197,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._engine.scatter(output, sources, root, opts.asyncOp)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for every rank."""
-        return self._engine.barrier((opts or c10d.BarrierOptions()).asyncOp)
+        """Wait for every rank.
+
+        Raises:
+            TimeoutError: If a rank has not come after the options' timeout, or else the group's; it names who has not.
+        """
+        opts = opts or c10d.BarrierOptions()
+        seconds = opts.timeout.total_seconds()  # torch says "none" by a negative one
+        return self._engine.barrier(opts.asyncOp, seconds if seconds > 0 else None)
 
     def _missing(self, *_arguments: Any, **_options: Any) -> dist.Work:
         raise NotImplementedError(
@@ -241,6 +257,7 @@ class RoutedProcessGroup(MPIProcessGroup):
         super().__init__(engine, name, backend_name)
         self._device_type = device_type
         self._inner = inner
+        self._stream = recorder.Stream(engine.record)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -261,15 +278,23 @@ class RoutedProcessGroup(MPIProcessGroup):
         super().shutdown()
 
 
+_MESSAGES = ("send", "recv", "recv_anysource")
+
+
 def _route(name: str, inner_name: str) -> None:
     """Give `RoutedProcessGroup` a method that looks where its tensors are."""
     over_mpi = getattr(MPIProcessGroup, name)
 
     @functools.wraps(over_mpi)
     def method(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        if checks.device_type([*args, *kwargs.values()]) == self._device_type:
-            return getattr(self._inner, inner_name)(*args, **kwargs)
-        return over_mpi(self, *args, **kwargs)
+        tensor = checks.first_tensor([*args, *kwargs.values()])
+        if tensor is None or tensor.device.type != self._device_type:
+            return over_mpi(self, *args, **kwargs)
+        operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
+        work = getattr(self._inner, inner_name)(*args, **kwargs)
+        if not c10d.is_capturing(tensor):  # what a CUDA graph holds runs later, and must not be looked at now
+            self._stream.started(operation, work)
+        return work
 
     setattr(RoutedProcessGroup, name, method)
 
@@ -291,6 +316,35 @@ for _name in (
 for _names in (("reduce_scatter_single", "_reduce_scatter_base"), ("all_gather_single", "_allgather_base")):
     for _name in _names:
         _route(_name, c10d.inner_method(_names))
+
+
+def barrier_within(group: Any, seconds: float | None) -> None:
+    """Wait for every rank of any group, for at most `seconds`, or the group's own timeout (collective).
+
+    Raises:
+        TimeoutError: If the group is this back end's, and a rank has not come in time.
+        RuntimeError: If it is another's.
+    """
+    if seconds is not None and not isinstance(group, MPIProcessGroup) and dist.get_backend(group) == "gloo":
+        dist.monitored_barrier(group, datetime.timedelta(seconds=seconds), wait_all_ranks=True)
+        return
+    options = c10d.BarrierOptions()
+    options.asyncOp = False
+    if seconds is not None:
+        options.timeout = datetime.timedelta(seconds=seconds)
+    group.barrier(options).wait()
+
+
+def drain() -> None:
+    """Wait until what this rank has queued on any group has run."""
+    for engine in list(_engines):
+        engine.drain()
+
+
+def advance() -> None:
+    """Let messages that are on their way make progress."""
+    for engine in list(_engines):
+        engine.advance()
 
 
 def register() -> None:
@@ -320,17 +374,30 @@ def _create_with_nccl(options: Any, backend_options: Any) -> MPIProcessGroup:
 
 def _make_engine(options: Any) -> Engine:
     """Make the group's own communicator (collective over the group's ranks) and the engine on it."""
+    comm = _make_comm(options)
+    ranks = list(options.global_ranks_in_group)
+    record = recorder.Group(
+        options.group_id,
+        ranks or range(comm.size),
+        options.timeout.total_seconds(),
+        is_world=not ranks,
+    )
+    engine = Engine(comm, record, Settings.from_environ(os.environ))
+    _engines.add(engine)
+    return engine
+
+
+def _make_comm(options: Any) -> Intracomm:
     world = mpi.job_comm()
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         _check_world(options, world)
-        return Engine(world.Dup(), options.group_id)
+        return world.Dup()
     members = world.group.Incl(ranks)
     try:
-        comm = world.Create_group(members, tag=c10d.tag_of(options.group_id))
+        return world.Create_group(members, tag=c10d.tag_of(options.group_id))
     finally:
         members.Free()
-    return Engine(comm, options.group_id)
 
 
 def _check_world(options: Any, world: Any) -> None:

@@ -18,7 +18,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], QueuedWork] | None] = queue.SimpleQueue()
-        self._count = threading.Lock()
+        self._count = threading.Condition()
         self._pending = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -39,6 +39,11 @@ class Worker:
             self._pending += 1
         self._jobs.put((call, work))
 
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is queued or running."""
+        with self._count:
+            self._count.wait_for(lambda: self.is_idle)
+
     def stop(self) -> None:
         """Run what is queued, then end the thread."""
         self._jobs.put(_STOP)
@@ -55,6 +60,7 @@ class Worker:
                 error = caught
             with self._count:
                 self._pending -= 1
+                self._count.notify_all()
             work.finish(error)
             del job, call, work, error  # or the last operation's tensors would live until the next
 

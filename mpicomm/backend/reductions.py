@@ -41,6 +41,9 @@ _ORDERED = {"MIN", "MAX"}
 class Reduction:
     """How one reduction of one dtype is carried out."""
 
+    name: str
+    """torch's name of the operation."""
+
     op: Op
     datatype: Datatype
     wide: torch.dtype | None = None
@@ -121,7 +124,7 @@ def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
             f"{what}: {name} has no meaning for {dtypes.short(dtype)} tensors.\n"
             f"For {dtypes.short(dtype)} there are {', '.join(_meaningful(dtype))}."
         )
-    return Reduction(getattr(mpi.api(), mpi_name), datatype, wide, divisor=size if name == "AVG" else 1)
+    return Reduction(name, getattr(mpi.api(), mpi_name), datatype, wide, divisor=size if name == "AVG" else 1)
 
 
 def _is_meaningless(name: str, dtype: torch.dtype) -> bool:

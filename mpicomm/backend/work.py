@@ -13,15 +13,23 @@ import torch.distributed as dist
 from mpicomm import mpi
 from mpicomm.backend import c10d, dtypes
 from mpicomm.errors import MpicommError
+from mpicomm.faults.recorder import Operation
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request
 
 _LONGEST_PAUSE = 1e-3  # seconds between two looks at an operation that is waited for with a timeout
+_SPINS = 200  # looks without a pause
 
 
 class Keeper(Protocol):
-    """Who keeps messages alive that are on their way."""
+    """The group's engine, as far as its works need it."""
+
+    timeout_of_messages: float | None
+    """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
+
+    def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
+        """Return the error of a collective that did not end in time; the group cannot be used any more."""
 
     def watch(self, work: MessageWork) -> None:
         """Finish `work`, whose future somebody holds, when its message is through."""
@@ -79,8 +87,10 @@ class CompletedWork(_Work):
 class QueuedWork(_Work):
     """An operation that the group's worker thread runs in its turn."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], operation: Operation, keeper: Keeper) -> None:
         super().__init__(tensors)
+        self._operation = operation
+        self._keeper = keeper
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._error: BaseException | None = None
 
@@ -96,10 +106,11 @@ class QueuedWork(_Work):
         """Wait until the operation has ended.
 
         Raises:
-            TimeoutError: If it has not after `timeout`.
+            TimeoutError: If it has not after `timeout`; the group cannot be used any more then.
         """
-        if (seconds := _seconds(timeout)) is not None:
-            _await(self._future.done, seconds)
+        seconds = _seconds(timeout)
+        if seconds is not None and not mpi.poll(self._future.done, seconds, longest_pause=_LONGEST_PAUSE):
+            raise self._keeper.time_out(self._operation, seconds)
         # torch's future waits without the GIL, which the worker needs to come to its end.
         self._future.wait()
         return True
@@ -125,6 +136,7 @@ class MessageWork(_Work):
         tensors: list[torch.Tensor],
         request: Request,
         memory: torch.Tensor,
+        operation: Operation,
         keeper: Keeper,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
@@ -138,6 +150,7 @@ class MessageWork(_Work):
         super().__init__(tensors)
         self._request = request
         self._memory: torch.Tensor | None = memory
+        self._operation = operation
         self._keeper = keeper
         self._arrived = arrived
         self._status = mpi.api().Status()
@@ -153,17 +166,26 @@ class MessageWork(_Work):
             TimeoutError: If it is not after `timeout`.
             RuntimeError: If what came in does not fit the tensor.
         """
-        if (seconds := _seconds(timeout)) is not None:
-            _await(self.is_completed, seconds)
+        if not self._done:
+            self._operation.begin()
+            try:
+                self._wait(_seconds(timeout) or self._keeper.timeout_of_messages)
+            finally:
+                self._operation.pause()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait(self, seconds: float | None) -> None:
+        if seconds is not None:
+            if not mpi.poll(self.is_completed, seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS):
+                raise self._late(seconds)
         elif self._future is not None:
             self._future.wait()
         else:
             with self._lock:
                 if not self._done:
                     self._settle(lambda: self._request.Wait(self._status))
-        if self._error is not None:
-            raise self._error
-        return True
 
     def is_completed(self) -> bool:
         """Tell whether the message is through; looking drives it on."""
@@ -206,6 +228,14 @@ class MessageWork(_Work):
         else:
             self._future.set_exception(self._error)
 
+    def _late(self, seconds: float) -> TimeoutError:
+        partners = [rank for rank in self._operation.needs if rank != dist.get_rank()]
+        partner = f"rank {partners[0]}" if len(partners) == 1 else "any other rank"
+        return TimeoutError(
+            f"{self._what()} has not ended within {seconds:g} s: {partner} has not joined it.\n"
+            f"Wait longer (the message stays on its way), or find out what that rank does."
+        )
+
     def _what(self) -> str:
         tensor = self._tensors[0]
         verb = "send" if self._arrived is None else "recv"
@@ -224,6 +254,7 @@ class MessageWork(_Work):
             self._error = error
         self._memory = None
         self._done = True
+        self._operation.finish()
         self._keeper.forget(self)
 
 
@@ -232,11 +263,3 @@ def _seconds(timeout: datetime.timedelta | None) -> float | None:
     if timeout is None or timeout <= datetime.timedelta(0):
         return None
     return timeout.total_seconds()
-
-
-def _await(done: Callable[[], bool], seconds: float) -> None:
-    if not mpi.poll(done, seconds, longest_pause=_LONGEST_PAUSE):
-        raise TimeoutError(
-            f"the operation has not ended within {seconds:g} s.\n"
-            f"Another rank has not joined it yet: wait longer, or find out what that rank does."
-        )

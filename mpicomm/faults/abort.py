@@ -1,20 +1,24 @@
 """How a rank that fails takes the job with it.
 
-An exception that nobody catches is printed once, with its rank, and ends the job by MPI_Abort. The hook runs before the
-interpreter waits for non-daemon threads, so such threads cannot keep a dead rank, and with it the job, alive.
+An exception that nobody catches, on any thread, is printed once, with its rank, and ends the job by MPI_Abort. The hook
+runs before the interpreter waits for non-daemon threads, so such threads cannot keep a dead rank, and with it the job,
+alive. `sys.exit` is wrapped to remember its status: a rank that leaves by it says so, and ends the job if others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
+import functools
 import os
 import sys
+import threading
 import time
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
 
@@ -37,7 +41,17 @@ class Hook:
     """Tells whether no other rank failed before."""
 
     previous: Callable[..., Any]
+    previous_of_threads: Callable[[threading.ExceptHookArgs], Any]
     pid: int = dataclasses.field(default_factory=os.getpid)
+
+    def of_thread(self, args: threading.ExceptHookArgs) -> None:
+        """Do the same for an exception that ends a thread: the others may wait for what it was to do."""
+        is_theirs = args.exc_value is None or args.exc_type is SystemExit
+        if self is not _current or os.getpid() != self.pid or is_theirs or sys.is_finalizing():
+            self.previous_of_threads(args)
+        else:
+            assert args.exc_value is not None
+            self(args.exc_type, args.exc_value, args.exc_traceback)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         """Print what happened, once in the job, and end it."""
@@ -57,11 +71,11 @@ class Hook:
 
     def _tell_message(self, error: BaseException, is_everywhere: bool) -> None:
         if self.rank == 0:
-            _print(f"mpicomm.{type(error).__name__}: {error}\n")
+            say(f"mpicomm.{type(error).__name__}: {error}\n")
         elif isinstance(error, LaunchError) and not is_everywhere and self.rank < _BRIEF_RANKS:
             # Most likely rank 0 has the same error, and the launcher ends this rank before it comes to speak.
             time.sleep(_OTHERS_PATIENCE)
-            _print(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
+            say(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
 
     def _end(self) -> None:
         if self.abort is not None and self.size > 1:
@@ -70,17 +84,19 @@ class Hook:
 
     def _tell(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         where = f"rank {self.rank} of {self.size} on {self.hostname}"
+        if threading.current_thread() is not threading.main_thread():
+            where += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
             time.sleep(_OTHERS_PATIENCE)
-            _print(f"[mpicomm] {where} failed too: {traceback.format_exception_only(kind, error)[-1]}")
+            say(f"[mpicomm] {where} failed too: {traceback.format_exception_only(kind, error)[-1]}")
         elif self.previous is not sys.__excepthook__:
-            _print(f"[mpicomm] {where} failed:\n")
+            say(f"[mpicomm] {where} failed:\n")
             self.previous(kind, error, trace)
         elif self.size == 1:
             self.previous(kind, error, trace)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            _print(f"[mpicomm] {where} failed and ends the job:\n{text}")
+            say(f"[mpicomm] {where} failed and ends the job:\n{text}")
 
 
 _current: Hook | None = None
@@ -97,8 +113,12 @@ def arm(
     global _current  # noqa: PLW0603  a process has one excepthook
     # On renewal this also drops torch's hook, which came on top to say the rank: this one says it too.
     previous = _current.previous if _current else sys.excepthook
-    _current = Hook(rank, size, hostname, abort, is_first, previous)
+    previous_of_threads = _current.previous_of_threads if _current else threading.excepthook
+    _current = Hook(rank, size, hostname, abort, is_first, previous, previous_of_threads)
     sys.excepthook = _current
+    threading.excepthook = _current.of_thread
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in C leaves a traceback, too
 
 
 def disarm() -> None:
@@ -106,11 +126,52 @@ def disarm() -> None:
     global _current  # noqa: PLW0603
     if _current is not None and sys.excepthook is _current:
         sys.excepthook = _current.previous
+    if _current is not None and threading.excepthook == _current.of_thread:
+        threading.excepthook = _current.previous_of_threads
     _current = None
 
 
-def _print(text: str) -> None:
-    """Write in one piece, so that the lines of several ranks do not mix."""
+_exit_status: int | None = None  # with which sys.exit was called last
+_tell_exit_at_once: Callable[[int], Any] | None = None
+
+
+def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
+    """Have `sys.exit` remember its status, and `os._exit` say that it was called, which Python tells nobody in time.
+
+    Args:
+        tell_exit_at_once: Called with the status of `os._exit`, in this process alone.
+    """
+    global _tell_exit_at_once  # noqa: PLW0603  a process ends once
+    _tell_exit_at_once = tell_exit_at_once
+    if hasattr(sys.exit, "__wrapped__"):
+        return
+    python_exit, python_exit_at_once, pid = sys.exit, os._exit, os.getpid()
+
+    @functools.wraps(python_exit)
+    def sys_exit(status: Any = None, /) -> NoReturn:
+        global _exit_status  # noqa: PLW0603
+        if threading.current_thread() is threading.main_thread():
+            _exit_status = 0 if status is None else status if isinstance(status, int) else 1
+        python_exit(status)
+
+    @functools.wraps(python_exit_at_once)
+    def os_exit(status: int) -> NoReturn:
+        if _tell_exit_at_once is not None and os.getpid() == pid:
+            _tell_exit_at_once(status)
+        python_exit_at_once(status)
+
+    sys.exit, os._exit = sys_exit, os_exit
+
+
+def exit_status() -> int | None:
+    """Return the status with which this process is about to end, as far as it is known."""
+    if getattr(sys, "last_value", None) is not None:  # an exception that was printed
+        return 1
+    return _exit_status
+
+
+def say(text: str) -> None:
+    """Write to stderr in one piece, so that the lines of several ranks do not mix."""
     with contextlib.suppress(Exception):  # a stream that fails must not keep the rank from ending the job
         sys.stdout.flush()
         sys.stderr.flush()

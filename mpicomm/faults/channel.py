@@ -156,8 +156,10 @@ class Channel:
 
     def forget(self) -> None:
         """Let go of everything in a forked child, which shares it with the rank, and must not keep it open."""
-        for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up, self._listener])]:
+        for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up])]:
             connection.close()
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()  # nothing is unregistered: what is in it belongs to the rank, too
         self._waker.close()
         self._woken.close()

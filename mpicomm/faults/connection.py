@@ -94,7 +94,7 @@ class Connection:
         self.socket.close()
 
     def _take(self) -> tuple[list[Message], str]:
-        messages = []
+        messages: list[Message] = []
         limit = _LIMIT if self.is_trusted else _STRANGERS_LIMIT
         while len(self._incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._incoming)

@@ -27,7 +27,9 @@ def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any]) -
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     now, wall = time.monotonic(), time.time()
-    operations = [{"number": each.number, **each.describe(now), **_times(each, now, wall)} for each in recorder.recorded()]
+    operations = [
+        {"number": each.number, **each.describe(now), **_times(each, now, wall)} for each in recorder.recorded()
+    ]
     path = folder / f"rank-{rank}.json"
     with path.open("w") as file:
         json.dump({"rank": rank, **about, "written": wall, "operations": operations}, file, indent=1)

@@ -6,6 +6,7 @@ costs microseconds to find in a long function, and is found when somebody asks.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import sys
@@ -14,7 +15,10 @@ import time
 import types
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from mpicomm.faults import report
 
 RING = 1024
 """How many operations are remembered."""
@@ -24,6 +28,7 @@ _SHOWN_GROUPS = 256  # whose sequence numbers are told to other ranks, the last 
 _ring: list[Operation | None] = [None] * RING
 _running: dict[int, Operation] = {}
 _numbers = itertools.count()
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 # Files whose frames are not the user's: the caller is looked for above them.
@@ -60,6 +65,7 @@ class Operation:
         "count",
         "dtype",
         "end",
+        "ends_job",
         "group",
         "instruction",
         "name",
@@ -96,6 +102,7 @@ class Operation:
         self.thread = threading.get_ident()
         self.start: float | None = None
         self.end: float | None = None
+        self.ends_job = True
         self.called = time.monotonic()
         _ring[number % RING] = self
 
@@ -125,7 +132,7 @@ class Operation:
         return {
             "name": self.name,
             "group": self.group.name,
-            "group_size": len(self.group.ranks),
+            "members": "" if self.group.is_world else report.ranges(self.group.ranks),
             "sequence": self.sequence,
             "dtype": "" if self.dtype is None else str(self.dtype).removeprefix("torch."),
             "count": self.count,
@@ -133,9 +140,50 @@ class Operation:
             "where": line_of(self.code, self.instruction),
             "called": round(now - self.called, 6),
             "seconds": None if self.start is None else round((self.end or now) - self.start, 6),
-            "is_world": self.group.is_world,
             "is_over": self.end is not None,
         }
+
+
+class Stream:
+    """The operations that an inner back end runs one after the other, on a GPU's stream.
+
+    Only the last work is kept, and one that is looked at: a work may hold its tensors.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._open: collections.deque[Operation] = collections.deque(maxlen=RING)
+        self._latest: tuple[Operation, Any] | None = None
+        self._watched: tuple[Operation, Any] | None = None
+        _streams.add(self)
+
+    def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
+        """Note the call of an operation."""
+        return Operation(self._group, name, dtype, count, None, is_message)
+
+    def started(self, operation: Operation, work: Any) -> None:
+        """Note that the inner back end has taken an operation."""
+        if len(self._open) == RING:
+            self._open[0].finish()
+        operation.begin()
+        self._open.append(operation)
+        self._latest = (operation, work)
+        if self._watched is None:
+            self._watched = self._latest
+
+    def refresh(self) -> None:
+        """Note which operations have ended; called on the watchdog's thread."""
+        while (watched := self._watched) is not None and watched[1].is_completed():
+            while self._open and self._open[0].number <= watched[0].number:
+                self._open.popleft().finish()
+            latest = self._latest
+            self._watched = None if latest is watched else latest
+
+
+def refresh_streams() -> None:
+    """Note which operations on streams have ended."""
+    for stream in list(_streams):
+        stream.refresh()
 
 
 def recorded() -> list[Operation]:
@@ -159,6 +207,11 @@ def sequences() -> dict[str, int]:
     return {group.name: group.sequence for group in groups}
 
 
+def has_open_collectives() -> bool:
+    """Tell whether a collective that was called has not ended, be it running or queued."""
+    return any(each is not None and each.end is None and each.sequence is not None for each in list(_ring))
+
+
 def is_used_by_a_thread() -> bool:
     """Tell whether a thread other than the main one, still alive, has called operations."""
     main = threading.main_thread().ident
@@ -172,7 +225,7 @@ def line_of(code: types.CodeType, instruction: int) -> str:
         (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None),
         code.co_firstlineno,
     )
-    name = os.path.basename(code.co_filename)
+    name = Path(code.co_filename).name
     return f"{name}:{line}" if code.co_name == "<module>" else f"{name}:{line} ({code.co_name})"
 
 
@@ -197,5 +250,5 @@ def _is_of_packages(filename: str) -> bool:
     if f"{os.sep}examples{os.sep}" in filename:
         return False
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
-    folders = [os.path.dirname(file) + os.sep for file in files if file]
+    folders = [str(Path(file).parent) + os.sep for file in files if file]
     return filename.startswith(("<frozen", threading.__file__, *folders))

@@ -55,8 +55,8 @@ def operation(what: Mapping[str, Any]) -> str:
         text += " from any rank"
     if what["dtype"]:
         text += f", {what['dtype']}[{what['count']}]"
-    if not what["is_world"]:
-        text += f", in group {what['group']!r} of {what['group_size']}"
+    if what["members"]:
+        text += f", in the group of {called(parse_ranges(what['members']))}"
     return text
 
 
@@ -67,7 +67,7 @@ def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
     for rank, status in sorted(statuses.items()):
         text, for_seconds = _place(status)
         if "silent" in status or status.get("died"):
-            text = f"on {hosts[rank]} {text}"
+            text = text.replace(_ON_HOST, f" on {hosts[rank]}")
         rows.setdefault(text, []).append(rank)
         seconds[text] = max(seconds.get(text, 0.0), for_seconds)
     ordered = sorted(rows, key=lambda text: -len(rows[text]))
@@ -82,16 +82,17 @@ def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+_ON_HOST = " on its host"
 _SECONDS = "\0"  # where a row says how long; not part of what makes two ranks be in the same place
 
 
 def _place(status: Status) -> tuple[str, float]:
     """Return where a rank is, and for how long."""
     if status.get("died"):
-        return f"died: {status['died']}", 0.0
+        return f"died{_ON_HOST}: {status['died']}", 0.0
     if "silent" in status:
         state = f": {status['state']}" if status.get("state") else ""
-        return f"not answering for {_SECONDS}{state}", status["silent"]
+        return f"not answering for {_SECONDS}{_ON_HOST}{state}", status["silent"]
     if status.get("left"):
         return f"left {_SECONDS} ago {left(status['left'])}", status["left"]["seconds"]
     if status["running"]:

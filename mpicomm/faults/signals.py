@@ -1,7 +1,7 @@
 """SIGTERM, noticed also while the main thread is inside a blocking MPI call.
 
 Python runs a handler only between two instructions of the main thread. The interpreter's C handler, however, writes the
-signal's number to a descriptor at once; the watchdog reads it there and calls whoever has registered, on its own thread.
+signal's number to a descriptor at once; the watchdog reads it there and calls, on its own thread, who has registered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def unregister(callback: Callable[[], None]) -> None:
 
 def watch(wake_fd: int) -> None:
     """Have signals' numbers written to `wake_fd`; does nothing on other threads than the main one."""
-    global _wake_fd, _previous_fd  # noqa: PLW0603  signals are the process's
+    global _wake_fd, _previous_fd
     if threading.current_thread() is not threading.main_thread():
         return
     _wake_fd, _previous_fd = wake_fd, signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
@@ -46,7 +46,7 @@ def unwatch() -> None:
     if _wake_fd < 0 or threading.current_thread() is not threading.main_thread():
         return
     current = signal.set_wakeup_fd(_previous_fd)
-    if current not in (_wake_fd, _previous_fd):
+    if current != _wake_fd:
         signal.set_wakeup_fd(current)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -67,7 +67,7 @@ def deliver(numbers: bytes) -> bool:
             os.write(_previous_fd, numbers)
     if signal.SIGTERM not in numbers:
         return False
-    for callback in list(_callbacks):
+    for callback in _callbacks:
         callback()
     return not _callbacks and signal.getsignal(signal.SIGTERM) is _on_sigterm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
 import time
 
@@ -107,22 +106,6 @@ def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None
 
     work = dist.all_reduce(tensor, group=group.handle, async_op=True)
     assert torch.equal(work.get_future().then(again).wait(), torch.full((3,), float(group.size)))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_wait_ends_in_time_and_can_be_repeated(world: mpicomm.World) -> None:
-    tensor = torch.ones(1)
-    if world.rank == 0:
-        work = dist.all_reduce(tensor, async_op=True)
-        with pytest.raises(TimeoutError):
-            work.wait(datetime.timedelta(seconds=0.05))
-        dist.send(torch.zeros(1), 1)
-        assert work.wait(datetime.timedelta(seconds=30))
-    else:
-        if world.rank == 1:
-            dist.recv(torch.empty(1), 0)
-        dist.all_reduce(tensor)
-    assert tensor.item() == world.size
 
 
 def test_several_groups_at_once(groups: dict[str, Group]) -> None:

@@ -1,0 +1,55 @@
+"""`MPICOMM_DEBUG=1`: before each collective the ranks compare what they are about to call."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import TYPE_CHECKING
+
+from mpicomm import mpi
+from mpicomm.errors import MismatchError, everywhere
+from mpicomm.faults import recorder, report
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+class Agreement:
+    """Compares the calls of a group's ranks."""
+
+    def __init__(self, comm: Intracomm, ranks: list[int]) -> None:
+        self._comm = comm
+        self._ranks = ranks
+
+    def check(self, call: str, operation: recorder.Operation) -> None:
+        """Compare this rank's call with the others' (collective).
+
+        Only a digest travels where all is well: its least and its greatest value, in one reduction.
+
+        Args:
+            call: What must be equal on all ranks, for people to read.
+
+        Raises:
+            MismatchError: On every rank, with the groups of ranks and their calls.
+        """
+        said = f"#{operation.sequence} {call}"
+        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
+        extremes = array("q", [digest, -digest])
+        self._comm.Allreduce(mpi.api().IN_PLACE, extremes, mpi.api().MIN)
+        if extremes[0] != -extremes[1]:
+            where = recorder.line_of(operation.code, operation.instruction)
+            raise everywhere(MismatchError(self._explain(self._comm.allgather((said, where)))))
+
+    def _explain(self, calls: list[tuple[str, str]]) -> str:
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for rank, call in zip(self._ranks, calls, strict=True):
+            ranks.setdefault(call, []).append(rank)
+        rows = [
+            f"  {report.called(members)}: {said}, at {where}"
+            for (said, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
+        ]
+        return (
+            "ranks call different collectives on one group, or one collective with different arguments:\n"
+            + "\n".join(rows)
+            + "\nMake all ranks call the same operations in the same order; the number counts a group's collectives."
+        )

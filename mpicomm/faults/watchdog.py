@@ -1,0 +1,490 @@
+"""The watchdog: a thread of every rank that notices when the job cannot go on, and says why.
+
+It calls no MPI but Abort, spins nowhere, and wakes once a second. What it sees of its own rank it tells up the side
+channel to rank 0, whose `Judge` decides. Where rank 0 itself is gone or stands still, the next rank speaks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpicomm.faults import abort, dump, recorder, report, signals
+from mpicomm.faults.channel import Channel, Event
+from mpicomm.faults.connection import Message
+from mpicomm.faults.judge import COLLECT_SECONDS, Judge
+
+PATIENCE = 5.0
+"""Seconds that a rank waits for one that has left in good order, before the job ends."""
+
+_TICK = 1.0  # seconds between two looks
+_HUBS_SECONDS = 2.0  # in which the ranks of a hub answer it
+_SILENCE = 1.5 * COLLECT_SECONDS  # without an answer, after which rank 0 counts as silent
+_SPEAKERS = 8  # how many ranks may speak in rank 0's place, each a second after the one before
+_TERM_SECONDS = 0.3  # in which news of a rank's death may come, before SIGTERM is obeyed
+_EXIT_SECONDS = 0.5  # that os._exit waits to be heard: some launchers kill the others before they can say why
+_ABORT_SECONDS = 5.0  # in which an abort must have ended this process
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A rank's place among the watchdogs."""
+
+    rank: int
+    hosts: Sequence[str]
+    """The host of every rank."""
+
+    nodes: Sequence[int]
+    """The node of every rank."""
+
+    hubs: Sequence[int]
+    """The hub of every rank: the first rank of its node, or rank 0 for those."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.hosts)
+
+    @property
+    def hub(self) -> int:
+        """This rank's hub."""
+        return self.hubs[self.rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the watchdog goes by."""
+
+    hang_seconds: float
+    """After so many seconds in an operation, the job's ranks are asked where they are."""
+
+    directory: Path | None
+    """Where files go; None for none."""
+
+
+class Watchdog:
+    """The watchdog of one rank."""
+
+    def __init__(
+        self,
+        place: Place,
+        channel: Channel,
+        limits: Limits,
+        end: Callable[[int], Any],
+        claim: Callable[[], bool],
+    ) -> None:
+        """Make the watchdog; `start` sets it to work.
+
+        Args:
+            end: Ends the job with a status.
+            claim: Tells whether nobody has named a cause of the job's end yet.
+        """
+        self.place = place
+        self._channel = channel
+        self._limits = limits
+        self._end_job = end
+        self.claim = claim
+        self._judge = Judge(place.hosts, place.hubs, limits.hang_seconds, self) if place.rank == 0 else None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mpicomm-watchdog", daemon=True)
+        self._is_stopping = False
+        self._is_ending = False
+        self._all_left = threading.Event()
+        self._left: Message | None = None
+        self._next_tick = 0.0
+        self._told: dict[int, set[str]] = {}  # by operation: what was told of it
+        self._heard: dict[int, float] = {}  # by child: when it last said something
+        self._started = time.monotonic()
+        self._rounds: dict[int, tuple[float, set[int]]] = {}  # by collection: until when, and whose answers are open
+        self._asked_at: float | None = None  # when rank 0 was asked what it has not answered
+        self._orphaned: tuple[float, str] | None = None  # when the hub was lost, and why
+        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
+        self._term_at: float | None = None
+        self._heard_exit = threading.Event()
+
+    # -- for other threads ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and notice signals."""
+        signals.watch(self._channel.wake_fd)
+        self._thread.start()
+
+    def leave(self, status: int | None) -> None:
+        """Say that this rank calls no more operations."""
+        self._post(lambda: self._leave(status))
+
+    def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> None:
+        """Wait until every rank has left, and call `meanwhile` every `pause` seconds."""
+        while not self._all_left.wait(pause) and self._thread.is_alive():
+            meanwhile()
+
+    def fail(self) -> None:
+        """Say that this rank has failed, tells why itself, and ends the job."""
+        self._post(lambda: self._tell({"kind": "failed", "rank": self.place.rank}))
+
+    def exit_at_once(self, status: int) -> None:
+        """Say that this rank is about to call `os._exit`, and wait a moment until that is heard."""
+        if self._is_ending or threading.current_thread() is self._thread:
+            return
+        self._post(lambda: self._tell({"kind": "exits", "rank": self.place.rank, "status": status}))
+        self._heard_exit.wait(_EXIT_SECONDS)
+
+    def missing(self, operation: recorder.Operation) -> tuple[list[int], str]:
+        """Find out which ranks have not come to an operation.
+
+        Returns:
+            The ranks, and a table of where they are; nobody and no table if rank 0 does not answer.
+        """
+        answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._answers[operation.number] = answers
+        ask = {
+            "kind": "missing",
+            "rank": self.place.rank,
+            "number": operation.number,
+            "needs": report.ranges(operation.needs),
+            "group": operation.group.name,
+            "sequence": operation.sequence or 0,
+        }
+        self._post(lambda: self._tell(ask))
+        try:
+            answer = answers.get(timeout=_SILENCE)
+        except queue.Empty:
+            return [], ""
+        finally:
+            self._answers.pop(operation.number, None)
+        return report.parse_ranges(answer["missing"]), answer["table"]
+
+    def stop(self) -> None:
+        """End the thread and close the channel."""
+        self._is_stopping = True
+        signals.unwatch()
+        self._channel.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._inbox.put(call)
+        self._channel.wake()
+
+    def forget(self) -> None:
+        """Let go, in a forked child, of what is the rank's: a copy that stays open would hide the rank's death."""
+        signals.unwatch()
+        self._channel.forget()
+
+    # -- the judge's hands ---------------------------------------------------------------------------------------
+
+    def tell_all(self, message: Message) -> None:
+        """Send a message to every rank."""
+        self._take_from_above(message)
+
+    def tell(self, rank: int, message: Message) -> None:
+        """Send a message to one rank."""
+        if rank == self.place.rank:
+            self._take_from_above(message)
+        else:
+            hub = self.place.hubs[rank]
+            self._channel.send_to(rank if hub == self.place.rank else hub, {**message, "to": rank})
+
+    def speak(self, text: str) -> None:
+        """Print."""
+        abort.say(text.rstrip("\n") + "\n")
+
+    def end(self, status: int) -> None:
+        """End the job; if that does not work, at least this process, and the launcher has to notice."""
+        with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
+            faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
+            self._end_job(status)
+        os._exit(status)
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            for event in self._channel.poll(self._pause()):
+                self._take(event)
+            while not self._inbox.empty():
+                self._inbox.get()()
+            self._take_signals()
+            now = time.monotonic()
+            if now >= self._next_tick:
+                self._next_tick = now + _TICK
+                self._look(now)
+            self._close_rounds(now)
+            if self._judge is not None:
+                self._judge.tick(now)
+            self._speak_for_rank_0(now)
+        self._channel.close()
+
+    def _pause(self) -> float:
+        is_busy = self._rounds or self._term_at or (self._judge is not None and self._judge.is_busy)
+        return 0.05 if is_busy else max(0.0, self._next_tick - time.monotonic())
+
+    def _take(self, event: Event) -> None:
+        if event.rank is None:
+            if event.message is not None:
+                self._take_from_above(event.message)
+            elif not self._all_left.is_set() and self._term_at is None:
+                self._orphaned = (time.monotonic(), event.lost)
+        else:
+            self._heard[event.rank] = time.monotonic()
+            if event.message is not None:
+                self._take_from_below(event.message)
+            elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the others, too
+                self._tell({"kind": "died", "rank": event.rank, "why": _cause(event.lost)})
+
+    def _take_from_below(self, message: Message) -> None:
+        if message["kind"] == "beat":
+            return
+        if message["kind"] == "status" and message["number"] in self._rounds:
+            self._rounds[message["number"]][1].discard(message["rank"])
+        self._tell(message)
+
+    def _take_from_above(self, message: Message) -> None:
+        self._asked_at = None
+        to = message.get("to")
+        if to not in (None, self.place.rank):
+            self._channel.send_to(to, message)
+            return
+        if to is None:
+            self._channel.send_down(message)
+        kind = message["kind"]
+        if kind == "collect":
+            self._answer_collect(message)
+        elif kind == "answer" and message["number"] in self._answers:
+            self._answers[message["number"]].put(message)
+        elif kind == "heard":
+            self._heard_exit.set()
+        elif kind == "all left":
+            self._all_left.set()
+        elif kind == "ending" and not self._is_ending:
+            self._is_ending = True
+            if message["files"]:
+                self._write_files()
+
+    def _tell(self, message: Message) -> None:
+        """Tell rank 0."""
+        if self._judge is not None:
+            self._judge.take(message, time.monotonic())
+        else:
+            self._channel.send_up(message)
+
+    # -- this rank -----------------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Look at what this rank waits for."""
+        if self._judge is None:
+            self._channel.send_up({"kind": "beat"})
+        recorder.refresh_streams()
+        running = {each.number: each for each in recorder.running()}
+        for number in self._told.keys() - running.keys():
+            del self._told[number]
+            self._tell({"kind": "goes on", "rank": self.place.rank, "number": number})
+        for operation in running.values():
+            self._look_at(operation, now)
+        if self._left is None and self._has_ended():
+            self._leave(abort.exit_status())
+
+    def _has_ended(self) -> bool:
+        """Tell whether the program has ended, while threads that call no operations keep the process alive."""
+        if threading.main_thread().is_alive():
+            return False
+        return not recorder.is_used_by_a_thread() and not recorder.has_open_collectives()
+
+    def _look_at(self, operation: recorder.Operation, now: float) -> None:
+        waited = now - (operation.start or now)
+        timeout = operation.group.timeout
+        hang_seconds = min(self._limits.hang_seconds, timeout / 2)
+        what = operation.describe(now)
+        ask = {
+            "rank": self.place.rank,
+            "what": what,
+            "seconds": waited,
+            "timeout": timeout,
+            "files": self._files_note(),
+        }
+        if waited > PATIENCE and self._is_news(operation, "waits"):
+            needs = report.ranges(operation.needs)
+            name, sequence = operation.group.name, operation.sequence
+            self._tell(
+                {
+                    **ask,
+                    "kind": "waits",
+                    "number": operation.number,
+                    "needs": needs,
+                    "group": name,
+                    "sequence": sequence,
+                }
+            )
+        if waited > timeout and operation.ends_job and self._is_news(operation, "deadline"):
+            self._ask({**ask, "kind": "deadline"}, now)
+        elif waited > hang_seconds and self._is_news(operation, "hang"):
+            self._ask({**ask, "kind": "hang"}, now)
+
+    def _ask(self, ask: Message, now: float) -> None:
+        self._asked_at = self._asked_at or now
+        self._asked = ask
+        self._tell(ask)
+
+    def _is_news(self, operation: recorder.Operation, what: str) -> bool:
+        told = self._told.setdefault(operation.number, set())
+        is_news = what not in told
+        told.add(what)
+        return is_news
+
+    def _leave(self, status: int | None) -> None:
+        if self._left is None:
+            self._left = {"kind": "left", "rank": self.place.rank, "status": status, "sequences": recorder.sequences()}
+            self._tell(self._left)
+
+    def _status(self, now: float) -> dict[str, Any]:
+        """Say where this rank is."""
+        last = recorder.last()
+        running = sorted(recorder.running(), key=lambda each: each.number)
+        return {
+            "running": [each.describe(now) for each in running[:_SPEAKERS]],
+            "last": None if last is None else last.describe(now),
+            "main": recorder.line_of_main_thread(),
+            "sequences": recorder.sequences(),
+        }
+
+    def _answer_collect(self, message: Message) -> None:
+        now = time.monotonic()
+        if self._channel.children:
+            self._rounds[message["number"]] = (now + _HUBS_SECONDS, set(self._channel.children))
+        if message["files"]:
+            self._write_files()
+        self._tell_status(message["number"], self.place.rank, self._status(now))
+
+    def _tell_status(self, number: int, rank: int, status: dict[str, Any]) -> None:
+        self._tell({"kind": "status", "number": number, "rank": rank, "status": status})
+
+    def _write_files(self) -> None:
+        if self._limits.directory is not None:
+            about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
+            with contextlib.suppress(OSError):  # the table comes all the same
+                dump.write(self._limits.directory, self.place.rank, about)
+
+    def _files_note(self) -> str:
+        directory = self._limits.directory
+        return "" if directory is None else f"  operations and stacks of every rank: {directory}"
+
+    # -- others --------------------------------------------------------------------------------------------------
+
+    def _close_rounds(self, now: float) -> None:
+        """Answer for the ranks behind this hub that have not answered in time."""
+        for number, (deadline, silent) in list(self._rounds.items()):
+            if silent and now < deadline:
+                continue
+            del self._rounds[number]
+            for rank in silent & self._channel.children.keys():
+                seconds = now - self._heard.get(rank, self._started)
+                self._tell_status(
+                    number, rank, {"silent": seconds, "state": self._state(rank, self._channel.pids[rank])}
+                )
+
+    def _state(self, rank: int, pid: int) -> str:
+        """Say what the system knows of a process of this host; empty for one elsewhere."""
+        if self.place.nodes[rank] != self.place.nodes[self.place.rank]:
+            return ""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+        except OSError:
+            return ""
+        known = {
+            "T": "stopped by a signal (SIGSTOP); resume it with SIGCONT",
+            "t": "stopped by a debugger",
+            "D": "in a system call that does not return (disk or network)",
+            "R": "computing, in code that keeps the GIL",
+            "S": "asleep, in code that keeps the GIL",
+        }
+        return f"process {pid} is {known[state]}" if state in known else ""
+
+    def _speak_for_rank_0(self, now: float) -> None:
+        """Where rank 0 or the way to it is gone, or rank 0 does not answer, do what it would do."""
+        if self._is_ending or self._judge is not None:
+            return
+        if self._orphaned is not None:
+            since, why = self._orphaned
+            if now >= since + self._turn():
+                self._end_alone(f"{self._called_hub()} died: {_cause(why)}")
+        elif self._asked_at is not None and now >= self._asked_at + _SILENCE:
+            silent = f"{self._called_hub()} has not answered for {now - self._asked_at:.0f} s"
+            if self.place.hub == 0 and (state := self._state(0, self._channel.hub_pid)):
+                silent += f": {state}"
+            if self._asked["kind"] == "deadline" and now >= self._asked_at + _SILENCE + self._turn():
+                self._end_alone(silent)
+            elif self._asked["kind"] == "hang":
+                self._asked_at = None
+                if self.place.rank == 1:
+                    self.speak(f"[mpicomm] the job stands still: {silent}.\n{self._own_row(now)}")
+                    self._write_files()
+
+    def _turn(self) -> float:
+        """Return how many seconds this rank waits for others to speak in rank 0's place."""
+        behind = 0.0 if self.place.hub == 0 else COLLECT_SECONDS
+        return min(self.place.rank - 1, _SPEAKERS) + behind
+
+    def _end_alone(self, cause: str) -> None:
+        self._is_ending = True
+        self._write_files()
+        if self.place.rank <= _SPEAKERS:
+            self.speak(f"[mpicomm] {cause}; rank {self.place.rank} ends the job.\n{self._own_row(time.monotonic())}")
+        time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
+        self.end(1)
+
+    def _own_row(self, now: float) -> str:
+        return report.table({self.place.rank: self._status(now)}, self.place.hosts)
+
+    def _called_hub(self) -> str:
+        hub = self.place.hub
+        return f"rank {hub} of {self.place.size} on {self.place.hosts[hub]}"
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        numbers, self._channel.woken = self._channel.woken, bytearray()
+        now = time.monotonic()
+        if signals.deliver(bytes(numbers)) and self._term_at is None:
+            # The launcher may send it because a rank has died, which rank 0 is about to say.
+            self._term_at = now + _TERM_SECONDS
+            if self._left is None:
+                self._tell({"kind": "terminated", "rank": self.place.rank})
+        if self._term_at is not None and now >= self._term_at:
+            signals.end_by_sigterm()
+
+
+def _cause(lost: str) -> str:
+    if lost == "closed":
+        return "its process has ended without a word (killed, crashed, os._exit or MPI_Abort)"
+    return f"its host cannot be reached any more ({lost})"
+
+
+_current: Watchdog | None = None
+
+
+def current() -> Watchdog | None:
+    """Return the watchdog of this process, if one runs."""
+    return _current
+
+
+def set_current(watchdog: Watchdog | None) -> None:
+    """Say which watchdog is the process's; None once there is none."""
+    global _current  # noqa: PLW0603  a process is in one job at a time
+    _current = watchdog
+
+
+def _forget_in_child() -> None:
+    if _current is not None:
+        _current.forget()
+        set_current(None)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,1 @@
+"""The verbs: torch.distributed's words, for more than tensors."""

@@ -1,0 +1,111 @@
+"""`MPICOMM_DEBUG=1`: calls that do not match are an error on every rank, and nothing has been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+Calls = dict[str, tuple[Callable[[dist.ProcessGroup], object], Callable[[dist.ProcessGroup], object], str, str]]
+
+# What rank 0 calls, what the others call, and how each is shown.
+CALLS: Calls = {
+    "operation": (
+        lambda group: dist.all_reduce(torch.ones(4), group=group),
+        lambda group: dist.broadcast(torch.ones(4), 0, group=group),
+        r"all_reduce SUM float32\[4\]",
+        r"broadcast float32\[4\] \(root: rank 0 of the group\)",
+    ),
+    "dtype": (
+        lambda group: dist.all_reduce(torch.ones(4), group=group),
+        lambda group: dist.all_reduce(torch.ones(4, dtype=torch.int64), group=group),
+        r"all_reduce SUM float32\[4\]",
+        r"all_reduce SUM int64\[4\]",
+    ),
+    "shape": (
+        lambda group: dist.all_reduce(torch.ones(2, 3), group=group),
+        lambda group: dist.all_reduce(torch.ones(6), group=group),
+        r"all_reduce SUM float32\[2, 3\]",
+        r"all_reduce SUM float32\[6\]",
+    ),
+    "reduction": (
+        lambda group: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, group=group),
+        lambda group: dist.all_reduce(torch.ones(4), group=group),
+        r"all_reduce MAX",
+        r"all_reduce SUM",
+    ),
+    "root": (
+        lambda group: dist.broadcast(torch.ones(4), 0, group=group),
+        lambda group: dist.broadcast(torch.ones(4), 1, group=group),
+        r"root: rank 0",
+        r"root: rank 1",
+    ),
+    "barrier": (
+        lambda group: dist.barrier(group=group),
+        lambda group: dist.all_reduce(torch.ones(4), group=group),
+        r"barrier",
+        r"all_reduce",
+    ),
+}
+
+
+@pytest.fixture
+def group(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    monkeypatch.setenv("MPICOMM_DEBUG", "1")
+    group = dist.new_group(list(range(world.size)))
+    yield group
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("what", list(CALLS))
+def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup, what: str, is_async: bool) -> None:
+    first, others, shown_first, shown_others = CALLS[what]
+    call = first if world.rank == 0 else others
+    with pytest.raises(mpicomm.MismatchError) as caught:
+        if is_async:
+            _asynchronously(call, group)
+        else:
+            call(group)
+    assert caught.value.is_everywhere
+    caught.match(rf"rank 0: .*{shown_first}.*, at test_debug\.py:\d+")
+    caught.match(rf"rank.* 1.*: .*{shown_others}.*, at test_debug\.py:\d+")
+    total = torch.tensor(1.0)
+    dist.all_reduce(total, group=group)
+    assert total.item() == world.size, "nothing was sent, so the group goes on"
+
+
+def test_sizes_that_may_differ(world: mpicomm.World, group: dist.ProcessGroup) -> None:
+    mine = torch.full((1 + world.rank,), float(world.rank))
+    parts = [torch.empty(1 + rank) for rank in range(world.size)]
+    dist.all_gather(parts, mine, group=group)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, torch.full((1 + rank,), float(rank)))
+    dist.gather(mine, parts if world.rank == 0 else None, 0, group=group)
+    dist.scatter(
+        mine, [torch.full((1 + rank,), 7.0) for rank in range(world.size)] if world.rank == 0 else None, 0, group=group
+    )
+    assert torch.equal(mine, torch.full((1 + world.rank,), 7.0))
+
+
+def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGroup) -> None:
+    """The numbers show it even where the calls look the same."""
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="expected"):
+            dist.all_reduce(torch.ones(4).to_sparse(), group=group)  # refused here: no call, no number
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def _asynchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
+    """Make a call whose operation runs on the group's worker, behind another."""
+    work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
+    try:
+        call(group)
+    finally:
+        work.wait()
