@@ -169,6 +169,11 @@ def abandon() -> None:
     _is_abandoned = True
 
 
+def is_abandoned() -> bool:
+    """Tell whether MPI is never finalised."""
+    return _is_abandoned
+
+
 def finalize() -> None:
     """Finalise MPI if `initialize` initialised it (collective)."""
     if _is_ours and is_usable() and not _is_abandoned:

@@ -208,8 +208,11 @@ def shutdown() -> None:
         else:
             os.environ[name] = before
     mpi.set_job_comm(None)
-    if session.world.comm is not None and mpi.is_usable():
+    if session.world.comm is not None and mpi.is_usable() and not mpi.is_abandoned():
         session.world.comm.Free()
+    if session.watch is not None:
+        session.watch.stop()
+        watchdog.set_current(None)
     abort.disarm()
     # The store stays until the process ends or boots again: other ranks may not be here yet.
 
@@ -237,10 +240,9 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
 def _leave(watch: Watchdog) -> None:
     """Wait until every rank has come to its end; nobody waits for ever for one that has (collective)."""
     process_group.drain()
-    watch.leave(abort.exit_status())
-    watch.wait_for_all_to_leave(process_group.advance, _LEAVE_PAUSE)
-    watch.stop()
-    watchdog.set_current(None)
+    watch.leave(abort.exit_status(), is_stuck=process_group.is_stuck())
+    if watch.wait_for_all_to_leave(process_group.advance, _LEAVE_PAUSE):
+        mpi.abandon()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ the worker is idle again, so that every rank's calls keep the order in which the
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,11 +50,11 @@ class Engine:
         self.comm = comm
         self.name = record.name
         self.record = record
-        self._raises_timeouts = settings.raises_timeouts
+        # How long the ranks wait for each other, interruptibly, before an operation; None: they go straight into it.
+        self._patience = record.timeout if settings.raises_timeouts else math.inf if settings.compares_calls else None
         self.timeout_of_messages = record.timeout if settings.raises_timeouts else None
         self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
         self._outstanding: list[Request] = []  # barriers that did not end in time; MPI cannot take them back
-        self._broken = ""  # what happened, if the group cannot be used any more
         self._turn = threading.Lock()  # MPI wants collective calls on one communicator one at a time
         self._starting = threading.Lock()
         self._worker: Worker | None = None
@@ -168,9 +169,10 @@ class Engine:
 
     def barrier(self, is_async: bool, seconds: float | None = None) -> Any:
         """Wait for every rank, for at most `seconds`, or the group's timeout."""
+        self._check_open()
         operation = self._note("barrier", (), None)
         operation.ends_job = False  # TimeoutError does not
-        return self._start(operation, lambda: self._meet(operation, seconds or self.record.timeout), [], is_async, "")
+        return self._start(operation, _nothing, [], is_async, "barrier", seconds or self.record.timeout)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -228,42 +230,51 @@ class Engine:
         self._check_open()
         operation = self._note(name, subjects, root)
         said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
-        return self._start(operation, call, list(results), is_async, said)
+        return self._start(operation, call, list(results), is_async, said, self._patience)
 
     def _note(self, name: str, subjects: Tensors, root: int | None) -> Operation:
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
         return Operation(self.record, name, subjects[0].dtype if subjects else None, count, root, is_message=False)
 
     def _start(
-        self, operation: Operation, call: Callable[[], None], results: list[torch.Tensor], is_async: bool, said: str
+        self,
+        operation: Operation,
+        call: Callable[[], None],
+        results: list[torch.Tensor],
+        is_async: bool,
+        said: str,
+        patience: float | None,
     ) -> Any:
         """Run `call` now, or queue it behind what is queued.
+
+        Args:
+            said: What all ranks must agree on, where they compare it.
+            patience: Seconds to wait for the other ranks before the call; None to go straight into it.
 
         Returns:
             The work; finished already if the operation is synchronous.
         """
-        self._check_open()
         if self._runs_here(is_async):
-            self._run(operation, call, said)
+            self._run(operation, call, said, patience)
             return CompletedWork(results)
         work = QueuedWork(results, operation, self)
-        self._get_worker().submit(lambda: self._run(operation, call, said), work)
+        self._get_worker().submit(lambda: self._run(operation, call, said, patience), work)
         if not is_async:
             work.wait()
         return work
 
-    def _run(self, operation: Operation, call: Callable[[], None], said: str) -> None:
+    def _run(self, operation: Operation, call: Callable[[], None], said: str, patience: float | None) -> None:
         """Run a collective in its turn, and note when."""
         with self._turn:
             operation.begin()
             try:
+                if patience is not None:
+                    self._meet(operation, patience)
                 if self._agreement is not None:
-                    self._agreement.check(said or operation.name, operation)
-                if self._raises_timeouts and operation.ends_job:
-                    self._meet(operation, self.record.timeout)
+                    self._agreement.check(said, operation)
                 call()
             except mpi.api().Exception as error:
-                self._broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+                self.record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
                 raise
             finally:
                 operation.finish()
@@ -273,20 +284,29 @@ class Engine:
 
         Raises:
             TimeoutError: If a rank has not come after `seconds`; it names those that have not.
+            MpicommError: If another rank did not wait that long.
         """
         request = self.comm.Ibarrier()
-        if not mpi.poll(request.Test, seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS):
+        is_late = not mpi.poll(
+            lambda: request.Test() or bool(self.record.broken), seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS
+        )
+        if is_late or self.record.broken:
             self._outstanding.append(request)
+            self._check_open()
             raise self.time_out(operation, seconds)
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that did not end in time; the group cannot be used any more."""
         what = report.operation(operation.describe(0.0))
-        self._broken = f"{what} did not end within {seconds:g} s"
+        self.record.broken = f"{what} did not end within {seconds:g} s"
         watch = watchdog.current()
         missing, table = watch.missing(operation) if watch is not None else ([], "")
+        if watch is not None:
+            watch.break_group(self.name, f"{self.record.broken} on rank {watch.place.rank}")
         if not missing:
-            return TimeoutError(f"{self._broken}.\nAnother rank has not come to it: find out what that rank does.")
+            return TimeoutError(
+                f"{self.record.broken}.\nAnother rank has not come to it: find out what that rank does."
+            )
         return TimeoutError(
             f"{what}: {len(missing)} of {self.comm.size} ranks did not come within {seconds:g} s: "
             f"{report.called(missing)}.\n{table}\n"
@@ -295,12 +315,12 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until what is queued has run."""
-        if self._worker is not None and not self._broken:
+        if self._worker is not None and not self.record.broken:
             self._worker.wait_until_idle()
 
     def advance(self) -> None:
         """Let messages that are on their way make progress."""
-        if self._is_open and not self._broken:
+        if self._is_open and not self.record.broken:
             self._reap()
 
     def close(self) -> None:
@@ -308,9 +328,21 @@ class Engine:
         if not self._is_open:
             return
         self._is_open = False
-        if self._broken and not mpi.poll(self._is_at_rest, _LATE_SECONDS, longest_pause=_LONGEST_PAUSE):
+        if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
+        operation = self._note("destroy", (), None)
+        operation.begin()
+        try:
+            self._take_down()
+        finally:
+            operation.finish()
+
+    def is_stuck(self) -> bool:
+        """Tell whether an operation that did not end in time has not ended yet, and may never."""
+        return bool(self.record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS, longest_pause=_LONGEST_PAUSE)
+
+    def _take_down(self) -> None:
         if self._worker is not None:
             self._worker.stop()
         if self._poller is not None:
@@ -332,8 +364,8 @@ class Engine:
     def _check_open(self) -> None:
         if not self._is_open:
             raise MpicommError(f"group {self.name} is destroyed.\nMake a new one with torch.distributed.new_group().")
-        if self._broken:
-            raise MpicommError(f"group {self.name} cannot be used any more: {self._broken}.\nEnd the job.")
+        if self.record.broken:
+            raise MpicommError(f"group {self.name} cannot be used any more: {self.record.broken}.\nEnd the job.")
 
     def _get_worker(self) -> Worker:
         with self._starting:
@@ -373,6 +405,10 @@ class Engine:
                 stacklevel=4,
             )
             _abandoned.extend(self._in_flight)
+
+
+def _nothing() -> None:
+    """Do what a barrier does once the ranks have met."""
 
 
 def _say(name: str, subjects: Tensors, root: int | None, also: str, any_size: bool) -> str:

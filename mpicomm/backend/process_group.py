@@ -341,6 +341,11 @@ def drain() -> None:
         engine.drain()
 
 
+def is_stuck() -> bool:
+    """Tell whether an operation of this rank did not end in time, and may never."""
+    return any(engine.is_stuck() for engine in list(_engines))
+
+
 def advance() -> None:
     """Let messages that are on their way make progress."""
     for engine in list(_engines):

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
 import os
 import sys
 import threading
@@ -175,7 +176,19 @@ def say(text: str) -> None:
     with contextlib.suppress(Exception):  # a stream that fails must not keep the rank from ending the job
         sys.stdout.flush()
         sys.stderr.flush()
+        if (held_back := _stderr_behind_pytest()) is not None:
+            os.write(held_back, text.encode())
+            return
         # The real stream: torch's own hook swaps sys.stderr, and would show what is in it after the job is gone.
         stream = sys.__stderr__ or sys.stderr
         stream.write(text)
         stream.flush()
+
+
+def _stderr_behind_pytest() -> int | None:
+    """Return the descriptor of the stderr that pytest holds back while a test runs, and would lose with the process."""
+    capture = sys.modules.get("_pytest.capture")
+    if capture is None:
+        return None
+    captures = (each for each in gc.get_objects() if isinstance(each, capture.FDCapture))
+    return next((each.targetfd_save for each in captures if each.targetfd == 2 and each._state == "started"), None)

@@ -107,6 +107,8 @@ class Judge:
             self._prepare_end(now + _TELLER_SECONDS, files=False)
         elif kind == "terminated":
             self._terminated.add(message["rank"])
+        elif kind == "broken":
+            self._actions.tell_all(message)
         elif kind == "exits":
             self._prepare_cause(message["rank"], f"called os._exit({message['status']})", now)
             self._actions.tell(message["rank"], {"kind": "heard"})
@@ -140,7 +142,8 @@ class Judge:
     def _take_left(self, message: Message, now: float) -> None:
         self._left[message["rank"]] = {**message, "moment": now}
         if len(self._left) == self.size:
-            self._actions.tell_all({"kind": "all left"})
+            is_stuck = any(each["is_stuck"] for each in self._left.values())
+            self._actions.tell_all({"kind": "all left", "is_stuck": is_stuck})
         else:
             self._look_for_leavers(now)
 

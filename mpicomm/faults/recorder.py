@@ -50,6 +50,9 @@ class Group:
         self.ranks = ranks
         self.timeout = timeout
         self.is_world = is_world
+        self.broken = ""
+        """What happened, if the group cannot be used any more, here or on another rank."""
+
         self.sequence = 0
         """How many collective operations this rank has called on the group."""
 
@@ -205,6 +208,13 @@ def sequences() -> dict[str, int]:
     """Return by group how many collectives were called on it."""
     groups = list(_groups.values())[-_SHOWN_GROUPS:]
     return {group.name: group.sequence for group in groups}
+
+
+def break_group(name: str, cause: str) -> None:
+    """Note that a group cannot be used any more; the first cause stays."""
+    group = _groups.get(name)
+    if group is not None and not group.broken:
+        group.broken = cause
 
 
 def has_open_collectives() -> bool:

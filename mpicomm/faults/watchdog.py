@@ -30,6 +30,7 @@ _HUBS_SECONDS = 2.0  # in which the ranks of a hub answer it
 _SILENCE = 1.5 * COLLECT_SECONDS  # without an answer, after which rank 0 counts as silent
 _SPEAKERS = 8  # how many ranks may speak in rank 0's place, each a second after the one before
 _TERM_SECONDS = 0.3  # in which news of a rank's death may come, before SIGTERM is obeyed
+_TAKE_DOWN_SECONDS = 60.0  # in which ranks that have all left have destroyed their groups
 _EXIT_SECONDS = 0.5  # that os._exit waits to be heard: some launchers kill the others before they can say why
 _ABORT_SECONDS = 5.0  # in which an abort must have ended this process
 
@@ -98,6 +99,8 @@ class Watchdog:
         self._is_stopping = False
         self._is_ending = False
         self._all_left = threading.Event()
+        self._is_stuck = False  # whether some rank is, once all have left
+        self._gone_by: float | None = None  # when this process must have taken down its groups
         self._left: Message | None = None
         self._next_tick = 0.0
         self._told: dict[int, set[str]] = {}  # by operation: what was told of it
@@ -117,14 +120,23 @@ class Watchdog:
         signals.watch(self._channel.wake_fd)
         self._thread.start()
 
-    def leave(self, status: int | None) -> None:
-        """Say that this rank calls no more operations."""
-        self._post(lambda: self._leave(status))
+    def leave(self, status: int | None, *, is_stuck: bool) -> None:
+        """Say that this rank calls no more operations.
 
-    def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> None:
-        """Wait until every rank has left, and call `meanwhile` every `pause` seconds."""
+        Args:
+            is_stuck: An operation of this rank may never end, so that MPI cannot be finalised.
+        """
+        self._post(lambda: self._leave(status, is_stuck=is_stuck))
+
+    def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> bool:
+        """Wait until every rank has left, and call `meanwhile` every `pause` seconds.
+
+        Returns:
+            Whether a rank is stuck.
+        """
         while not self._all_left.wait(pause) and self._thread.is_alive():
             meanwhile()
+        return self._is_stuck
 
     def fail(self) -> None:
         """Say that this rank has failed, tells why itself, and ends the job."""
@@ -161,6 +173,10 @@ class Watchdog:
         finally:
             self._answers.pop(operation.number, None)
         return report.parse_ranges(answer["missing"]), answer["table"]
+
+    def break_group(self, name: str, cause: str) -> None:
+        """Say that this rank has given up waiting in a group: no other needs to come to it."""
+        self._post(lambda: self._tell({"kind": "broken", "group": name, "cause": cause}))
 
     def stop(self) -> None:
         """End the thread and close the channel."""
@@ -260,9 +276,13 @@ class Watchdog:
             self._answer_collect(message)
         elif kind == "answer" and message["number"] in self._answers:
             self._answers[message["number"]].put(message)
+        elif kind == "broken":
+            recorder.break_group(message["group"], message["cause"])
         elif kind == "heard":
             self._heard_exit.set()
         elif kind == "all left":
+            self._is_stuck = message["is_stuck"]
+            self._gone_by = time.monotonic() + _TAKE_DOWN_SECONDS
             self._all_left.set()
         elif kind == "ending" and not self._is_ending:
             self._is_ending = True
@@ -290,7 +310,7 @@ class Watchdog:
         for operation in running.values():
             self._look_at(operation, now)
         if self._left is None and self._has_ended():
-            self._leave(abort.exit_status())
+            self._leave(abort.exit_status(), is_stuck=False)
 
     def _has_ended(self) -> bool:
         """Tell whether the program has ended, while threads that call no operations keep the process alive."""
@@ -339,9 +359,15 @@ class Watchdog:
         told.add(what)
         return is_news
 
-    def _leave(self, status: int | None) -> None:
+    def _leave(self, status: int | None, *, is_stuck: bool) -> None:
         if self._left is None:
-            self._left = {"kind": "left", "rank": self.place.rank, "status": status, "sequences": recorder.sequences()}
+            self._left = {
+                "kind": "left",
+                "rank": self.place.rank,
+                "status": status,
+                "is_stuck": is_stuck,
+                "sequences": recorder.sequences(),
+            }
             self._tell(self._left)
 
     def _status(self, now: float) -> dict[str, Any]:
@@ -409,6 +435,8 @@ class Watchdog:
 
     def _speak_for_rank_0(self, now: float) -> None:
         """Where rank 0 or the way to it is gone, or rank 0 does not answer, do what it would do."""
+        if self._gone_by is not None and now >= self._gone_by and not self._is_ending:
+            self._end_alone("all ranks have come to their end, but their groups cannot be taken down")
         if self._is_ending or self._judge is not None:
             return
         if self._orphaned is not None:

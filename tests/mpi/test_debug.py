@@ -68,11 +68,9 @@ def group(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dis
 def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup, what: str, is_async: bool) -> None:
     first, others, shown_first, shown_others = CALLS[what]
     call = first if world.rank == 0 else others
+    start = _asynchronously if is_async else _synchronously
     with pytest.raises(mpicomm.MismatchError) as caught:
-        if is_async:
-            _asynchronously(call, group)
-        else:
-            call(group)
+        start(call, group)
     assert caught.value.is_everywhere
     caught.match(rf"rank 0: .*{shown_first}.*, at test_debug\.py:\d+")
     caught.match(rf"rank.* 1.*: .*{shown_others}.*, at test_debug\.py:\d+")
@@ -100,6 +98,10 @@ def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGr
         with pytest.raises(ValueError, match="expected"):
             dist.all_reduce(torch.ones(4).to_sparse(), group=group)  # refused here: no call, no number
     dist.all_reduce(torch.ones(4), group=group)
+
+
+def _synchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
+    call(group)
 
 
 def _asynchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
