@@ -27,8 +27,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from mpicomm import launchers, mpi
 from mpicomm.backend import c10d, process_group
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
-from mpicomm.faults import abort, opening, watchdog
-from mpicomm.faults import dump as faults_dump
+from mpicomm.faults import abort, files, opening, watchdog
 from mpicomm.faults.watchdog import Watchdog
 from mpicomm.launchers import Launch
 from mpicomm.settings import Settings
@@ -234,7 +233,7 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
         raise MpicommError("there is no job whose operations could be written.\nCall mpicomm.bootstrap() first.")
     world = _session.world
     where = directory or _session.dumps or Path(_DUMPS)
-    return faults_dump.write(where, world.rank, {"size": world.size, "host": world.hostname})
+    return files.write(where, world.rank, {"size": world.size, "host": world.hostname})
 
 
 def _leave(watch: Watchdog) -> None:

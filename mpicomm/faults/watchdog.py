@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.faults import abort, dump, recorder, report, signals
+from mpicomm.faults import abort, files, recorder, report, signals
 from mpicomm.faults.channel import Channel, Event
 from mpicomm.faults.connection import Message
 from mpicomm.faults.judge import COLLECT_SECONDS, Judge
@@ -396,7 +396,7 @@ class Watchdog:
         if self._limits.directory is not None:
             about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
             with contextlib.suppress(OSError):  # the table comes all the same
-                dump.write(self._limits.directory, self.place.rank, about)
+                files.write(self._limits.directory, self.place.rank, about)
 
     def _files_note(self) -> str:
         directory = self._limits.directory

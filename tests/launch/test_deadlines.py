@@ -80,7 +80,9 @@ def test_elsewhere_the_job_ends_with_a_table(how: str) -> None:
     outcome = run_ranks(SIZE, SCRIPT.replace("CALL", call))
     assert outcome.status != 0, outcome
     assert " ends\n" not in outcome.stdout, outcome
-    assert len(re.findall(r"^\[mpicomm\].* for the timeout of 1 s; the job ends", outcome.stderr, re.M)) == 1, outcome
+    assert len(re.findall(r"^\[mpicomm\].* for the timeout of 1 s; the job ends", outcome.stderr, re.MULTILINE)) == 1, (
+        outcome
+    )
     assert f"rank 0 of {SIZE} on " in outcome.stderr, outcome
     row = rf"\n  rank 0 +in {re.escape(shown)}, in the group of ranks 0-2, at <string>:\d+ \(<lambda>\), for [12] s"
     assert re.search(row, outcome.stderr), outcome

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.backend.engine import Engine
 from mpicomm.backend.process_group import RoutedProcessGroup
+from mpicomm.faults import recorder
+from mpicomm.settings import Settings
 
 
 class Witness:
@@ -30,7 +32,9 @@ def routed(world: mpicomm.World, request: pytest.FixtureRequest) -> Iterator[tup
     """Return a group whose inner back end serves CPU tensors, or CUDA tensors, of which there are none here."""
     store = dist.PrefixStore(f"routed-{request.node.name}", dist.distributed_c10d._get_default_store())
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
-    group = RoutedProcessGroup(Engine(world.comm.Dup(), "routed"), "routed", "mpicomm_nccl", request.param, gloo)
+    record = recorder.Group("routed", range(world.size), 60, is_world=False)
+    engine = Engine(world.comm.Dup(), record, Settings())
+    group = RoutedProcessGroup(engine, "routed", "mpicomm_nccl", request.param, gloo)
     yield group, gloo, request.param == "cpu"
     if request.param == "cuda":
         group._engine.barrier(False)

@@ -9,7 +9,7 @@ import pytest
 from mpicomm.errors import LaunchError
 from mpicomm.settings import LAUNCHERS, PREFIX, Settings
 
-VALID = {"launcher": LAUNCHERS[0]}  # where not every text will do
+VALID = {"launcher": "mpi", "timeout": "raise", "hang_seconds": "2.5", "debug": "1"}
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
 
@@ -39,6 +39,21 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
     with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER={text} is not a launcher") as caught:
         Settings.from_environ({"MPICOMM_LAUNCHER": text})
     assert ", ".join(LAUNCHERS) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("TIMEOUT", "never"), ("DEBUG", "yes"), ("HANG_SECONDS", "0"), ("HANG_SECONDS", "soon")]
+)
+def test_what_means_nothing_is_refused(name: str, text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{PREFIX}{name}={text} (means nothing|is no time)"):
+        Settings.from_environ({PREFIX + name: text})
+
+
+def test_what_the_variables_mean() -> None:
+    quiet, loud = Settings(), Settings(timeout="raise", debug="1", hang_seconds="2.5")
+    assert (quiet.raises_timeouts, quiet.compares_calls, quiet.seconds_to_report) == (False, False, 60)
+    assert (loud.raises_timeouts, loud.compares_calls, loud.seconds_to_report) == (True, True, 2.5)
+    assert not Settings(timeout="abort", debug="0").raises_timeouts
 
 
 def test_unknown_variables_are_refused_by_name_with_those_that_exist() -> None:
