@@ -170,9 +170,11 @@ class Engine:
     def barrier(self, is_async: bool, seconds: float | None = None) -> Any:
         """Wait for every rank, for at most `seconds`, or the group's timeout."""
         self._check_open()
-        operation = self._note("barrier", (), None)
+        runs_here = self._runs_here(is_async)
+        operation = recorder.note(self.record, "barrier", None, 0, None, False, runs_here, 2)
         operation.ends_job = False  # TimeoutError does not
-        return self._start(operation, _nothing, [], is_async, "barrier", seconds or self.record.timeout)
+        seconds = seconds or self.record.timeout
+        return self._start(operation, _nothing, [], is_async, "barrier", seconds, runs_here)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class Engine:
         """Start sending; the work is done when the tensor may be written again."""
         self._check_open()
         dense = buffers.pack(tensor)
-        operation = Operation(self.record, "send", tensor.dtype, tensor.numel(), dst, is_message=True)
+        operation = recorder.note(self.record, "send", tensor.dtype, tensor.numel(), dst, True, False, 2)
         request = self.comm.Isend(buffers.spec(dense), dst, tag)
         return self._track(MessageWork([tensor], request, dense, operation, self))
 
@@ -194,7 +196,7 @@ class Engine:
             buffers.unpack(dense, tensor)
 
         source = mpi.api().ANY_SOURCE if src is None else src
-        operation = Operation(self.record, "recv", tensor.dtype, tensor.numel(), src, is_message=True)
+        operation = recorder.note(self.record, "recv", tensor.dtype, tensor.numel(), src, True, False, 2)
         request = self.comm.Irecv(buffers.spec(dense), source, tag)
         return self._track(MessageWork([tensor], request, dense, operation, self, arrived))
 
@@ -228,13 +230,12 @@ class Engine:
             also: What else must be equal on all ranks.
         """
         self._check_open()
-        operation = self._note(name, subjects, root)
-        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
-        return self._start(operation, call, list(results), is_async, said, self._patience)
-
-    def _note(self, name: str, subjects: Tensors, root: int | None) -> Operation:
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
-        return Operation(self.record, name, subjects[0].dtype if subjects else None, count, root, is_message=False)
+        runs_here = self._runs_here(is_async)
+        # Above this method are the engine's own, and two of the face's or one and torch's.
+        operation = recorder.note(self.record, name, subjects[0].dtype, count, root, False, runs_here, 4)
+        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
+        return self._start(operation, call, list(results), is_async, said, self._patience, runs_here)
 
     def _start(
         self,
@@ -244,21 +245,28 @@ class Engine:
         is_async: bool,
         said: str,
         patience: float | None,
+        runs_here: bool,
     ) -> Any:
         """Run `call` now, or queue it behind what is queued.
 
         Args:
             said: What all ranks must agree on, where they compare it.
             patience: Seconds to wait for the other ranks before the call; None to go straight into it.
+            runs_here: Whether `call` is to run now.
 
         Returns:
             The work; finished already if the operation is synchronous.
         """
-        if self._runs_here(is_async):
+        if runs_here:
             self._run(operation, call, said, patience)
             return CompletedWork(results)
         work = QueuedWork(results, operation, self)
-        self._get_worker().submit(lambda: self._run(operation, call, said, patience), work)
+
+        def in_turn() -> None:
+            operation.begin()
+            self._run(operation, call, said, patience)
+
+        self._get_worker().submit(in_turn, work)
         if not is_async:
             work.wait()
         return work
@@ -266,7 +274,6 @@ class Engine:
     def _run(self, operation: Operation, call: Callable[[], None], said: str, patience: float | None) -> None:
         """Run a collective in its turn, and note when."""
         with self._turn:
-            operation.begin()
             try:
                 if patience is not None:
                     self._meet(operation, patience)
@@ -331,8 +338,7 @@ class Engine:
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
-        operation = self._note("destroy", (), None)
-        operation.begin()
+        operation = recorder.note(self.record, "destroy", None, 0, None, False, True, 2)
         try:
             self._take_down()
         finally:

@@ -7,15 +7,19 @@ costs microseconds to find in a long function, and is found when somebody asks.
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
+import functools
 import itertools
 import os
 import sys
 import threading
-import time
 import types
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from threading import get_ident
+from time import monotonic
 from typing import Any
 
 from mpicomm.faults import report
@@ -28,12 +32,14 @@ _SHOWN_GROUPS = 256  # whose sequence numbers are told to other ranks, the last 
 _ring: list[Operation | None] = [None] * RING
 _running: dict[int, Operation] = {}
 _numbers = itertools.count()
+_new, _getframe = object.__new__, sys._getframe
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 # Files whose frames are not the user's: the caller is looked for above them.
 _PACKAGES = ("mpicomm", "torch")
-_is_inner_file: dict[str, bool] = {}
+_inner_files: set[str] = set()
+_users_files: set[str] = set()
 
 
 class Group:
@@ -79,44 +85,29 @@ class Operation:
         "thread",
     )
 
-    def __init__(self, group: Group, name: str, dtype: Any, count: int, peer: int | None, is_message: bool) -> None:
-        """Note a call in the ring.
-
-        Args:
-            peer: The root of a collective or the partner of a message, as a rank of the group; None if there is none.
-        """
-        frame = sys._getframe(2)
-        while _is_inner_file.get(frame.f_code.co_filename, True):
-            if not _is_inner(frame.f_code.co_filename) or frame.f_back is None:
-                break
-            frame = frame.f_back
-        self.number = number = next(_numbers)
-        self.group = group
-        if is_message:
-            self.sequence = None
-        else:
-            self.sequence = group.sequence = group.sequence + 1
-        self.name = name
-        self.dtype = dtype
-        self.count = count
-        self.peer = peer
-        self.code = frame.f_code
-        self.instruction = frame.f_lasti
-        self.thread = threading.get_ident()
-        self.start: float | None = None
-        self.end: float | None = None
-        self.ends_job = True
-        self.called = time.monotonic()
-        _ring[number % RING] = self
+    code: types.CodeType
+    instruction: int
+    thread: int
+    group: Group
+    sequence: int | None
+    name: str
+    dtype: Any
+    count: int
+    peer: int | None
+    number: int
+    called: float
+    start: float | None
+    end: float | None
+    ends_job: bool
 
     def begin(self) -> None:
         """Note that the operation runs, or that somebody waits for it: from now on its deadline counts."""
-        self.start = time.monotonic()
+        self.start = monotonic()
         _running[self.number] = self
 
     def finish(self) -> None:
         """Note that the operation has ended, well or not."""
-        self.end = time.monotonic()
+        self.end = monotonic()
         _running.pop(self.number, None)
 
     def pause(self) -> None:
@@ -147,6 +138,49 @@ class Operation:
         }
 
 
+def note(
+    group: Group, name: str, dtype: Any, count: int, peer: int | None, is_message: bool, is_running: bool, depth: int
+) -> Operation:
+    """Note a call in the ring.
+
+    Every operation pays for this, hence the plain function: a class that is called costs a tenth of a microsecond more.
+
+    Args:
+        peer: The root of a collective or the partner of a message, as a rank of the group; None if there is none.
+        is_running: The operation begins at once.
+        depth: How many frames lie between this one and the first that may be the user's.
+    """
+    frame = _getframe(depth)
+    while (file := frame.f_code.co_filename) in _inner_files or (file not in _users_files and _is_inner(file)):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    operation = _new(Operation)
+    operation.code = frame.f_code
+    operation.instruction = frame.f_lasti
+    operation.thread = get_ident()
+    operation.group = group
+    if is_message:
+        operation.sequence = None
+    else:
+        operation.sequence = group.sequence = group.sequence + 1
+    operation.name = name
+    operation.dtype = dtype
+    operation.count = count
+    operation.peer = peer
+    operation.end = None
+    operation.ends_job = True
+    operation.number = number = next(_numbers)
+    operation.called = now = monotonic()
+    if is_running:
+        operation.start = now
+        _running[number] = operation
+    else:
+        operation.start = None
+    _ring[number % RING] = operation
+    return operation
+
+
 class Stream:
     """The operations that an inner back end runs one after the other, on a GPU's stream.
 
@@ -162,7 +196,7 @@ class Stream:
 
     def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
         """Note the call of an operation."""
-        return Operation(self._group, name, dtype, count, None, is_message)
+        return note(self._group, name, dtype, count, None, is_message, is_running=False, depth=2)
 
     def started(self, operation: Operation, work: Any) -> None:
         """Note that the inner back end has taken an operation."""
@@ -184,9 +218,21 @@ class Stream:
 
 
 def refresh_streams() -> None:
-    """Note which operations on streams have ended."""
+    """Note which operations on streams have ended; on the watchdog's thread."""
     for stream in list(_streams):
+        _allow_queries_during_capture()
         stream.refresh()
+
+
+@functools.cache
+def _allow_queries_during_capture() -> None:
+    """Let this thread ask CUDA for events while another records a graph, which would make the recording invalid.
+
+    CUDA Driver API, cuThreadExchangeStreamCaptureMode: the mode is the calling thread's own.
+    """
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    with contextlib.suppress(OSError, AttributeError):  # no CUDA here
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def recorded() -> list[Operation]:
@@ -248,17 +294,13 @@ def line_of_main_thread() -> str:
     return line_of(frame.f_code, frame.f_lasti) if frame else ""
 
 
-def _is_inner(filename: str) -> bool:
-    known = _is_inner_file.get(filename)
-    if known is None:
-        known = _is_inner_file[filename] = _is_of_packages(filename)
-    return known
-
-
-def _is_of_packages(filename: str) -> bool:
-    """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no example."""
-    if f"{os.sep}examples{os.sep}" in filename:
-        return False
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
-    folders = [str(Path(file).parent) + os.sep for file in files if file]
-    return filename.startswith(("<frozen", threading.__file__, *folders))
+def _is_inner(file: str) -> bool:
+    """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no example; remember it."""
+    if file in _inner_files or file in _users_files:
+        return file in _inner_files
+    packages = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
+    folders = [str(Path(package).parent) + os.sep for package in packages if package]
+    is_example = f"{os.sep}examples{os.sep}" in file
+    is_inner = file.startswith(("<frozen", threading.__file__, *folders)) and not is_example
+    (_inner_files if is_inner else _users_files).add(file)
+    return is_inner
