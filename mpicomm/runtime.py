@@ -304,8 +304,13 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     session = _Session(world, meeting.store)
     session.dumps = _dumps(settings, comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{meeting.port}"))
     session.watch = _watch(session, comm, where, settings)
-    _export(session)
-    _make_group(session, request)
+    try:
+        _export(session)
+        _make_group(session, request)
+    except BaseException:
+        if session.watch is not None:  # who leaves with an error is not to be taken for dead
+            session.watch.leave(1, is_stuck=False)
+        raise
     return session
 
 

@@ -182,11 +182,10 @@ class Channel:
                 return []
             if connection in self._strangers:
                 return []
-        rank = None if connection is self._up else self._rank_of(connection)
-        events = [Event(rank, message) for message in messages]
+        events = [Event(connection.rank, message) for message in messages]
         if lost:
-            self._lose(connection, rank)
-            events.append(Event(rank, lost=lost))
+            self._lose(connection)
+            events.append(Event(connection.rank, lost=lost))
         return events
 
     def _admit(self, connection: Connection, message: Message) -> bool:
@@ -200,6 +199,7 @@ class Channel:
         del self._strangers[connection]
         self._expected.remove(rank)
         connection.is_trusted = True
+        connection.rank = rank
         self.children[rank] = connection
         self.pids[rank] = pid
         self._send(connection, {"welcome": rank})
@@ -207,14 +207,11 @@ class Channel:
             self._stop_listening()
         return True
 
-    def _rank_of(self, connection: Connection) -> int:
-        return next(rank for rank, each in self.children.items() if each is connection)
-
-    def _lose(self, connection: Connection, rank: int | None) -> None:
-        if rank is None:
+    def _lose(self, connection: Connection) -> None:
+        if connection.rank is None:
             self._up = None
         else:
-            del self.children[rank]
+            del self.children[connection.rank]
         self._drop(connection)
 
     def _send(self, connection: Connection, message: Message) -> None:

@@ -31,6 +31,9 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _INTERVAL * _PROBES))
         self.socket = sock
         self.is_trusted = False
+        self.rank: int | None = None
+        """Who is at the other end, if it is a rank of which this one is the hub."""
+
         self._incoming = bytearray()
         self._outgoing = bytearray()
 

@@ -148,21 +148,30 @@ class Judge:
             self._look_for_leavers(now)
 
     def _look_for_leavers(self, now: float) -> None:
-        if self._judge_at is None and any(self._culprits(wait) for wait in self._waits.values()):
+        if self._judge_at is None and self._waits and self._left:
             self._judge_at = now + _GATHER_SECONDS
 
     def _judge_leavers(self, now: float) -> None:
-        culprits = sorted({rank for wait in self._waits.values() for rank in self._culprits(wait)})
+        culprits = {rank for key in self._distinct_waits() for rank in self._culprits(*key)}
         if culprits:
-            self._ask({"kind": "left", "culprits": culprits}, now)
+            self._ask({"kind": "left", "culprits": sorted(culprits)}, now)
 
-    def _culprits(self, wait: Message) -> list[int]:
+    def _distinct_waits(self) -> set[tuple[str, str, int | None, int | None]]:
+        """Return what ranks wait for; thousands of them mostly wait for the same."""
+        return {
+            (wait["needs"], wait["group"], wait["sequence"], wait["rank"] if wait["sequence"] is None else None)
+            for wait in self._waits.values()
+        }
+
+    def _culprits(self, needs: str, group: str, sequence: int | None, waiter: int | None) -> list[int]:
         """Return the ranks that have left without what somebody waits for; they cannot come any more."""
-        needs = [rank for rank in report.parse_ranges(wait["needs"]) if rank != wait["rank"]]
-        gone = [rank for rank in needs if rank in self._left]
-        if wait["sequence"] is None:
-            return gone if len(gone) == len(needs) else []
-        return [rank for rank in gone if self._left[rank]["sequences"].get(wait["group"], 0) < wait["sequence"]]
+        if sequence is None:
+            others = [rank for rank in report.parse_ranges(needs) if rank != waiter]
+            return others if others and all(rank in self._left for rank in others) else []
+        needed = set(report.parse_ranges(needs))
+        return [
+            rank for rank, leave in self._left.items() if rank in needed and leave["sequences"].get(group, 0) < sequence
+        ]
 
     # -- where everybody is --------------------------------------------------------------------------------------
 

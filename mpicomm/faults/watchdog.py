@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="mpicomm-watchdog", daemon=True)
         self._is_stopping = False
         self._is_ending = False
+        self._has_failed = False
         self._all_left = threading.Event()
         self._is_stuck = False  # whether some rank is, once all have left
         self._gone_by: float | None = None  # when this process must have taken down its groups
@@ -224,20 +226,32 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            for event in self._channel.poll(self._pause()):
-                self._take(event)
-            while not self._inbox.empty():
-                self._inbox.get()()
-            self._take_signals()
-            now = time.monotonic()
-            if now >= self._next_tick:
-                self._next_tick = now + _TICK
-                self._look(now)
-            self._close_rounds(now)
-            if self._judge is not None:
-                self._judge.tick(now)
-            self._speak_for_rank_0(now)
+            try:
+                self._turn_once()
+            except Exception:  # noqa: BLE001  whatever it is, the job must not end by its watchdog
+                self._say_failed(traceback.format_exc())
         self._channel.close()
+
+    def _turn_once(self) -> None:
+        for event in self._channel.poll(self._pause()):
+            self._take(event)
+        while not self._inbox.empty():
+            self._inbox.get()()
+        self._take_signals()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK
+            self._look(now)
+        self._close_rounds(now)
+        if self._judge is not None:
+            self._judge.tick(now)
+        self._speak_for_rank_0(now)
+
+    def _say_failed(self, trace: str) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self.speak(f"[mpicomm] the watchdog of rank {self.place.rank} met an error, and goes on:\n{trace}")
+        time.sleep(_TICK)  # it may meet it again and again
 
     def _pause(self) -> float:
         is_busy = self._rounds or self._term_at or (self._judge is not None and self._judge.is_busy)
