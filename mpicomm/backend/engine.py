@@ -343,6 +343,7 @@ class Engine:
             self._take_down()
         finally:
             operation.finish()
+            self.record.is_closed = True
 
     def is_stuck(self) -> bool:
         """Tell whether an operation that did not end in time has not ended yet, and may never."""

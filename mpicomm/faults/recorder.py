@@ -27,14 +27,14 @@ from mpicomm.faults import report
 RING = 1024
 """How many operations are remembered."""
 
-_SHOWN_GROUPS = 256  # whose sequence numbers are told to other ranks, the last made first
+_CLOSED_GROUPS = 64  # that are remembered
 
 _ring: list[Operation | None] = [None] * RING
 _running: dict[int, Operation] = {}
 _numbers = itertools.count()
 _new, _getframe = object.__new__, sys._getframe
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+_groups: dict[str, Group] = {}
 
 # Files whose frames are not the user's: the caller is looked for above them.
 _PACKAGES = ("mpicomm", "torch")
@@ -62,7 +62,12 @@ class Group:
         self.sequence = 0
         """How many collective operations this rank has called on the group."""
 
+        self.is_closed = False
+        """Whether the group was destroyed here; what was called on it is still told to those who wait in it."""
+
+        _groups.pop(name, None)
         _groups[name] = self
+        _forget_closed_groups()
 
 
 class Operation:
@@ -252,8 +257,7 @@ def last() -> Operation | None:
 
 def sequences() -> dict[str, int]:
     """Return by group how many collectives were called on it."""
-    groups = list(_groups.values())[-_SHOWN_GROUPS:]
-    return {group.name: group.sequence for group in groups}
+    return {group.name: group.sequence for group in list(_groups.values())}
 
 
 def break_group(name: str, cause: str) -> None:
@@ -266,6 +270,12 @@ def break_group(name: str, cause: str) -> None:
 def has_open_collectives() -> bool:
     """Tell whether a collective that was called has not ended, be it running or queued."""
     return any(each is not None and each.end is None and each.sequence is not None for each in list(_ring))
+
+
+def _forget_closed_groups() -> None:
+    closed = [name for name, group in _groups.items() if group.is_closed]
+    for name in closed[:-_CLOSED_GROUPS]:
+        del _groups[name]
 
 
 def is_used_by_a_thread() -> bool:
