@@ -29,8 +29,6 @@ IN_A_CHILD = (
     "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
 )
 
-_FINALIZE_SECONDS = 120.0
-
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
 _is_abandoned = False
@@ -177,18 +175,7 @@ def is_abandoned() -> bool:
 def finalize() -> None:
     """Finalise MPI if `initialize` initialised it (collective)."""
     if _is_ours and is_usable() and not _is_abandoned:
-        _wait_for_all_ranks_in_mpi_finalize()
-
-
-def _wait_for_all_ranks_in_mpi_finalize() -> None:
-    # Like MPI_Init it holds the GIL; all ranks are at their end when they come here, so that it takes no time.
-    stream = sys.__stderr__
-    if stream is not None:
-        faulthandler.dump_traceback_later(_FINALIZE_SECONDS, exit=True, file=stream)
-    try:
         api().Finalize()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _refuse_children() -> None:

@@ -10,10 +10,12 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import functools
 import os
 import shlex
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -43,6 +45,7 @@ _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no ti
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
 
+_CLAIM_SECONDS = 2.0  # in which rank 0's store says who failed first
 _LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
 _DUMPS = "mpicomm-dumps"
 
@@ -194,6 +197,8 @@ def shutdown() -> None:
     session = _session
     if session is None or not session.is_open or session.pid != os.getpid():
         return
+    if isinstance(sys.exc_info()[1], Exception):
+        return  # in a `finally`: the others may be elsewhere; the exception ends the job, or else this runs at exit
     session.is_open = False
     atexit.unregister(_shutdown_at_exit)
     if session.watch is not None:
@@ -201,11 +206,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     c10d.let_gloo_finish()
-    for name, before in session.environ.items():
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+    _restore_environ(session)
     mpi.set_job_comm(None)
     if session.world.comm is not None and mpi.is_usable() and not mpi.is_abandoned():
         session.world.comm.Free()
@@ -214,6 +215,14 @@ def shutdown() -> None:
         watchdog.set_current(None)
     abort.disarm()
     # The store stays until the process ends or boots again: other ranks may not be here yet.
+
+
+def _restore_environ(session: _Session) -> None:
+    for name, before in session.environ.items():
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def dump(directory: str | os.PathLike[str] | None = None) -> Path:
@@ -242,6 +251,7 @@ def _leave(watch: Watchdog) -> None:
     watch.leave(abort.exit_status(), is_stuck=process_group.is_stuck())
     if watch.wait_for_all_to_leave(process_group.advance, _LEAVE_PAUSE):
         mpi.abandon()
+    watch.take_down()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +319,8 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
         _make_group(session, request)
     except BaseException:
         if session.watch is not None:  # who leaves with an error is not to be taken for dead
-            session.watch.leave(1, is_stuck=False)
+            session.watch.leave(1, is_stuck=False, waits=False)
+        _restore_environ(session)
         raise
     return session
 
@@ -319,12 +330,14 @@ def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settin
     place = opening.place_of(comm, where)
     start = opening.Opening(comm, place, session.world.master_addr)
     limits = watchdog.Limits(settings.seconds_to_report, session.dumps)
-    watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store))
+    prepare = functools.partial(c10d.prepare_thread_for_events, session.world.device)
+    watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store), prepare)
     problem = "" if comm.rank == 0 else start.connect()
     watch.start()
     if not start.is_open_everywhere(problem):
         watch.stop()
         return None
+    watch.establish()
     watchdog.set_current(watch)
     return watch
 
@@ -339,13 +352,19 @@ def _claim(store: dist.Store) -> Callable[[], bool]:
     """Return what tells whether nobody has named a cause of the job's end before."""
     # A connection of its own: another thread may be waiting on the store when this one asks.
     private = store.clone()  # type: ignore[attr-defined]  # missing in the stub
-    private.set_timeout(datetime.timedelta(seconds=2))
+    private.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
+
+    def ask(answers: list[bool]) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0, and the store with it, is gone
+            answers.append(private.add("mpicomm/failures", 1) == 1)
 
     def is_first() -> bool:
-        try:
-            return private.add("mpicomm/failures", 1) == 1
-        except RuntimeError:  # rank 0, and the store with it, is gone: better twice than never
-            return True
+        answers: list[bool] = []
+        # If rank 0 is stopped, the store never answers, whatever its timeout is.
+        asking = threading.Thread(target=ask, args=(answers,), daemon=True)
+        asking.start()
+        asking.join(_CLAIM_SECONDS)
+        return answers[0] if answers else True  # better twice than never
 
     return is_first
 

@@ -37,8 +37,7 @@ class Agreement:
         extremes = array("q", [digest, -digest])
         self._comm.Allreduce(mpi.api().IN_PLACE, extremes, mpi.api().MIN)
         if extremes[0] != -extremes[1]:
-            where = recorder.line_of(operation.code, operation.instruction)
-            raise everywhere(MismatchError(self._explain(self._comm.allgather((said, where)))))
+            raise everywhere(MismatchError(self._explain(self._comm.allgather((said, operation.where)))))
 
     def _explain(self, calls: list[tuple[str, str]]) -> str:
         ranks: dict[tuple[str, str], list[int]] = {}

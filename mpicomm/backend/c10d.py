@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import sys
 import time
@@ -43,6 +44,7 @@ __all__ = [
     "let_gloo_finish",
     "make_nccl",
     "premul_factor",
+    "prepare_thread_for_events",
     "reduce_op_name",
     "tag_of",
 ]
@@ -103,6 +105,19 @@ def inner_method(names: tuple[str, str]) -> str:
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Tell whether the current stream records a CUDA graph instead of running what it is given."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def prepare_thread_for_events(device: torch.device) -> None:
+    """Let the calling thread ask for CUDA events on a device, also while another thread records a graph.
+
+    Such a question would make the recording invalid, were it not for the thread's own mode (CUDA Driver API,
+    cuThreadExchangeStreamCaptureMode).
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)  # or asking would open a context on the first GPU
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def make_nccl(options: Any, nccl_options: Any, rank: int, size: int) -> Any:

@@ -231,10 +231,10 @@ class Engine:
         """
         self._check_open()
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
+        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
         runs_here = self._runs_here(is_async)
         # Above this method are the engine's own, and two of the face's or one and torch's.
         operation = recorder.note(self.record, name, subjects[0].dtype, count, root, False, runs_here, 4)
-        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
         return self._start(operation, call, list(results), is_async, said, self._patience, runs_here)
 
     def _start(
@@ -272,19 +272,19 @@ class Engine:
         return work
 
     def _run(self, operation: Operation, call: Callable[[], None], said: str, patience: float | None) -> None:
-        """Run a collective in its turn, and note when."""
-        with self._turn:
-            try:
+        """Run a collective in its turn, and note when it ends."""
+        try:
+            with self._turn:
                 if patience is not None:
                     self._meet(operation, patience)
                 if self._agreement is not None:
                     self._agreement.check(said, operation)
                 call()
-            except mpi.api().Exception as error:
-                self.record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
-                raise
-            finally:
-                operation.finish()
+        except mpi.api().Exception as error:
+            self.record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+            raise
+        finally:
+            operation.finish()
 
     def _meet(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank, interruptibly.
@@ -319,6 +319,11 @@ class Engine:
             f"{report.called(missing)}.\n{table}\n"
             f"Look at what they do there, or allow more time. The group cannot be used any more."
         )
+
+    def run_what_is_before(self, work: QueuedWork) -> None:
+        """On the worker's own thread, where waiting would wait for itself, run what is queued until `work` is done."""
+        if self._worker is not None and self._worker.is_current_thread:
+            self._worker.run_until(work.is_completed)
 
     def drain(self) -> None:
         """Wait until what is queued has run."""

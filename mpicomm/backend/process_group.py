@@ -26,7 +26,7 @@ from mpicomm.settings import Settings
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # made and looked at on the main thread
 
 NAME = "mpicomm"
 NAME_WITH_NCCL = "mpicomm_nccl"
@@ -275,6 +275,7 @@ class RoutedProcessGroup(MPIProcessGroup):
     def shutdown(self) -> None:
         """End the inner back end, then this one (collective)."""
         self._inner.shutdown()
+        self._stream.close()
         super().shutdown()
 
 
@@ -379,14 +380,19 @@ def _create_with_nccl(options: Any, backend_options: Any) -> MPIProcessGroup:
 
 def _make_engine(options: Any) -> Engine:
     """Make the group's own communicator (collective over the group's ranks) and the engine on it."""
-    comm = _make_comm(options)
     ranks = list(options.global_ranks_in_group)
     record = recorder.Group(
         options.group_id,
-        ranks or range(comm.size),
+        ranks or range(mpi.job_comm().size),
         options.timeout.total_seconds(),
         is_world=not ranks,
     )
+    record.sequence = -1  # a group's own making is its number 0: a rank may never come to that
+    operation = recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=2)
+    try:
+        comm = _make_comm(options)
+    finally:
+        operation.finish()
     engine = Engine(comm, record, Settings.from_environ(os.environ))
     _engines.add(engine)
     return engine

@@ -50,19 +50,33 @@ class Worker:
         if not self.is_current_thread:
             self._thread.join()
 
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Run what is queued until `done`; for a callback, on this thread, that waits for what is queued behind it."""
+        while not done():
+            job = self._jobs.get()
+            if job is _STOP:
+                self._jobs.put(_STOP)
+                return
+            self._run_job(*job)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not _STOP:
-            call, work = job
-            error: BaseException | None = None
-            try:
-                call()
-            except Exception as caught:  # noqa: BLE001  raised by wait(), on the thread that asks
-                error = caught
+            self._run_job(*job)
+            del job  # or the last operation's tensors would live until the next
+
+    def _run_job(self, call: Callable[[], None], work: QueuedWork) -> None:
+        error: BaseException | None = None
+        try:
+            call()
+        except Exception as caught:  # noqa: BLE001  raised by wait(), on the thread that asks
+            error = caught
+        try:
+            work.finish(error)
+        finally:
+            # Only now: what the callbacks call comes before what another thread calls next.
             with self._count:
                 self._pending -= 1
                 self._count.notify_all()
-            work.finish(error)
-            del job, call, work, error  # or the last operation's tensors would live until the next
 
 
 class Poller:

@@ -28,6 +28,9 @@ class Keeper(Protocol):
     timeout_of_messages: float | None
     """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
 
+    def run_what_is_before(self, work: QueuedWork) -> None:
+        """On the worker's own thread, run what is queued until `work` is done."""
+
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that did not end in time; the group cannot be used any more."""
 
@@ -108,6 +111,7 @@ class QueuedWork(_Work):
         Raises:
             TimeoutError: If it has not after `timeout`; the group cannot be used any more then.
         """
+        self._keeper.run_what_is_before(self)
         seconds = _seconds(timeout)
         if seconds is not None and not mpi.poll(self._future.done, seconds, longest_pause=_LONGEST_PAUSE):
             raise self._keeper.time_out(self._operation, seconds)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
+from mpicomm.faults import recorder
 
 _OTHERS_PATIENCE = 2.0  # seconds in which the first rank to fail prints and aborts, before another does
 _BRIEF_RANKS = 8  # how many ranks may repeat an error in brief: rank 0's output may lie elsewhere
@@ -47,7 +48,7 @@ class Hook:
 
     def of_thread(self, args: threading.ExceptHookArgs) -> None:
         """Do the same for an exception that ends a thread: the others may wait for what it was to do."""
-        is_theirs = args.exc_value is None or args.exc_type is SystemExit
+        is_theirs = args.exc_value is None or args.exc_type is SystemExit or _is_aside(args.thread)
         if self is not _current or os.getpid() != self.pid or is_theirs or sys.is_finalizing():
             self.previous_of_threads(args)
         else:
@@ -98,6 +99,11 @@ class Hook:
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             say(f"[mpicomm] {where} failed and ends the job:\n{text}")
+
+
+def _is_aside(thread: threading.Thread | None) -> bool:
+    """Tell whether a thread is one of those, like a progress bar's, that nobody waits for at the end."""
+    return thread is None or (thread.daemon and not recorder.is_used_by(thread))
 
 
 _current: Hook | None = None

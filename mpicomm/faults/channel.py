@@ -25,6 +25,7 @@ TOKEN_BYTES = 32
 _NONCE_BYTES = 16
 _STRANGERS_SECONDS = 10.0  # in which who connects must have shown the token
 _BACKLOG = 4096
+_ACCEPT_PAUSE = 0.01
 _SPARE_FILES = 256  # descriptors that are left to the program
 
 
@@ -166,8 +167,11 @@ class Channel:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):  # the peer may have gone again
+        try:
             connection = Connection(self._listener.accept()[0])
+        except OSError:  # the peer may have gone again; or there are too many files open, which may pass
+            time.sleep(_ACCEPT_PAUSE)
+        else:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             self._strangers[connection] = (nonce, time.monotonic() + _STRANGERS_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)

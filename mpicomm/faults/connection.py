@@ -15,7 +15,7 @@ _STRANGERS_LIMIT = 512  # bytes of a message of somebody who has not shown the t
 _CHUNK = 1 << 16
 
 # Dead hosts do not say goodbye. The kernel asks, so that a rank that is stopped or keeps the GIL still answers.
-_IDLE, _INTERVAL, _PROBES = 5, 2, 5  # seconds, seconds, number
+_IDLE, _INTERVAL, _PROBES = 10, 5, 4  # seconds, seconds, number
 
 
 class Connection:

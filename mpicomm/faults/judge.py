@@ -73,6 +73,7 @@ class Judge:
         self._collection: _Collection | None = None
         self._collections = 0
         self._next_report = 0.0
+        self._has_files = False
         self._judge_at: float | None = None
         self._end_at: float | None = None
         self._status = 1
@@ -101,6 +102,7 @@ class Judge:
             self._look_for_leavers(now)
         elif kind == "goes on":
             self._waits.pop((message["rank"], message["number"]), None)
+            self._drop_asks(message)
         elif kind == "died":
             self.lose(message["rank"], message["why"], now)
         elif kind == "failed":
@@ -118,7 +120,8 @@ class Judge:
 
     def lose(self, rank: int, why: str, now: float) -> None:
         """Take in that the connection to a rank has ended."""
-        if rank in self._left or rank in self._died:
+        has_gone = rank in self._left and (len(self._left) == self.size or not self._left[rank]["waits"])
+        if has_gone or rank in self._died:
             return
         self._died[rank] = why
         what = "was ended by SIGTERM, which rank 0 did not get" if rank in self._terminated else f"died: {why}"
@@ -152,9 +155,11 @@ class Judge:
             self._judge_at = now + _GATHER_SECONDS
 
     def _judge_leavers(self, now: float) -> None:
-        culprits = {rank for key in self._distinct_waits() for rank in self._culprits(*key)}
-        if culprits:
-            self._ask({"kind": "left", "culprits": sorted(culprits)}, now)
+        if self._find_culprits():
+            self._ask({"kind": "left"}, now)
+
+    def _find_culprits(self) -> list[int]:
+        return sorted({rank for key in self._distinct_waits() for rank in self._culprits(*key)})
 
     def _distinct_waits(self) -> set[tuple[str, str, int | None, int | None]]:
         """Return what ranks wait for; thousands of them mostly wait for the same."""
@@ -170,7 +175,9 @@ class Judge:
             return others if others and all(rank in self._left for rank in others) else []
         needed = set(report.parse_ranges(needs))
         return [
-            rank for rank, leave in self._left.items() if rank in needed and leave["sequences"].get(group, 0) < sequence
+            rank
+            for rank, leave in self._left.items()
+            if rank in needed and leave["sequences"].get(group, -1) < sequence
         ]
 
     # -- where everybody is --------------------------------------------------------------------------------------
@@ -182,10 +189,22 @@ class Judge:
             self._collections += 1
             self._collection = _Collection(self._collections, now + COLLECT_SECONDS, [])
             self._collection.asks.append(ask)
-            wants_files = ask["kind"] != "missing"
+            # A slow checkpoint looks like a hang: one set of files will do, until the job ends.
+            wants_files = ask["kind"] in ("left", "deadline") or (ask["kind"] == "hang" and not self._has_files)
+            self._has_files = self._has_files or wants_files
             self._actions.tell_all({"kind": "collect", "number": self._collections, "files": wants_files})
         else:
             self._collection.asks.append(ask)
+
+    def _drop_asks(self, message: Message) -> None:
+        """Drop what was asked for an operation that has ended meanwhile."""
+        if self._collection is not None:
+            which = (message["rank"], message["number"])
+            self._collection.asks = [
+                ask
+                for ask in self._collection.asks
+                if ask["kind"] not in ("hang", "deadline") or (ask["rank"], ask["number"]) != which
+            ]
 
     def _take_status(self, message: Message) -> None:
         if self._collection is not None and message["number"] == self._collection.number:
@@ -205,8 +224,9 @@ class Judge:
             if ask["kind"] == "missing":
                 self._answer(ask, statuses)
         kinds = {ask["kind"] for ask in asks}
-        if "left" in kinds:
-            self._end_by_leavers(next(ask for ask in asks if ask["kind"] == "left")["culprits"], statuses, now)
+        culprits = self._find_culprits()
+        if "left" in kinds and culprits:
+            self._end_by_leavers(culprits, statuses, now)
         elif "deadline" in kinds:
             self._end_by_deadline(next(ask for ask in asks if ask["kind"] == "deadline"), statuses, now)
         elif "hang" in kinds:
@@ -232,7 +252,7 @@ class Judge:
         missing = {
             rank: statuses[rank]
             for rank in report.parse_ranges(ask["needs"])
-            if statuses[rank].get("sequences", {}).get(ask["group"], 0) < ask["sequence"]
+            if statuses[rank].get("sequences", {}).get(ask["group"], -1) < ask["sequence"]
         }
         self._actions.tell(
             ask["rank"],

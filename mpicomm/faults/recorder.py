@@ -7,15 +7,11 @@ costs microseconds to find in a long function, and is found when somebody asks.
 from __future__ import annotations
 
 import collections
-import contextlib
-import ctypes
-import functools
 import itertools
 import os
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from threading import get_ident
@@ -27,13 +23,14 @@ from mpicomm.faults import report
 RING = 1024
 """How many operations are remembered."""
 
+_HELD_WORKS = 16  # of a stream
 _CLOSED_GROUPS = 64  # that are remembered
 
 _ring: list[Operation | None] = [None] * RING
 _running: dict[int, Operation] = {}
 _numbers = itertools.count()
 _new, _getframe = object.__new__, sys._getframe
-_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_streams: list[Stream] = []
 _groups: dict[str, Group] = {}
 
 # Files whose frames are not the user's: the caller is looked for above them.
@@ -82,6 +79,7 @@ class Operation:
         "ends_job",
         "group",
         "instruction",
+        "is_message",
         "name",
         "number",
         "peer",
@@ -90,10 +88,11 @@ class Operation:
         "thread",
     )
 
-    code: types.CodeType
+    code: types.CodeType | None
     instruction: int
     thread: int
     group: Group
+    is_message: bool
     sequence: int | None
     name: str
     dtype: Any
@@ -107,6 +106,9 @@ class Operation:
 
     def begin(self) -> None:
         """Note that the operation runs, or that somebody waits for it: from now on its deadline counts."""
+        if self.sequence is None and not self.is_message:
+            # Numbered in the order in which they run: callbacks that call operations come to be called at any moment.
+            self.sequence = self.group.sequence = self.group.sequence + 1
         self.start = monotonic()
         _running[self.number] = self
 
@@ -115,6 +117,11 @@ class Operation:
         self.end = monotonic()
         _running.pop(self.number, None)
 
+    def forgive(self, seconds: float) -> None:
+        """Let the deadline pass so much later: this process stood still meanwhile."""
+        if self.start is not None:
+            self.start += seconds
+
     def pause(self) -> None:
         """Note that nobody waits for the operation any more, though it has not ended."""
         _running.pop(self.number, None)
@@ -122,9 +129,16 @@ class Operation:
     @property
     def needs(self) -> list[int]:
         """The ranks of the job without which the operation cannot end: the partner, or the whole group."""
-        if self.sequence is None and self.peer is not None:
+        if self.is_message and self.peer is not None:
             return [self.group.ranks[self.peer]]
         return list(self.group.ranks)
+
+    @property
+    def where(self) -> str:
+        """Where in the user's program it was called; where the main thread is now, for a call of C++."""
+        if self.code is None:
+            return line_of_main_thread() or "an unknown place"
+        return line_of(self.code, self.instruction)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return what other ranks and files are told of the operation."""
@@ -133,10 +147,11 @@ class Operation:
             "group": self.group.name,
             "members": "" if self.group.is_world else report.ranges(self.group.ranks),
             "sequence": self.sequence,
+            "is_message": self.is_message,
             "dtype": "" if self.dtype is None else str(self.dtype).removeprefix("torch."),
             "count": self.count,
             "peer": None if self.peer is None else self.group.ranks[self.peer],
-            "where": line_of(self.code, self.instruction),
+            "where": self.where,
             "called": round(now - self.called, 6),
             "seconds": None if self.start is None else round((self.end or now) - self.start, 6),
             "is_over": self.end is not None,
@@ -155,20 +170,22 @@ def note(
         is_running: The operation begins at once.
         depth: How many frames lie between this one and the first that may be the user's.
     """
-    frame = _getframe(depth)
-    while (file := frame.f_code.co_filename) in _inner_files or (file not in _users_files and _is_inner(file)):
-        if frame.f_back is None:
+    frame: types.FrameType | None = _getframe(depth)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file in _users_files or (file not in _inner_files and not _is_inner(file)):
             break
         frame = frame.f_back
     operation = _new(Operation)
-    operation.code = frame.f_code
-    operation.instruction = frame.f_lasti
+    if frame is not None:
+        operation.code = frame.f_code
+        operation.instruction = frame.f_lasti
+    else:  # called by C++ on a thread of its own
+        operation.code = None
+        operation.instruction = 0
     operation.thread = get_ident()
     operation.group = group
-    if is_message:
-        operation.sequence = None
-    else:
-        operation.sequence = group.sequence = group.sequence + 1
+    operation.is_message = is_message
     operation.name = name
     operation.dtype = dtype
     operation.count = count
@@ -177,7 +194,10 @@ def note(
     operation.ends_job = True
     operation.number = number = next(_numbers)
     operation.called = now = monotonic()
+    operation.sequence = None
     if is_running:
+        if not is_message:
+            operation.sequence = group.sequence = group.sequence + 1
         operation.start = now
         _running[number] = operation
     else:
@@ -189,15 +209,14 @@ def note(
 class Stream:
     """The operations that an inner back end runs one after the other, on a GPU's stream.
 
-    Only the last work is kept, and one that is looked at: a work may hold its tensors.
+    A few works among the open ones are kept and looked at, not all: a work may hold its tensors.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._open: collections.deque[Operation] = collections.deque(maxlen=RING)
-        self._latest: tuple[Operation, Any] | None = None
-        self._watched: tuple[Operation, Any] | None = None
-        _streams.add(self)
+        self._lock = threading.Lock()
+        self._open: collections.deque[tuple[Operation, Any]] = collections.deque()
+        _streams.append(self)
 
     def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
         """Note the call of an operation."""
@@ -205,39 +224,45 @@ class Stream:
 
     def started(self, operation: Operation, work: Any) -> None:
         """Note that the inner back end has taken an operation."""
-        if len(self._open) == RING:
-            self._open[0].finish()
-        operation.begin()
-        self._open.append(operation)
-        self._latest = (operation, work)
-        if self._watched is None:
-            self._watched = self._latest
+        with self._lock:
+            operation.begin()
+            self._open.append((operation, work))
+            held = [index for index, (_, each) in enumerate(self._open) if each is not None]
+            if len(held) > _HELD_WORKS:
+                for index in held[1:-1:2]:
+                    self._open[index] = (self._open[index][0], None)
+            if len(self._open) > RING:
+                self._open.popleft()[0].finish()
 
     def refresh(self) -> None:
         """Note which operations have ended; called on the watchdog's thread."""
-        while (watched := self._watched) is not None and watched[1].is_completed():
-            while self._open and self._open[0].number <= watched[0].number:
-                self._open.popleft().finish()
-            latest = self._latest
-            self._watched = None if latest is watched else latest
+        with self._lock:
+            held = [(index, work) for index, (_, work) in enumerate(self._open) if work is not None]
+            over = [index for index, work in held if _is_over(work)]
+            for _ in range(max(over, default=-1) + 1):
+                self._open.popleft()[0].finish()
+
+    def close(self) -> None:
+        """Let go of everything, at the end of the group."""
+        with self._lock:
+            for operation, _ in self._open:
+                operation.finish()
+            self._open.clear()
+        if self in _streams:
+            _streams.remove(self)
+
+
+def _is_over(work: Any) -> bool:
+    try:
+        return work.is_completed()
+    except Exception:  # noqa: BLE001  an operation that failed has ended; who waits for it hears why
+        return True
 
 
 def refresh_streams() -> None:
     """Note which operations on streams have ended; on the watchdog's thread."""
-    for stream in list(_streams):
-        _allow_queries_during_capture()
+    for stream in _streams.copy():  # others may come and go meanwhile
         stream.refresh()
-
-
-@functools.cache
-def _allow_queries_during_capture() -> None:
-    """Let this thread ask CUDA for events while another records a graph, which would make the recording invalid.
-
-    CUDA Driver API, cuThreadExchangeStreamCaptureMode: the mode is the calling thread's own.
-    """
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    with contextlib.suppress(OSError, AttributeError):  # no CUDA here
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def recorded() -> list[Operation]:
@@ -269,13 +294,18 @@ def break_group(name: str, cause: str) -> None:
 
 def has_open_collectives() -> bool:
     """Tell whether a collective that was called has not ended, be it running or queued."""
-    return any(each is not None and each.end is None and each.sequence is not None for each in list(_ring))
+    return any(each is not None and each.end is None and not each.is_message for each in list(_ring))
 
 
 def _forget_closed_groups() -> None:
     closed = [name for name, group in _groups.items() if group.is_closed]
     for name in closed[:-_CLOSED_GROUPS]:
         del _groups[name]
+
+
+def is_used_by(thread: threading.Thread) -> bool:
+    """Tell whether a thread has called operations."""
+    return any(each is not None and each.thread == thread.ident for each in list(_ring))
 
 
 def is_used_by_a_thread() -> bool:

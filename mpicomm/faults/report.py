@@ -48,10 +48,12 @@ def operation(what: Mapping[str, Any]) -> str:
     text = str(what["name"])
     if what["sequence"] is not None:
         text += f" #{what['sequence']}"
+    elif not what["is_message"]:
+        text += " (queued)"
     if what["peer"] is not None:
         direction = {"send": " to", "recv": " from"}.get(what["name"], ", root")
         text += f"{direction} rank {what['peer']}"
-    elif what["sequence"] is None:
+    elif what["name"] == "recv":
         text += " from any rank"
     if what["dtype"]:
         text += f", {what['dtype']}[{what['count']}]"

@@ -43,11 +43,14 @@ def watch(wake_fd: int) -> None:
 def unwatch() -> None:
     """Undo `watch`, as far as nobody else has come on top of it."""
     global _wake_fd, _previous_fd  # noqa: PLW0603
-    if _wake_fd < 0 or threading.current_thread() is not threading.main_thread():
+    if _wake_fd < 0:
         return
-    current = signal.set_wakeup_fd(_previous_fd)
-    if current != _wake_fd:
-        signal.set_wakeup_fd(current)
+    if threading.current_thread() is not threading.main_thread():
+        _wake_fd = _previous_fd = -1  # the handler ends the process by itself from now on
+        return
+    with contextlib.suppress(OSError):  # who was here before may have closed theirs
+        current = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(_previous_fd if current == _wake_fd else current)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _wake_fd = _previous_fd = -1
@@ -80,6 +83,7 @@ def end_by_sigterm() -> None:
 
 def _on_sigterm(number: int, _frame: types.FrameType | None) -> None:
     if _wake_fd < 0:
+        end_by_sigterm()
         return
     current = signal.set_wakeup_fd(_wake_fd, warn_on_full_buffer=False)
     if current != _wake_fd:  # somebody's event loop is on top: the watchdog was not told

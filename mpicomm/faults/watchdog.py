@@ -16,21 +16,27 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpicomm.faults import abort, files, recorder, report, signals
 from mpicomm.faults.channel import Channel, Event
 from mpicomm.faults.connection import Message
 from mpicomm.faults.judge import COLLECT_SECONDS, Judge
 
+T = TypeVar("T")
+
 PATIENCE = 5.0
 """Seconds that a rank waits for one that has left in good order, before the job ends."""
 
+_LATE_SECONDS = 5.0  # by which a look is late if the process stood still
+_ERROR_SECONDS = 0.05  # pause after an error, which may come again and again
 _TICK = 1.0  # seconds between two looks
 _HUBS_SECONDS = 2.0  # in which the ranks of a hub answer it
 _SILENCE = 1.5 * COLLECT_SECONDS  # without an answer, after which rank 0 counts as silent
 _SPEAKERS = 8  # how many ranks may speak in rank 0's place, each a second after the one before
 _TERM_SECONDS = 0.3  # in which news of a rank's death may come, before SIGTERM is obeyed
+_ENDED_SECONDS = 10.0  # in which the end of the job must have reached a rank
+_WRITE_SECONDS = 1.0  # that the watchdog waits for a rank's files
 _TAKE_DOWN_SECONDS = 60.0  # in which ranks that have all left have destroyed their groups
 _EXIT_SECONDS = 0.5  # that os._exit waits to be heard: some launchers kill the others before they can say why
 _ABORT_SECONDS = 5.0  # in which an abort must have ended this process
@@ -82,23 +88,29 @@ class Watchdog:
         limits: Limits,
         end: Callable[[int], Any],
         claim: Callable[[], bool],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the watchdog; `start` sets it to work.
 
         Args:
             end: Ends the job with a status.
             claim: Tells whether nobody has named a cause of the job's end yet.
+            prepare: Called first on the watchdog's thread.
         """
         self.place = place
         self._channel = channel
         self._limits = limits
         self._end_job = end
         self.claim = claim
+        self._prepare = prepare
+        self._is_established = False
+        self._early: list[Event] = []  # connections lost before every rank had one
         self._judge = Judge(place.hosts, place.hubs, limits.hang_seconds, self) if place.rank == 0 else None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpicomm-watchdog", daemon=True)
         self._is_stopping = False
         self._is_ending = False
+        self._end_by = 0.0  # when this process must have been ended, once that is decided
         self._has_failed = False
         self._all_left = threading.Event()
         self._is_stuck = False  # whether some rank is, once all have left
@@ -122,13 +134,24 @@ class Watchdog:
         signals.watch(self._channel.wake_fd)
         self._thread.start()
 
-    def leave(self, status: int | None, *, is_stuck: bool) -> None:
+    def establish(self) -> None:
+        """Take note that every rank has connected: from now on, who is lost is dead."""
+
+        def establish() -> None:
+            self._is_established = True
+            for event in self._early:
+                self._take(event)
+
+        self._post(establish)
+
+    def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True) -> None:
         """Say that this rank calls no more operations.
 
         Args:
             is_stuck: An operation of this rank may never end, so that MPI cannot be finalised.
+            waits: Whether it waits for the others now, or goes at once.
         """
-        self._post(lambda: self._leave(status, is_stuck=is_stuck))
+        self._post(lambda: self._leave(status, is_stuck=is_stuck, waits=waits))
 
     def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> bool:
         """Wait until every rank has left, and call `meanwhile` every `pause` seconds.
@@ -139,6 +162,10 @@ class Watchdog:
         while not self._all_left.wait(pause) and self._thread.is_alive():
             meanwhile()
         return self._is_stuck
+
+    def take_down(self) -> None:
+        """Say that this rank destroys its groups now, which must not take long: all ranks do."""
+        self._gone_by = time.monotonic() + _TAKE_DOWN_SECONDS
 
     def fail(self) -> None:
         """Say that this rank has failed, tells why itself, and ends the job."""
@@ -225,40 +252,57 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._attempt(self._prepare)
         while not self._is_stopping:
-            try:
-                self._turn_once()
-            except Exception:  # noqa: BLE001  whatever it is, the job must not end by its watchdog
-                self._say_failed(traceback.format_exc())
+            self._turn_once()
         self._channel.close()
 
     def _turn_once(self) -> None:
-        for event in self._channel.poll(self._pause()):
-            self._take(event)
+        for event in self._attempt(self._channel.poll, self._pause()) or ():
+            self._attempt(self._take, event)
         while not self._inbox.empty():
-            self._inbox.get()()
-        self._take_signals()
+            self._attempt(self._inbox.get())
+        self._attempt(self._take_signals)
         now = time.monotonic()
         if now >= self._next_tick:
+            self._forgive_a_pause(now)
             self._next_tick = now + _TICK
-            self._look(now)
-        self._close_rounds(now)
+            self._attempt(self._look, now)
+        self._attempt(self._close_rounds, now)
         if self._judge is not None:
-            self._judge.tick(now)
-        self._speak_for_rank_0(now)
+            self._attempt(self._judge.tick, now)
+        self._attempt(self._speak_for_rank_0, now)
 
-    def _say_failed(self, trace: str) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self.speak(f"[mpicomm] the watchdog of rank {self.place.rank} met an error, and goes on:\n{trace}")
-        time.sleep(_TICK)  # it may meet it again and again
+    def _attempt(self, step: Callable[..., T], *arguments: Any) -> T | None:
+        """Take one step; whatever error it meets, the job must not end by its watchdog, nor the steps behind fail."""
+        try:
+            return step(*arguments)
+        except Exception:  # noqa: BLE001
+            if not self._has_failed:
+                self._has_failed = True
+                trace = traceback.format_exc()
+                self.speak(f"[mpicomm] the watchdog of rank {self.place.rank} met an error, and goes on:\n{trace}")
+            time.sleep(_ERROR_SECONDS)
+            return None
+
+    def _forgive_a_pause(self, now: float) -> None:
+        """Where this process stood still (suspended, or in code that keeps the GIL), let no deadline pass by that."""
+        late = now - self._next_tick
+        if self._next_tick and late > _LATE_SECONDS:
+            for operation in recorder.running():
+                operation.forgive(late)
+            self._asked_at = None if self._asked_at is None else self._asked_at + late
+            self._orphaned = None if self._orphaned is None else (self._orphaned[0] + late, self._orphaned[1])
+            self._gone_by = None if self._gone_by is None else self._gone_by + late
 
     def _pause(self) -> float:
         is_busy = self._rounds or self._term_at or (self._judge is not None and self._judge.is_busy)
         return 0.05 if is_busy else max(0.0, self._next_tick - time.monotonic())
 
     def _take(self, event: Event) -> None:
-        if event.rank is None:
+        if event.lost and not self._is_established:
+            self._early.append(event)
+        elif event.rank is None:
             if event.message is not None:
                 self._take_from_above(event.message)
             elif not self._all_left.is_set() and self._term_at is None:
@@ -296,10 +340,10 @@ class Watchdog:
             self._heard_exit.set()
         elif kind == "all left":
             self._is_stuck = message["is_stuck"]
-            self._gone_by = time.monotonic() + _TAKE_DOWN_SECONDS
             self._all_left.set()
         elif kind == "ending" and not self._is_ending:
             self._is_ending = True
+            self._end_by = time.monotonic() + _ENDED_SECONDS
             if message["files"]:
                 self._write_files()
 
@@ -324,11 +368,14 @@ class Watchdog:
         for operation in running.values():
             self._look_at(operation, now)
         if self._left is None and self._has_ended():
-            self._leave(abort.exit_status(), is_stuck=False)
+            self._leave(abort.exit_status(), is_stuck=False, waits=True)
 
     def _has_ended(self) -> bool:
-        """Tell whether the program has ended, while threads that call no operations keep the process alive."""
-        if threading.main_thread().is_alive():
+        """Tell whether the program has ended by `sys.exit`, badly, while threads keep the process alive.
+
+        Without that, the threads may be what the program is about.
+        """
+        if threading.main_thread().is_alive() or not abort.exit_status():
             return False
         return not recorder.is_used_by_a_thread() and not recorder.has_open_collectives()
 
@@ -339,6 +386,7 @@ class Watchdog:
         what = operation.describe(now)
         ask = {
             "rank": self.place.rank,
+            "number": operation.number,
             "what": what,
             "seconds": waited,
             "timeout": timeout,
@@ -373,13 +421,14 @@ class Watchdog:
         told.add(what)
         return is_news
 
-    def _leave(self, status: int | None, *, is_stuck: bool) -> None:
+    def _leave(self, status: int | None, *, is_stuck: bool, waits: bool) -> None:
         if self._left is None:
             self._left = {
                 "kind": "left",
                 "rank": self.place.rank,
                 "status": status,
                 "is_stuck": is_stuck,
+                "waits": waits,
                 "sequences": recorder.sequences(),
             }
             self._tell(self._left)
@@ -407,10 +456,17 @@ class Watchdog:
         self._tell({"kind": "status", "number": number, "rank": rank, "status": status})
 
     def _write_files(self) -> None:
-        if self._limits.directory is not None:
+        if self._limits.directory is None:
+            return
+        # A file system that stands still is one of the reasons why jobs do: it must not stop the watchdog as well.
+        writing = threading.Thread(target=self._write_files_here, args=(self._limits.directory,), daemon=True)
+        writing.start()
+        writing.join(_WRITE_SECONDS)
+
+    def _write_files_here(self, directory: Path) -> None:
+        with contextlib.suppress(OSError):  # the table comes all the same
             about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
-            with contextlib.suppress(OSError):  # the table comes all the same
-                files.write(self._limits.directory, self.place.rank, about)
+            files.write(directory, self.place.rank, about)
 
     def _files_note(self) -> str:
         directory = self._limits.directory
@@ -449,7 +505,9 @@ class Watchdog:
 
     def _speak_for_rank_0(self, now: float) -> None:
         """Where rank 0 or the way to it is gone, or rank 0 does not answer, do what it would do."""
-        if self._gone_by is not None and now >= self._gone_by and not self._is_ending:
+        if self._is_ending and self._judge is None and now >= self._end_by:
+            os._exit(1)  # the launcher has left this rank alone
+        if self._gone_by is not None and now >= self._gone_by + self._turn() and not self._is_ending:
             self._end_alone("all ranks have come to their end, but their groups cannot be taken down")
         if self._is_ending or self._judge is not None:
             return
