@@ -50,8 +50,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("debug", ["0", "1"], ids=["", "debug"])
-@pytest.mark.parametrize("how", list(CALLS))
+@pytest.mark.parametrize(
+    ("how", "debug"), [*((how, "0") for how in CALLS), ("barrier", "1")], ids=[*CALLS, "barrier-debug"]
+)
 def test_an_exception_names_who_has_not_come(how: str, debug: str) -> None:
     env = {"MPICOMM_TIMEOUT": "raise" if "raise" in how else "abort", "MPICOMM_DEBUG": debug}
     outcome = run_ranks(SIZE, SCRIPT.replace("CALL", CALLS[how]), env=env)

@@ -108,6 +108,30 @@ def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None
     assert torch.equal(work.get_future().then(again).wait(), torch.full((3,), float(group.size)))
 
 
+def test_a_callback_may_wait_for_what_is_queued_behind_it(group: Group) -> None:
+    tensor, other = torch.ones(4), torch.ones(3)
+    first = dist.all_reduce(tensor, group=group.handle, async_op=True)
+    second = dist.all_reduce(other, group=group.handle, async_op=True)
+    later = first.get_future().then(lambda _future: second.wait())
+    assert later.wait()
+    assert torch.equal(other, torch.full((3,), float(group.size)))
+
+
+def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> None:
+    """Where the ranks compare their calls, by number, too: a callback's comes when it comes."""
+    tensors = [torch.ones(1000) for _ in range(20)]
+
+    def again(future: torch.futures.Future) -> None:
+        dist.all_reduce(future.value()[0], group=group.handle)
+
+    works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for tensor in tensors]
+    later = [work.get_future().then(again) for work in works]
+    for each in later:
+        each.wait()
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.full((1000,), float(group.size**2)))
+
+
 def test_several_groups_at_once(groups: dict[str, Group]) -> None:
     kinds = list(groups.values())
     tensors = [torch.full((1000,), float(1 + group.rank)) for group in kinds]
