@@ -16,8 +16,6 @@ import secrets
 import selectors
 import socket
 import time
-from typing import Any
-
 from mpicomm.faults.connection import Connection, Message
 
 TOKEN_BYTES = 32
@@ -53,6 +51,7 @@ class Channel:
         self._expected: set[int] = set()
         self._strangers: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its last moment
         self._up: Connection | None = None
+        self._unread: list[Message] = []  # what came with the hub's welcome
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -91,11 +90,11 @@ class Channel:
         connection = Connection(socket.create_connection((address, port), timeout=seconds))
         try:
             connection.is_trusted = True  # its port was told by MPI
-            challenge = _next_message(connection, deadline)
+            challenge, *_ = _next_messages(connection, deadline)
             nonce, self.hub_pid = bytes.fromhex(challenge["nonce"]), int(challenge["pid"])
             proof = _proof(self._token, nonce, self.rank)
             connection.send({"rank": self.rank, "pid": os.getpid(), "proof": proof})
-            _next_message(connection, deadline)
+            _welcome, *self._unread = _next_messages(connection, deadline)
         except (OSError, KeyError, ValueError):
             connection.close()
             raise
@@ -128,8 +127,9 @@ class Channel:
 
     def poll(self, seconds: float) -> list[Event]:
         """Wait until something comes in, for at most `seconds`, and return it."""
-        events: list[Event] = []
-        for key, mask in self._selector.select(max(0.0, seconds)):
+        events = [Event(None, message) for message in self._unread]
+        self._unread = []
+        for key, mask in self._selector.select(0.0 if events else max(0.0, seconds)):
             if key.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self.woken += self._woken.recv(4096)
@@ -256,8 +256,8 @@ def _proof(token: bytes, nonce: bytes, rank: int) -> str:
     return hmac.digest(token, nonce + str(rank).encode(), "sha256").hex()
 
 
-def _next_message(connection: Connection, deadline: float) -> dict[str, Any]:
-    """Wait for a message on a connection that nobody polls yet."""
+def _next_messages(connection: Connection, deadline: float) -> list[Message]:
+    """Wait for messages, at least one, on a connection that nobody polls yet."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < deadline:
@@ -265,7 +265,7 @@ def _next_message(connection: Connection, deadline: float) -> dict[str, Any]:
                 break
             messages, lost = connection.receive()
             if messages:
-                return messages[0]
+                return messages
             if lost:
                 raise ConnectionError(f"the hub ended the connection: {lost}")
     raise TimeoutError("the hub does not answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,13 @@ def operation(what: Mapping[str, Any]) -> str:
     if what["dtype"]:
         text += f", {what['dtype']}[{what['count']}]"
     if what["members"]:
-        text += f", in the group of {called(parse_ranges(what['members']))}"
+        text += f", in the group of {_members(what['members'])}"
     return text
+
+
+@functools.lru_cache(maxsize=1024)  # of a group's thousands of ranks each shows it
+def _members(text: str) -> str:
+    return called(parse_ranges(text))
 
 
 def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ def unwatch() -> None:
     if threading.current_thread() is not threading.main_thread():
         _wake_fd = _previous_fd = -1  # the handler ends the process by itself from now on
         return
-    with contextlib.suppress(OSError):  # who was here before may have closed theirs
+    with contextlib.suppress(OSError, ValueError):  # who was here before may have closed theirs
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(_previous_fd if current == _wake_fd else current)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
