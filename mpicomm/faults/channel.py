@@ -16,6 +16,7 @@ import secrets
 import selectors
 import socket
 import time
+
 from mpicomm.faults.connection import Connection, Message
 
 TOKEN_BYTES = 32
@@ -24,6 +25,7 @@ _NONCE_BYTES = 16
 _STRANGERS_SECONDS = 10.0  # in which who connects must have shown the token
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.01
+_MOST_STRANGERS = 128
 _SPARE_FILES = 256  # descriptors that are left to the program
 
 
@@ -172,6 +174,12 @@ class Channel:
         except OSError:  # the peer may have gone again; or there are too many files open, which may pass
             time.sleep(_ACCEPT_PAUSE)
         else:
+            if len(self._strangers) >= _MOST_STRANGERS + len(
+                self._expected
+            ):  # those of the job are quick to show the token
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self._drop(oldest)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             self._strangers[connection] = (nonce, time.monotonic() + _STRANGERS_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)

@@ -46,7 +46,9 @@ class _Collection:
 
     number: int
     deadline: float
-    asks: list[Message]
+    asks: dict[tuple[str, int, int], Message] = dataclasses.field(default_factory=dict)
+    """What was asked, by kind, rank and operation."""
+
     statuses: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -187,24 +189,18 @@ class Judge:
             return
         if self._collection is None:
             self._collections += 1
-            self._collection = _Collection(self._collections, now + COLLECT_SECONDS, [])
-            self._collection.asks.append(ask)
+            self._collection = _Collection(self._collections, now + COLLECT_SECONDS)
             # A slow checkpoint looks like a hang: one set of files will do, until the job ends.
             wants_files = ask["kind"] in ("left", "deadline") or (ask["kind"] == "hang" and not self._has_files)
             self._has_files = self._has_files or wants_files
             self._actions.tell_all({"kind": "collect", "number": self._collections, "files": wants_files})
-        else:
-            self._collection.asks.append(ask)
+        self._collection.asks[ask["kind"], ask.get("rank", -1), ask.get("number", -1)] = ask
 
     def _drop_asks(self, message: Message) -> None:
         """Drop what was asked for an operation that has ended meanwhile."""
         if self._collection is not None:
-            which = (message["rank"], message["number"])
-            self._collection.asks = [
-                ask
-                for ask in self._collection.asks
-                if ask["kind"] not in ("hang", "deadline") or (ask["rank"], ask["number"]) != which
-            ]
+            for kind in ("hang", "deadline"):
+                self._collection.asks.pop((kind, message["rank"], message["number"]), None)
 
     def _take_status(self, message: Message) -> None:
         if self._collection is not None and message["number"] == self._collection.number:
@@ -216,7 +212,7 @@ class Judge:
 
     def _close_collection(self, now: float) -> None:
         assert self._collection is not None
-        asks, statuses = self._collection.asks, self._collection.statuses
+        asks, statuses = list(self._collection.asks.values()), self._collection.statuses
         self._collection = None
         for rank in range(self.size):
             statuses[rank] = self._complete(rank, statuses.get(rank), now)

@@ -215,7 +215,8 @@ class Stream:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._lock = threading.Lock()
-        self._open: collections.deque[tuple[Operation, Any]] = collections.deque()
+        self._open: collections.deque[Operation] = collections.deque()
+        self._held: list[tuple[Operation, Any]] = []
         _streams.append(self)
 
     def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
@@ -226,28 +227,28 @@ class Stream:
         """Note that the inner back end has taken an operation."""
         with self._lock:
             operation.begin()
-            self._open.append((operation, work))
-            held = [index for index, (_, each) in enumerate(self._open) if each is not None]
-            if len(held) > _HELD_WORKS:
-                for index in held[1:-1:2]:
-                    self._open[index] = (self._open[index][0], None)
+            self._open.append(operation)
+            self._held.append((operation, work))
+            if len(self._held) > _HELD_WORKS:
+                self._held = [self._held[0], *self._held[1:-1:2], self._held[-1]]
             if len(self._open) > RING:
-                self._open.popleft()[0].finish()
+                self._open.popleft().finish()
 
     def refresh(self) -> None:
         """Note which operations have ended; called on the watchdog's thread."""
         with self._lock:
-            held = [(index, work) for index, (_, work) in enumerate(self._open) if work is not None]
-            over = [index for index, work in held if _is_over(work)]
-            for _ in range(max(over, default=-1) + 1):
-                self._open.popleft()[0].finish()
+            last_over = max((operation.number for operation, work in self._held if _is_over(work)), default=-1)
+            self._held = [(operation, work) for operation, work in self._held if operation.number > last_over]
+            while self._open and self._open[0].number <= last_over:
+                self._open.popleft().finish()
 
     def close(self) -> None:
         """Let go of everything, at the end of the group."""
         with self._lock:
-            for operation, _ in self._open:
+            for operation in self._open:
                 operation.finish()
             self._open.clear()
+            self._held.clear()
         if self in _streams:
             _streams.remove(self)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 _callbacks: list[Callable[[], None]] = []
 _wake_fd = -1
 _previous_fd = -1
+_previous_file: tuple[int, int] | None = None  # what `_previous_fd` was
 
 
 def register(callback: Callable[[], None]) -> None:
@@ -36,13 +37,15 @@ def watch(wake_fd: int) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     _wake_fd, _previous_fd = wake_fd, signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+    with contextlib.suppress(OSError):
+        _previous_file = _identity(_previous_fd) if _previous_fd >= 0 else None
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # without a handler of Python's nothing is written
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def unwatch() -> None:
     """Undo `watch`, as far as nobody else has come on top of it."""
-    global _wake_fd, _previous_fd  # noqa: PLW0603
+    global _wake_fd, _previous_fd, _previous_file  # noqa: PLW0603  signals are the process's
     if _wake_fd < 0:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -67,7 +70,8 @@ def deliver(numbers: bytes) -> bool:
         return False
     if _previous_fd >= 0:
         with contextlib.suppress(OSError):
-            os.write(_previous_fd, numbers)
+            if _identity(_previous_fd) == _previous_file:  # the number may be another file's by now
+                os.write(_previous_fd, numbers)
     if signal.SIGTERM not in numbers:
         return False
     for callback in _callbacks:
@@ -79,6 +83,11 @@ def end_by_sigterm() -> None:
     """End this process as SIGTERM does by default; on any thread, where `signal.signal` is for the main one."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _on_sigterm(number: int, _frame: types.FrameType | None) -> None:

@@ -1,0 +1,782 @@
+"""The side channel over real sockets: what comes through, who gets in, and what is noticed when somebody goes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mpicomm.faults import channel as channels
+from mpicomm.faults import connection as connections
+from mpicomm.faults.channel import Channel, Event
+from mpicomm.faults.connection import Connection, Message
+
+TOKEN = bytes(range(channels.TOKEN_BYTES))
+HOST = "127.0.0.1"
+SECONDS = 10.0  # in which everything here must have happened
+LIMIT = connections._LIMIT
+STRANGERS_LIMIT = connections._STRANGERS_LIMIT
+
+
+def pump(condition: Callable[[], Any], *polled: Channel) -> list[Event]:
+    """Poll channels until something is so, and return what they saw."""
+    events: list[Event] = []
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {SECONDS} s; seen: {events}"
+        for each in polled:
+            events += each.poll(0.005)
+    return events
+
+
+def take(channel: Channel, number: int, *others: Channel) -> list[Event]:
+    """Poll a channel until it has seen so many events, and keep others going, which see none."""
+    events: list[Event] = []
+    deadline = time.monotonic() + SECONDS
+    while len(events) < number and time.monotonic() < deadline:
+        events += channel.poll(0.005 if others else 0.05)
+        for other in others:
+            assert other.poll(0) == []
+    assert len(events) == number
+    return events
+
+
+def message_of(size: int) -> Message:
+    """Return a message whose text has so many bytes."""
+    return {"x": "a" * (size - len('{"x":""}'))}
+
+
+def frame(text: bytes) -> bytes:
+    return struct.pack("!I", len(text)) + text
+
+
+def read_frame(sock: socket.socket) -> Message:
+    (length,) = struct.unpack("!I", _exactly(sock, 4))
+    message: Message = json.loads(_exactly(sock, length))
+    return message
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = b""
+    while len(parts) < size:
+        part = sock.recv(size - len(parts))
+        assert part, "the other side has hung up"
+        parts += part
+    return parts
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Tell whether the other side has hung up; what it said before is thrown away."""
+    while select.select([sock], [], [], 0)[0]:
+        try:
+            if not sock.recv(1 << 16):
+                return True
+        except ConnectionError:
+            return True
+    return False
+
+
+def join(hub: Channel, port: int, ranks: list[int]) -> dict[int, Channel]:
+    """Connect ranks to their hub, each on a thread as if it were a process."""
+    children = {rank: Channel(rank, TOKEN) for rank in ranks}
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
+        joining = [pool.submit(child.connect, HOST, port, SECONDS) for child in children.values()]
+        pump(lambda: all(each.done() for each in joining), hub)
+        for each in joining:
+            each.result()
+    return children
+
+
+class Office:
+    """A hub whose ranks connect one by one."""
+
+    def __init__(self, *expected: int) -> None:
+        self.hub = Channel(0, TOKEN)
+        self.port = self.hub.listen(HOST)
+        self.hub.expect(set(expected))
+        self._sockets: list[socket.socket] = []
+
+    def stranger(self) -> tuple[socket.socket, Message]:
+        """Connect without a word, and return what the hub says to begin with."""
+        sock = self.call()
+        pump(lambda: select.select([sock], [], [], 0)[0], self.hub)
+        return sock, read_frame(sock)
+
+    def call(self) -> socket.socket:
+        sock = socket.create_connection((HOST, self.port), timeout=SECONDS)
+        self._sockets.append(sock)
+        return sock
+
+    def raw(self, rank: int) -> socket.socket:
+        """Connect a rank that has no channel, and can say what it likes."""
+        sock, challenge = self.stranger()
+        sock.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), rank)))
+        pump(lambda: rank in self.hub.children, self.hub)
+        assert read_frame(sock) == {"welcome": rank}
+        return sock
+
+    def refuses(self, sock: socket.socket) -> bool:
+        """Tell whether a stranger is dropped, and nobody hears of it."""
+        return pump(lambda: is_closed(sock), self.hub) == []
+
+    def close(self) -> None:
+        self.hub.close()
+        for sock in self._sockets:
+            sock.close()
+
+
+def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
+    return json.dumps({"rank": rank, "pid": os.getpid(), "proof": channels._proof(token, nonce, rank)}).encode()
+
+
+@contextlib.contextmanager
+def office(*expected: int) -> Iterator[Office]:
+    with contextlib.closing(Office(*expected)) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def family(*ranks: int) -> Iterator[tuple[Channel, dict[int, Channel]]]:
+    """Return a hub and the channels of these ranks, all connected."""
+    with office(*ranks) as opened:
+        children = join(opened.hub, opened.port, list(ranks))
+        try:
+            yield opened.hub, children
+        finally:
+            for child in children.values():
+                child.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    """Two connections to each other, which trust each other."""
+    with socket.create_server((HOST, 0)) as listener:
+        ends = Connection(socket.create_connection(listener.getsockname()[:2])), Connection(listener.accept()[0])
+    for end in ends:
+        end.is_trusted = True
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def receive_all(sender: Connection, receiver: Connection, number: int) -> tuple[list[Message], str]:
+    """Move what waits from one end to the other until so many messages are there, or the connection is lost."""
+    messages: list[Message] = []
+    lost = ""
+    deadline = time.monotonic() + SECONDS
+    while len(messages) < number and not lost and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            sender.flush()
+        more, lost = receiver.receive()
+        messages += more
+    return messages, lost
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_come_in_order(pair: tuple[Connection, Connection]) -> None:
+    here, there = pair
+    for number in range(1000):
+        here.send({"number": number})
+    messages, lost = receive_all(here, there, 1000)
+    assert ([message["number"] for message in messages], lost) == (list(range(1000)), "")
+    assert not here.has_outgoing
+
+
+@pytest.mark.parametrize("size", [100, 1 << 16, LIMIT - 1, LIMIT])
+def test_a_message_may_be_large(pair: tuple[Connection, Connection], size: int) -> None:
+    here, there = pair
+    for _ in range(3):
+        here.send(message_of(size))
+    messages, lost = receive_all(here, there, 3)
+    assert lost == ""
+    assert messages == [message_of(size)] * 3
+
+
+@pytest.mark.parametrize("size", [LIMIT + 1, 3 * LIMIT])
+def test_a_message_over_the_limit_ends_the_connection(pair: tuple[Connection, Connection], size: int) -> None:
+    here, there = pair
+    here.send({"before": 1})
+    here.send(message_of(size))
+    messages, lost = receive_all(here, there, 2)
+    assert messages == [{"before": 1}]
+    assert lost == f"sent a message of {size} bytes"
+
+
+def test_somebody_who_is_not_trusted_has_to_be_brief(pair: tuple[Connection, Connection]) -> None:
+    here, there = pair
+    there.is_trusted = False
+    here.send(message_of(STRANGERS_LIMIT))
+    assert receive_all(here, there, 1) == ([message_of(STRANGERS_LIMIT)], "")
+    here.send(message_of(STRANGERS_LIMIT + 1))
+    assert receive_all(here, there, 1) == ([], f"sent a message of {STRANGERS_LIMIT + 1} bytes")
+
+
+def test_what_was_said_before_the_end_is_heard(pair: tuple[Connection, Connection]) -> None:
+    here, there = pair
+    here.send({"last": "words"})
+    here.close()
+    assert receive_all(here, there, 2) == ([{"last": "words"}], "closed")
+
+
+def test_a_connection_that_was_reset_is_lost(pair: tuple[Connection, Connection]) -> None:
+    here, there = pair
+    here.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    here.close()
+    messages, lost = receive_all(here, there, 1)
+    assert messages == []
+    assert lost
+    with pytest.raises(OSError, match="Broken pipe"):
+        there.send({"to": "nobody"})
+
+
+GARBAGE = {
+    "garbage": b"\xff\xfe\xfd\xfc" * 8,
+    "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "invalid JSON": frame(b"{'a': 1}"),
+    "bytes that are no text": frame(b'{"a": "\xff\xff"}'),
+    "an empty message": frame(b""),
+    "a list": frame(b"[1, 2]"),
+    "a number": frame(b"7"),
+    "null": frame(b"null"),
+    "deep nesting": frame(b'{"a":' + b"[" * 500_000),
+    "deep nesting that is valid": frame(b'{"a":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
+    "a number of many digits": frame(b'{"a":' + b"1" * 10_000 + b"}"),
+}
+each_garbage = pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+
+
+@each_garbage
+def test_who_sends_garbage_is_lost_and_the_others_go_on(garbage: bytes) -> None:
+    with office(1, 2) as opened:
+        raw, (other,) = opened.raw(1), join(opened.hub, opened.port, [2]).values()
+        with contextlib.closing(other):
+            sending = threading.Thread(target=_send, args=(raw, garbage))
+            sending.start()
+            (event,) = pump(lambda: 1 not in opened.hub.children, opened.hub)
+            sending.join()
+            assert event.rank == 1
+            assert event.lost.startswith("sent ")
+            assert pump(lambda: is_closed(raw), opened.hub) == []
+            other.send_up({"from": 2})
+            assert take(opened.hub, 1) == [Event(2, {"from": 2})]
+            opened.hub.send_down({"to": "all"})
+            assert take(other, 1) == [Event(None, {"to": "all"})]
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # the other side may hang up before it has heard all
+        sock.sendall(data)
+
+
+@pytest.mark.parametrize("part", [b"\0", frame(b"{}")[:-1], frame(b'{"a": 1}')[:7]])
+def test_half_a_message_is_none(part: bytes) -> None:
+    with office(1, 2) as opened:
+        raw, other = opened.raw(1), opened.raw(2)
+        raw.sendall(part)
+        assert opened.hub.poll(0.1) == []
+        raw.close()
+        assert take(opened.hub, 1) == [Event(1, lost="closed")]
+        other.sendall(frame(b"{}"))
+        assert take(opened.hub, 1) == [Event(2, {})]
+
+
+# -- the tree --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_go_both_ways_in_order() -> None:
+    with family(1, 2, 5) as (hub, children):
+        for number in range(100):
+            hub.send_down({"number": number})
+            hub.send_to(5, {"number": number, "to": 5})
+            for rank, child in children.items():
+                child.send_up({"number": number, "from": rank})
+        heard = take(hub, 300)
+        for rank, child in children.items():
+            numbers = [event.message["number"] for event in heard if event.rank == rank and event.message]
+            assert numbers == list(range(100))
+            told = [event.message for event in take(child, 200 if rank == 5 else 100)]
+            assert [message for message in told if message and "to" not in message] == [
+                {"number": number} for number in range(100)
+            ]
+
+
+def test_both_ends_know_each_other() -> None:
+    with family(1, 2) as (hub, children):
+        assert hub.pids == {1: os.getpid(), 2: os.getpid()}
+        assert {child.hub_pid for child in children.values()} == {os.getpid()}
+
+
+def test_large_messages_go_both_ways_at_once() -> None:
+    with family(1, 2) as (hub, children):
+        hub.send_down(message_of(LIMIT))
+        for child in children.values():
+            child.send_up(message_of(LIMIT))
+        events = {None: 0, 1: 0, 2: 0}
+        deadline = time.monotonic() + SECONDS
+        while sum(events.values()) < 4 and time.monotonic() < deadline:
+            for channel in (hub, *children.values()):
+                for event in channel.poll(0.005):
+                    assert event.message == message_of(LIMIT)
+                    events[event.rank] += 1
+        assert events == {None: 2, 1: 1, 2: 1}
+
+
+def test_who_is_not_there_is_told_nothing() -> None:
+    with contextlib.closing(Channel(3, TOKEN)) as alone:
+        alone.send_up({})
+        alone.send_to(7, {})
+        alone.send_down({})
+        assert alone.poll(0) == []
+
+
+def test_a_child_that_does_not_read_blocks_nobody() -> None:
+    with office(1, 2) as opened:
+        deaf, (other,) = opened.raw(1), join(opened.hub, opened.port, [2]).values()
+        with contextlib.closing(other):
+            start = time.monotonic()
+            for number in range(100):
+                opened.hub.send_down({"number": number, **message_of(200_000)})
+            assert time.monotonic() - start < 5
+            assert opened.hub.children[1].has_outgoing
+            heard = take(other, 100, opened.hub)
+            assert [event.message["number"] for event in heard if event.message] == list(range(100))
+            assert opened.hub.children[1].has_outgoing
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(lambda: [read_frame(deaf)["number"] for _ in range(100)])
+                pump(reading.done, opened.hub)
+                assert reading.result() == list(range(100))
+            assert not opened.hub.children[1].has_outgoing
+
+
+def test_nobody_polls_for_room_where_nothing_waits() -> None:
+    with family(1) as (hub, children):
+        hub.send_down({})
+        take(children[1], 1)
+        start = time.monotonic()
+        assert hub.poll(0.2) == []
+        assert time.monotonic() - start > 0.15
+
+
+def test_poll_returns_after_its_time() -> None:
+    with contextlib.closing(Channel(0, TOKEN)) as alone:
+        start = time.monotonic()
+        assert alone.poll(0.2) == []
+        assert alone.poll(-1) == []
+        assert 0.15 < time.monotonic() - start < 2
+
+
+def test_another_thread_wakes_poll() -> None:
+    with family(1) as (hub, _):
+        waker = threading.Timer(0.1, hub.wake)
+        waker.start()
+        start = time.monotonic()
+        assert hub.poll(SECONDS) == []
+        assert time.monotonic() - start < SECONDS / 2
+        waker.join()
+        assert hub.woken == b"\0"
+
+
+def test_who_is_woken_often_does_not_block() -> None:
+    with contextlib.closing(Channel(0, TOKEN)) as alone:
+        for _ in range(100_000):
+            alone.wake()
+        pump(lambda: not select.select([alone._woken], [], [], 0)[0], alone)
+        assert alone.woken.count(b"\0") > 100
+    alone.wake()  # closed: nobody waits any more
+
+
+# -- who gets in -----------------------------------------------------------------------------------------------------
+
+
+def says_nothing_of_it(nonce: bytes) -> bytes:
+    return json.dumps({"hello": nonce.hex()}).encode()
+
+
+def lies_about_the_token(nonce: bytes) -> bytes:
+    return credentials(nonce, 1, TOKEN[::-1])
+
+
+def lies_about_the_rank(nonce: bytes) -> bytes:
+    return json.dumps({**json.loads(credentials(nonce, 2)), "rank": 1}).encode()
+
+
+def repeats_an_old_proof(nonce: bytes) -> bytes:
+    return credentials(bytes(len(nonce)), 1)
+
+
+def is_not_expected(nonce: bytes) -> bytes:
+    return credentials(nonce, 7)
+
+
+def has_no_pid(nonce: bytes) -> bytes:
+    return json.dumps({"rank": 1, "proof": channels._proof(TOKEN, nonce, 1)}).encode()
+
+
+def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
+    return json.dumps({**json.loads(credentials(nonce, 1)), "rank": [1]}).encode()
+
+
+def has_a_proof_that_is_a_number(nonce: bytes) -> bytes:
+    return b'{"rank": 1, "pid": 1, "proof": 7}'
+
+
+def has_a_proof_of_other_letters(nonce: bytes) -> bytes:
+    return json.dumps({"rank": 1, "pid": 1, "proof": "é" * 64}).encode()
+
+
+def says_too_much(nonce: bytes) -> bytes:
+    return credentials(nonce, 1).ljust(STRANGERS_LIMIT + 1)
+
+
+STRANGERS = [
+    says_nothing_of_it,
+    lies_about_the_token,
+    lies_about_the_rank,
+    repeats_an_old_proof,
+    is_not_expected,
+    has_no_pid,
+    has_a_rank_that_is_a_list,
+    has_a_proof_that_is_a_number,
+    has_a_proof_of_other_letters,
+    says_too_much,
+]
+
+
+@pytest.mark.parametrize("say", STRANGERS, ids=lambda say: say.__name__)
+def test_a_stranger_is_dropped_and_the_rank_still_gets_in(say: Callable[[bytes], bytes]) -> None:
+    with office(1) as opened:
+        stranger, challenge = opened.stranger()
+        stranger.sendall(frame(say(bytes.fromhex(challenge["nonce"]))))
+        assert opened.refuses(stranger)
+        assert opened.hub.children == {}
+        opened.raw(1)
+
+
+@each_garbage
+def test_a_stranger_who_sends_garbage_is_dropped(garbage: bytes) -> None:
+    with office(1) as opened:
+        stranger, _ = opened.stranger()
+        sending = threading.Thread(target=_send, args=(stranger, garbage))
+        sending.start()
+        assert opened.refuses(stranger)
+        sending.join()
+        opened.raw(1)
+
+
+def test_every_caller_has_to_prove_something_else() -> None:
+    with office(1, 2) as opened:
+        nonces = {opened.stranger()[1]["nonce"] for _ in range(20)}
+        assert len(nonces) == 20
+        assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {channels._NONCE_BYTES}
+
+
+def test_what_another_rank_proved_lets_nobody_in() -> None:
+    with office(1, 2) as opened:
+        overheard, challenge = opened.stranger()
+        proof = frame(credentials(bytes.fromhex(challenge["nonce"]), 1))
+        overheard.sendall(proof)
+        pump(lambda: 1 in opened.hub.children, opened.hub)
+        replaying, _ = opened.stranger()
+        replaying.sendall(proof)
+        assert opened.refuses(replaying)
+
+
+def test_the_token_is_never_sent() -> None:
+    with office(1) as opened:
+        _, challenge = opened.stranger()
+        sent = credentials(bytes.fromhex(challenge["nonce"]), 1) + json.dumps(challenge).encode()
+        assert TOKEN.hex().encode() not in sent
+        assert set(challenge) == {"nonce", "pid"}
+
+
+def test_a_rank_gets_in_once() -> None:
+    with office(1, 2) as opened:
+        first = opened.raw(1)
+        second, challenge = opened.stranger()
+        second.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)))
+        assert opened.refuses(second)
+        first.sendall(frame(b"{}"))
+        assert take(opened.hub, 1) == [Event(1, {})]
+
+
+def test_a_rank_that_was_lost_does_not_come_back() -> None:
+    with office(1, 2) as opened:
+        opened.raw(1).close()
+        assert take(opened.hub, 1) == [Event(1, lost="closed")]
+        again, challenge = opened.stranger()
+        again.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)))
+        assert opened.refuses(again)
+
+
+def test_a_rank_may_speak_right_after_its_proof() -> None:
+    with office(1) as opened:
+        eager, challenge = opened.stranger()
+        eager.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)) + frame(b'{"a": 1}'))
+        assert take(opened.hub, 1) == [Event(1, {"a": 1})]
+
+
+def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_STRANGERS_SECONDS", 0.3)
+    with office(1) as opened:
+        silent, _ = opened.stranger()
+        slow, _ = opened.stranger()
+        slow.sendall(b"\0\0")
+        start = time.monotonic()
+        assert opened.refuses(silent)
+        assert opened.refuses(slow)
+        assert time.monotonic() - start < 5
+        assert opened.hub._strangers == {}
+        real = opened.raw(1)
+        time.sleep(0.5)
+        assert opened.hub.poll(0.1) == []  # who is in stays in
+        assert not is_closed(real)
+
+
+def test_somebody_who_hangs_up_at_once_is_forgotten() -> None:
+    with office(1) as opened:
+        for _ in range(20):
+            opened.call().close()
+        listener = opened.hub._listener
+        assert listener is not None
+        pump(lambda: not opened.hub._strangers and not select.select([listener], [], [], 0)[0], opened.hub)
+        opened.raw(1)
+
+
+def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_STRANGERS_SECONDS", 1.0)
+    ranks = list(range(1, 9))
+    with office(*ranks) as opened, contextlib.ExitStack() as stack:
+
+        def flood(first: int) -> list[socket.socket | None]:
+            return [_stranger(opened.port, GARBAGE["a web server"] if n % 2 else b"") for n in range(first, first + 50)]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            flooding = [pool.submit(flood, first) for first in range(0, 200, 50)]
+            concurrent.futures.wait(flooding[:2])  # who wait before the ranks do
+            children = join(opened.hub, opened.port, ranks)
+            for child in children.values():
+                stack.callback(child.close)
+            strangers = [sock for each in flooding for sock in each.result()]
+        for sock in strangers:
+            if sock is not None:
+                stack.callback(sock.close)
+        assert sorted(opened.hub.children) == ranks
+        pump(lambda: not opened.hub._strangers, opened.hub)
+        for child in children.values():
+            child.send_up({})
+        assert sorted(event.rank or 0 for event in take(opened.hub, 8)) == ranks
+
+
+def _stranger(port: int, text: bytes) -> socket.socket | None:
+    try:
+        sock = socket.create_connection((HOST, port), timeout=SECONDS)
+    except ConnectionError:  # all ranks are in: nobody listens any more
+        return None
+    _send(sock, text)
+    return sock
+
+
+def test_nobody_listens_once_all_are_in() -> None:
+    with office(1, 2) as opened:
+        opened.raw(1)
+        opened.call()
+        opened.raw(2)
+        with pytest.raises(ConnectionRefusedError):
+            opened.call()
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for_long() -> None:
+    with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as child:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match="does not answer"):
+            child.connect(HOST, listener.getsockname()[1], 0.3)
+        assert time.monotonic() - start < 5
+
+
+def test_a_hub_that_does_not_take_a_rank_in_says_so_at_once() -> None:
+    with office(1) as opened, contextlib.closing(Channel(2, TOKEN)) as child:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(child.connect, HOST, opened.port, SECONDS)
+            pump(joining.done, opened.hub)
+            with pytest.raises(ConnectionError, match="the hub ended the connection"):
+                joining.result()
+        child.send_up({})  # there is nobody, and nothing happens
+
+
+def test_nobody_is_there() -> None:
+    with socket.socket() as bound, contextlib.closing(Channel(1, TOKEN)) as child:
+        bound.bind((HOST, 0))
+        with pytest.raises(ConnectionRefusedError):
+            child.connect(HOST, bound.getsockname()[1], SECONDS)
+
+
+def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
+    with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as child:
+
+        def take_in() -> socket.socket:
+            sock = listener.accept()[0]
+            sock.sendall(frame(json.dumps({"nonce": "00" * 16, "pid": 7}).encode()))
+            read_frame(sock)
+            sock.sendall(frame(b'{"welcome": 1}') + frame(b'{"kind": "collect"}'))
+            return sock
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            hub = pool.submit(take_in)
+            child.connect(HOST, listener.getsockname()[1], SECONDS)
+            with hub.result():
+                assert child.poll(0.5) == [Event(None, {"kind": "collect"})]
+
+
+# -- who goes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_hub_notices_which_child_is_gone() -> None:
+    with family(1, 2, 3) as (hub, children):
+        children[2].send_up({"last": "words"})
+        children[2].close()
+        assert take(hub, 2) == [Event(2, {"last": "words"}), Event(2, lost="closed")]
+        assert sorted(hub.children) == [1, 3]
+        hub.send_to(2, {})
+        hub.send_down({})
+        assert [take(children[rank], 1) for rank in (1, 3)] == [[Event(None, {})]] * 2
+
+
+def test_a_child_notices_that_its_hub_is_gone() -> None:
+    with family(1) as (hub, children):
+        hub.send_down({"last": "words"})
+        hub.close()
+        assert take(children[1], 2) == [Event(None, {"last": "words"}), Event(None, lost="closed")]
+        children[1].send_up({})
+        assert children[1].poll(0.1) == []
+
+
+def test_who_is_gone_while_much_waits_for_him_is_noticed() -> None:
+    with office(1) as opened:
+        raw = opened.raw(1)
+        for _ in range(20):
+            opened.hub.send_down(message_of(LIMIT))
+        raw.close()
+        (event,) = take(opened.hub, 1)
+        assert event.rank == 1
+        assert event.lost
+        assert opened.hub.children == {}
+
+
+def descriptors() -> dict[str, str]:
+    """Return this process's open descriptors, but for the one that lists them."""
+    links = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Path.iterdir would be no different
+        with contextlib.suppress(OSError):
+            links[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+    return links
+
+
+def test_close_leaves_nothing_open() -> None:
+    before = descriptors()
+    with office(1, 2, 3) as opened:
+        children = join(opened.hub, opened.port, [1, 2])
+        opened.stranger()
+        assert len(descriptors()) > len(before)
+        for child in children.values():
+            child.close()
+    assert descriptors() == before
+
+
+def test_a_rank_that_could_not_connect_leaves_nothing_open() -> None:
+    before = descriptors()
+    with (
+        socket.create_server((HOST, 0)) as listener,
+        contextlib.closing(Channel(1, TOKEN)) as child,
+        pytest.raises(TimeoutError),
+    ):
+        child.connect(HOST, listener.getsockname()[1], 0.1)
+    assert descriptors() == before
+
+
+# -- forked children -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def forked(in_child: Callable[[], Any]) -> Iterator[None]:
+    """Fork a child that does something, and then lives until the end of the block."""
+    ready, is_ready = os.pipe()
+    end, ends = os.pipe()
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            os.close(ends)
+            in_child()
+            os.write(is_ready, b"1")
+            os.read(end, 1)
+        os._exit(0)
+    os.close(end)
+    os.close(is_ready)
+    try:
+        assert os.read(ready, 1) == b"1", "the child has failed"
+        yield
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the child did not live so long"
+    finally:
+        os.close(ends)
+        os.close(ready)
+        os.waitpid(pid, 0)
+
+
+def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
+    with family(1, 2) as (hub, children), forked(hub.forget):
+        hub.send_down({"to": "all"})
+        assert [take(child, 1) for child in children.values()] == [[Event(None, {"to": "all"})]] * 2
+        children[1].send_up({"from": 1})
+        assert take(hub, 1) == [Event(1, {"from": 1})]
+        hub.wake()
+        assert hub.poll(SECONDS) == []
+        assert hub.woken == b"\0"
+
+
+def test_a_hub_that_listens_still_does_after_a_child_forgot() -> None:
+    with office(1) as opened, forked(opened.hub.forget):
+        opened.raw(1)
+
+
+def test_a_forked_child_that_forgets_does_not_hide_the_end_of_its_parent() -> None:
+    with family(1) as (hub, children), forked(hub.forget):
+        hub.close()
+        assert take(children[1], 1) == [Event(None, lost="closed")]
+
+
+def test_a_forked_child_that_forgets_does_not_hide_the_end_of_a_rank() -> None:
+    with family(1) as (hub, children), forked(children[1].forget):
+        children[1].close()
+        assert take(hub, 1) == [Event(1, lost="closed")]
+
+
+def test_a_forked_child_that_does_not_forget_hides_it() -> None:
+    with family(1) as (hub, children):
+        with forked(lambda: None):
+            hub.close()
+            assert children[1].poll(0.3) == []
+        assert take(children[1], 1) == [Event(None, lost="closed")]
+
+
+def test_forgetting_leaves_nothing_open_in_the_child() -> None:
+    before = set(descriptors().values())
+    with family(1) as (hub, children):
+
+        def forget() -> None:
+            hub.forget()
+            children[1].forget()
+            left = {link for link in set(descriptors().values()) - before if not link.startswith("pipe:")}
+            assert not left
+
+        with forked(forget):
+            pass

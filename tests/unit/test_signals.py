@@ -1,0 +1,302 @@
+"""SIGTERM on its way to the watchdog, and everybody else's signals on theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from mpicomm.faults import signals, watchdog
+from mpicomm.faults.channel import Channel
+from mpicomm.faults.watchdog import Limits, Place, Watchdog
+from tests.launching import run_alone
+
+TERM = bytes([signal.SIGTERM])
+USR1 = bytes([signal.SIGUSR1])
+
+
+@pytest.fixture(autouse=True)
+def untouched_signals(ear: Ear, other_ear: Ear) -> Iterator[None]:
+    """Begin as a process does, and leave as it was, before the ears are closed."""
+    wakeup = signal.set_wakeup_fd(-1)
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    signals.unwatch()
+    signals._callbacks.clear()
+    signal.set_wakeup_fd(wakeup)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Ear:
+    """What a wake-up descriptor hears."""
+
+    def __init__(self) -> None:
+        self.fd, self._heard = socket.socketpair()
+        for end in (self.fd, self._heard):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.fd.fileno()
+
+    def heard(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return self._heard.recv(100)
+        return b""
+
+    def close(self) -> None:
+        self.fd.close()
+        self._heard.close()
+
+
+@pytest.fixture
+def ear() -> Iterator[Ear]:
+    with contextlib.closing(Ear()) as mine:
+        yield mine
+
+
+@pytest.fixture
+def other_ear() -> Iterator[Ear]:
+    with contextlib.closing(Ear()) as others:
+        yield others
+
+
+def wakeup_fd() -> int:
+    current = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(current)
+    return current
+
+
+def ignore(number: int, frame: types.FrameType | None) -> None:
+    pass
+
+
+# -- watching --------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_is_heard(ear: Ear) -> None:
+    signals.watch(ear.fileno())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ear.heard() == TERM
+
+
+@pytest.mark.parametrize("has_previous", [True, False])
+def test_unwatch_restores_what_was(ear: Ear, other_ear: Ear, has_previous: bool) -> None:
+    previous = other_ear.fileno() if has_previous else -1
+    signal.set_wakeup_fd(previous)
+    signals.watch(ear.fileno())
+    assert wakeup_fd() == ear.fileno()
+    assert signal.getsignal(signal.SIGTERM) is signals._on_sigterm
+    signals.unwatch()
+    assert wakeup_fd() == previous
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signals.unwatch()  # again: nothing is left to undo
+    assert wakeup_fd() == previous
+
+
+def test_watching_may_begin_again(ear: Ear) -> None:
+    for _ in range(3):
+        signals.watch(ear.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ear.heard() == TERM
+        signals.unwatch()
+    assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(("handler", "hears"), [(ignore, TERM), (signal.SIG_IGN, b"")])
+def test_somebody_elses_handler_is_left_alone(ear: Ear, handler: signal.Handlers, hears: bytes) -> None:
+    signal.signal(signal.SIGTERM, handler)
+    signals.watch(ear.fileno())
+    assert signal.getsignal(signal.SIGTERM) is handler
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ear.heard() == hears
+    assert not signals.deliver(TERM)
+    signals.unwatch()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_handler_that_came_on_top_stays(ear: Ear) -> None:
+    signals.watch(ear.fileno())
+    signal.signal(signal.SIGTERM, ignore)
+    assert not signals.deliver(TERM)
+    signals.unwatch()
+    assert signal.getsignal(signal.SIGTERM) is ignore
+
+
+def test_a_wakeup_descriptor_that_came_on_top_stays(ear: Ear, other_ear: Ear) -> None:
+    signals.watch(ear.fileno())
+    assert signal.set_wakeup_fd(other_ear.fileno()) == ear.fileno()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (ear.heard(), other_ear.heard()) == (TERM, TERM)
+    assert wakeup_fd() == other_ear.fileno()
+    signals.unwatch()
+    assert wakeup_fd() == other_ear.fileno()
+
+
+def test_other_threads_do_not_touch_signals(ear: Ear) -> None:
+    thread = threading.Thread(target=signals.watch, args=(ear.fileno(),))
+    thread.start()
+    thread.join()
+    assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
+    signals.watch(ear.fileno())
+    thread = threading.Thread(target=signals.unwatch)
+    thread.start()
+    thread.join()
+    assert wakeup_fd() == ear.fileno()
+
+
+def test_a_full_descriptor_blocks_nobody(ear: Ear) -> None:
+    signals.watch(ear.fileno())
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ear.fd.send(bytes(1 << 16))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_former_descriptor_may_be_gone(ear: Ear) -> None:
+    former = Ear()
+    signal.set_wakeup_fd(former.fileno())
+    signals.watch(ear.fileno())
+    former.close()
+    signals.unwatch()
+    assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
+
+
+def test_the_former_descriptor_may_be_somebody_elses_file(ear: Ear) -> None:
+    former = Ear()
+    number = former.fileno()
+    signal.set_wakeup_fd(number)
+    signals.watch(ear.fileno())
+    former.close()
+    file = os.open(os.devnull, os.O_WRONLY)  # takes the lowest free number
+    try:
+        assert file == number
+        signals.unwatch()
+        assert wakeup_fd() == -1
+    finally:
+        signals._previous_fd = -1  # so that the fixture can undo the rest
+        os.close(file)
+
+
+def test_a_process_that_let_go_on_another_thread_still_ends_by_sigterm() -> None:
+    outcome = run_alone(
+        "import os, signal, socket, threading, time\n"
+        "from mpicomm.faults import signals\n"
+        "end, _ = socket.socketpair()\n"
+        "end.setblocking(False)\n"
+        "signals.watch(end.fileno())\n"
+        "thread = threading.Thread(target=signals.unwatch)\n"
+        "thread.start()\nthread.join()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(20)",
+        timeout=30,
+    )
+    assert outcome.status == -signal.SIGTERM
+
+
+# -- handing on ------------------------------------------------------------------------------------------------------
+
+
+def test_who_watched_before_hears_all_signals(ear: Ear, other_ear: Ear) -> None:
+    signal.set_wakeup_fd(other_ear.fileno())
+    signal.signal(signal.SIGUSR1, ignore)
+    signals.watch(ear.fileno())
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    numbers = ear.heard()
+    assert sorted(numbers) == sorted(USR1 + TERM)
+    signals.deliver(b"\0" + numbers + b"\0\0")
+    assert sorted(other_ear.heard()) == sorted(USR1 + TERM)
+
+
+@pytest.mark.parametrize("numbers", [b"", b"\0", b"\0\0\0", USR1, USR1 + b"\0"])
+def test_what_is_not_sigterm_calls_nobody(ear: Ear, numbers: bytes) -> None:
+    calls: list[int] = []
+    signals.watch(ear.fileno())
+    signals.register(lambda: calls.append(1))
+    assert not signals.deliver(numbers)
+    assert calls == []
+
+
+def test_sigterm_calls_who_has_registered(ear: Ear) -> None:
+    calls: list[int] = []
+
+    def first() -> None:
+        calls.append(1)
+
+    signals.watch(ear.fileno())
+    signals.register(first)
+    signals.register(lambda: calls.append(2))
+    assert not signals.deliver(b"\0" + TERM)
+    assert calls == [1, 2]
+    signals.unregister(first)
+    signals.unregister(first)
+    assert not signals.deliver(TERM)
+    assert calls == [1, 2, 2]
+
+
+def test_a_process_ends_by_sigterm_if_nobody_takes_care_of_it(ear: Ear) -> None:
+    signals.watch(ear.fileno())
+    assert signals.deliver(TERM)
+    assert signals.deliver(b"\0" + USR1 + TERM)
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_a_process_is_ended_as_sigterm_does(thread: bool) -> None:
+    call = "threading.Thread(target=signals.end_by_sigterm).start()" if thread else "signals.end_by_sigterm()"
+    outcome = run_alone(
+        "import signal, threading, time\n"
+        "from mpicomm.faults import signals\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: None)\n{call}\ntime.sleep(20)",
+        timeout=30,
+    )
+    assert outcome.status == -signal.SIGTERM
+
+
+# -- forked children -------------------------------------------------------------------------------------------------
+
+
+def status_of_a_child_that_gets_sigterm() -> int:
+    """Fork a child that sends SIGTERM to itself, and return what came of it."""
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(77)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_childs_signals_reach_the_parent_without_a_watchdog_that_lets_go(ear: Ear) -> None:
+    signals.watch(ear.fileno())
+    assert status_of_a_child_that_gets_sigterm() == 77
+    assert ear.heard() == TERM
+
+
+@pytest.mark.parametrize("forks_on_a_thread", [True, False])
+def test_a_forked_childs_signals_do_not_reach_the_parent(forks_on_a_thread: bool) -> None:
+    calls: list[int] = []
+    signals.register(lambda: calls.append(1))
+    watch = Watchdog(Place(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
+    watch.start()
+    watchdog.set_current(watch)
+    try:
+        statuses: list[int] = []
+        if forks_on_a_thread:
+            thread = threading.Thread(target=lambda: statuses.append(status_of_a_child_that_gets_sigterm()))
+            thread.start()
+            thread.join()
+        else:
+            statuses.append(status_of_a_child_that_gets_sigterm())
+        assert statuses == [-signal.SIGTERM]
+        watch._thread.join(0.3)
+        assert calls == []
+        os.kill(os.getpid(), signal.SIGTERM)  # one of its own does
+        watch._thread.join(0.3)
+        assert calls == [1]
+    finally:
+        watch.stop()
+        watchdog.set_current(None)
