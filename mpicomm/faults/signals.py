@@ -33,7 +33,7 @@ def unregister(callback: Callable[[], None]) -> None:
 
 def watch(wake_fd: int) -> None:
     """Have signals' numbers written to `wake_fd`; does nothing on other threads than the main one."""
-    global _wake_fd, _previous_fd
+    global _wake_fd, _previous_fd, _previous_file  # noqa: PLW0603  signals are the process's
     if threading.current_thread() is not threading.main_thread():
         return
     _wake_fd, _previous_fd = wake_fd, signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
@@ -45,7 +45,7 @@ def watch(wake_fd: int) -> None:
 
 def unwatch() -> None:
     """Undo `watch`, as far as nobody else has come on top of it."""
-    global _wake_fd, _previous_fd, _previous_file  # noqa: PLW0603  signals are the process's
+    global _wake_fd, _previous_fd  # noqa: PLW0603
     if _wake_fd < 0:
         return
     if threading.current_thread() is not threading.main_thread():
