@@ -45,6 +45,7 @@ _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no ti
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
 
+_TURN_SECONDS, _SPEAKERS = 2.0, 8  # where it does not answer, ranks speak one after the other
 _CLAIM_SECONDS = 2.0  # in which rank 0's store says who failed first
 _LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
 _DUMPS = "mpicomm-dumps"
@@ -331,7 +332,7 @@ def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settin
     start = opening.Opening(comm, place, session.world.master_addr)
     limits = watchdog.Limits(settings.seconds_to_report, session.dumps)
     prepare = functools.partial(c10d.prepare_thread_for_events, session.world.device)
-    watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store), prepare)
+    watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store, comm.rank), prepare)
     problem = "" if comm.rank == 0 else start.connect()
     watch.start()
     if not start.is_open_everywhere(problem):
@@ -348,7 +349,7 @@ def _dumps(settings: Settings, name: str) -> Path | None:
     return Path(settings.dump_dir or _DUMPS, name).absolute()
 
 
-def _claim(store: dist.Store) -> Callable[[], bool]:
+def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
     """Return what tells whether nobody has named a cause of the job's end before."""
     # A connection of its own: another thread may be waiting on the store when this one asks.
     private = store.clone()  # type: ignore[attr-defined]  # missing in the stub
@@ -364,6 +365,8 @@ def _claim(store: dist.Store) -> Callable[[], bool]:
         asking = threading.Thread(target=ask, args=(answers,), daemon=True)
         asking.start()
         asking.join(_CLAIM_SECONDS)
+        if not answers:
+            time.sleep(_TURN_SECONDS * min(max(rank - 1, 0), _SPEAKERS))  # the rank before ends the job meanwhile
         return answers[0] if answers else True  # better twice than never
 
     return is_first
@@ -561,7 +564,7 @@ def _arm_abort(session: _Session) -> None:
     """Let an unhandled exception end the job, from now on with what the job knows."""
     world, comm = session.world, session.world.comm
     watch = session.watch
-    claim = watch.claim if watch is not None else _claim(session.store)
+    claim = watch.claim if watch is not None else _claim(session.store, world.rank)
 
     def is_first() -> bool:
         if watch is not None:

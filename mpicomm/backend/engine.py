@@ -307,13 +307,11 @@ class Engine:
         what = report.operation(operation.describe(0.0))
         self.record.broken = f"{what} did not end within {seconds:g} s"
         watch = watchdog.current()
-        missing, table = watch.missing(operation) if watch is not None else ([], "")
+        missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not come to it.")
         if watch is not None:
             watch.break_group(self.name, f"{self.record.broken} on rank {watch.place.rank}")
         if not missing:
-            return TimeoutError(
-                f"{self.record.broken}.\nAnother rank has not come to it: find out what that rank does."
-            )
+            return TimeoutError(f"{self.record.broken}.\n{table}\nFind out what that rank does.")
         return TimeoutError(
             f"{what}: {len(missing)} of {self.comm.size} ranks did not come within {seconds:g} s: "
             f"{report.called(missing)}.\n{table}\n"

@@ -103,16 +103,17 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce a tensor in place on all ranks."""
-        return self._all_reduce(
-            "all_reduce", [checks.single_written(tensors, "all_reduce")], opts or c10d.AllreduceOptions()
-        )
+        opts = opts or c10d.AllreduceOptions()
+        tensor = checks.single_written(tensors, "all_reduce")
+        reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "all_reduce")
+        return self._engine.all_reduce([tensor], [reduction], opts.asyncOp)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in place on all ranks."""
-        what = "all_reduce_coalesced"
-        return self._all_reduce(
-            what, [checks.written(each, what) for each in tensors], opts or c10d.AllreduceCoalescedOptions()
-        )
+        what, opts = "all_reduce_coalesced", opts or c10d.AllreduceCoalescedOptions()
+        tensors = [checks.written(each, what) for each in tensors]
+        plans = [reductions.plan(opts.reduceOp, each.dtype, self._size, what) for each in tensors]
+        return self._engine.all_reduce(tensors, plans, opts.asyncOp)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce a tensor in place on the root."""
@@ -137,10 +138,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter(what, output, source, opts or c10d.ReduceScatterOptions())
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # the stub has no default
-
-    def _all_reduce(self, what: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        plans = [reductions.plan(opts.reduceOp, each.dtype, self._size, what) for each in tensors]
-        return self._engine.all_reduce(tensors, plans, opts.asyncOp)
 
     def _reduce_scatter(self, what: str, output: torch.Tensor, source: torch.Tensor, opts: Any) -> dist.Work:
         output, source = checks.written(output, what), checks.tensor(source, what)

@@ -35,6 +35,12 @@ _groups: dict[str, Group] = {}
 
 # Files whose frames are not the user's: the caller is looked for above them.
 _PACKAGES = ("mpicomm", "torch")
+_call_sites: dict[int, types.CodeType] = {}
+"""The instructions of the user's that call operations, by place in memory: to walk the stack costs half of `note`."""
+
+_NOWHERE = object()
+_MOST_CALL_SITES = 4096
+_USUAL_STEPS = 2  # from the first frame that may be the user's to the one that is: torch's function, and its wrapper
 _inner_files: set[str] = set()
 _users_files: set[str] = set()
 
@@ -170,19 +176,16 @@ def note(
         is_running: The operation begins at once.
         depth: How many frames lie between this one and the first that may be the user's.
     """
-    frame: types.FrameType | None = _getframe(depth)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file in _users_files or (file not in _inner_files and not _is_inner(file)):
-            break
-        frame = frame.f_back
+    try:
+        frame = _getframe(depth + 2)  # the user's, if the call went through a function of torch's and its wrapper
+        code, instruction = frame.f_code, frame.f_lasti
+    except ValueError:
+        code, instruction = None, 0
+    if _call_sites.get(id(code) + instruction, _NOWHERE) is not code:
+        code, instruction = _find_caller(depth)
     operation = _new(Operation)
-    if frame is not None:
-        operation.code = frame.f_code
-        operation.instruction = frame.f_lasti
-    else:  # called by C++ on a thread of its own
-        operation.code = None
-        operation.instruction = 0
+    operation.code = code
+    operation.instruction = instruction
     operation.thread = get_ident()
     operation.group = group
     operation.is_message = is_message
@@ -204,6 +207,23 @@ def note(
         operation.start = None
     _ring[number % RING] = operation
     return operation
+
+
+def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
+    """Return the code and the instruction of the user's that called, for a caller that called `note` at `depth`."""
+    frame: types.FrameType | None = _getframe(depth + 1)
+    steps = 0
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+        steps += 1
+    if frame is None:  # called by C++ on a thread of its own
+        return None, 0
+    if steps == _USUAL_STEPS:
+        # The next call from this very instruction comes the same way, and need not look again.
+        if len(_call_sites) >= _MOST_CALL_SITES:
+            _call_sites.clear()
+        _call_sites[id(frame.f_code) + frame.f_lasti] = frame.f_code
+    return frame.f_code, frame.f_lasti
 
 
 class Stream:

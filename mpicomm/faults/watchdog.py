@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import faulthandler
 import os
 import queue
@@ -33,11 +34,13 @@ _ERROR_SECONDS = 0.05  # pause after an error, which may come again and again
 _TICK = 1.0  # seconds between two looks
 _HUBS_SECONDS = 2.0  # in which the ranks of a hub answer it
 _SILENCE = 1.5 * COLLECT_SECONDS  # without an answer, after which rank 0 counts as silent
-_SPEAKERS = 8  # how many ranks may speak in rank 0's place, each a second after the one before
+_SPEAKERS = 8  # how many ranks may speak in rank 0's place,
+_TURN_SECONDS = 2.0  # each so long after the one before
 _TERM_SECONDS = 0.3  # in which news of a rank's death may come, before SIGTERM is obeyed
 _ENDED_SECONDS = 10.0  # in which the end of the job must have reached a rank
 _WRITE_SECONDS = 1.0  # that the watchdog waits for a rank's files
 _TAKE_DOWN_SECONDS = 60.0  # in which ranks that have all left have destroyed their groups
+_UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 _EXIT_SECONDS = 0.5  # that os._exit waits to be heard: some launchers kill the others before they can say why
 _ABORT_SECONDS = 5.0  # in which an abort must have ended this process
 
@@ -182,7 +185,7 @@ class Watchdog:
         """Find out which ranks have not come to an operation.
 
         Returns:
-            The ranks, and a table of where they are; nobody and no table if rank 0 does not answer.
+            The ranks, and a table of where they are; nobody, and what is known of rank 0, if that does not answer.
         """
         answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers[operation.number] = answers
@@ -198,7 +201,7 @@ class Watchdog:
         try:
             answer = answers.get(timeout=_SILENCE)
         except queue.Empty:
-            return [], ""
+            return [], f"{self._silent_hub(_SILENCE)}."
         finally:
             self._answers.pop(operation.number, None)
         return report.parse_ranges(answer["missing"]), answer["table"]
@@ -258,11 +261,17 @@ class Watchdog:
         self._channel.close()
 
     def _turn_once(self) -> None:
-        for event in self._attempt(self._channel.poll, self._pause()) or ():
+        pause, before = self._pause(), time.monotonic()
+        events = self._attempt(self._channel.poll, pause) or []
+        if time.monotonic() > before + pause + _LATE_SECONDS:
+            # Who was stopped is woken to be ended: SIGTERM must be seen before what it has done to the others.
+            time.sleep(_TERM_SECONDS)
+            events += self._attempt(self._channel.poll, 0.0) or []
+        self._attempt(self._take_signals)
+        for event in events:
             self._attempt(self._take, event)
         while not self._inbox.empty():
             self._attempt(self._inbox.get())
-        self._attempt(self._take_signals)
         now = time.monotonic()
         if now >= self._next_tick:
             self._forgive_a_pause(now)
@@ -509,16 +518,14 @@ class Watchdog:
             os._exit(1)  # the launcher has left this rank alone
         if self._gone_by is not None and now >= self._gone_by + self._turn() and not self._is_ending:
             self._end_alone("all ranks have come to their end, but their groups cannot be taken down")
-        if self._is_ending or self._judge is not None:
+        if self._is_ending or self._judge is not None or self._term_at is not None:
             return
         if self._orphaned is not None:
             since, why = self._orphaned
             if now >= since + self._turn():
                 self._end_alone(f"{self._called_hub()} died: {_cause(why)}")
         elif self._asked_at is not None and now >= self._asked_at + _SILENCE:
-            silent = f"{self._called_hub()} has not answered for {now - self._asked_at:.0f} s"
-            if self.place.hub == 0 and (state := self._state(0, self._channel.hub_pid)):
-                silent += f": {state}"
+            silent = self._silent_hub(now - self._asked_at)
             if self._asked["kind"] == "deadline" and now >= self._asked_at + _SILENCE + self._turn():
                 self._end_alone(silent)
             elif self._asked["kind"] == "hang":
@@ -527,10 +534,14 @@ class Watchdog:
                     self.speak(f"[mpicomm] the job stands still: {silent}.\n{self._own_row(now)}")
                     self._write_files()
 
+    def _silent_hub(self, seconds: float) -> str:
+        state = self._state(self.place.hub, self._channel.hub_pid)
+        return f"{self._called_hub()} has not answered for {seconds:.0f} s{': ' if state else ''}{state}"
+
     def _turn(self) -> float:
         """Return how many seconds this rank waits for others to speak in rank 0's place."""
         behind = 0.0 if self.place.hub == 0 else COLLECT_SECONDS
-        return min(self.place.rank - 1, _SPEAKERS) + behind
+        return _TURN_SECONDS * min(self.place.rank - 1, _SPEAKERS) + behind
 
     def _end_alone(self, cause: str) -> None:
         self._is_ending = True
@@ -562,9 +573,9 @@ class Watchdog:
 
 
 def _cause(lost: str) -> str:
-    if lost == "closed":
-        return "its process has ended without a word (killed, crashed, os._exit or MPI_Abort)"
-    return f"its host cannot be reached any more ({lost})"
+    if lost in _UNREACHABLE:
+        return f"its host cannot be reached any more ({lost})"
+    return "its process has ended without a word (killed, crashed, os._exit or MPI_Abort)"
 
 
 _current: Watchdog | None = None

@@ -1,0 +1,146 @@
+"""Every way in which a rank leaves a job: told once, with the right rank, and the job is over in time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import ways
+from tests.launching import Outcome, run_ranks
+
+WHO = 2
+OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
+SAME_AS_ANOTHER = {"raise SystemExit(4)"}  # as the end of the program; `python -m tests.faults` runs it
+
+CASES = [(way.name, WHO) for way in ways.WAYS if way.name not in SAME_AS_ANOTHER] + [(name, 0) for name in OF_RANK_0]
+
+
+@pytest.mark.parametrize(("name", "who"), CASES, ids=[f"{name}-{who}" for name, who in CASES])
+def test_a_rank_leaves(name: str, who: int) -> None:
+    result = ways.run(ways.BY_NAME[name], who)
+    assert not result.problems, f"{result}: {'; '.join(result.problems)}\n{result.stderr}"
+
+
+SIGTERM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import mpicomm
+from mpicomm.faults import signals
+
+asked = Path(sys.argv[1])
+world = mpicomm.bootstrap(timeout=30)
+pids = world.comm.allgather(os.getpid())
+tensor = torch.ones(4)
+if world.rank == 1:
+    signals.register(lambda: asked.touch())
+    dist.barrier()
+    dist.recv(tensor, 0)
+    sys.stdout.write(f"received {tensor.sum():g}\\n")
+else:
+    dist.barrier()
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGTERM)
+    end = time.monotonic() + 20
+    while not asked.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    sys.stdout.write(f"called while it waits: {asked.exists()}\\n")
+    dist.send(2 * tensor, 1)
+"""
+
+
+def test_sigterm_reaches_a_callback_while_its_rank_waits(tmp_path: Path) -> None:
+    outcome = _run(tmp_path, SIGTERM, str(tmp_path / "asked"))
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == ["called while it waits: True", "received 8"], outcome
+    assert outcome.stderr == "", outcome
+
+
+DUMP = """
+import sys
+import torch
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap()
+def step():
+    dist.all_reduce(torch.ones(2, 3))
+step()
+dist.broadcast(torch.ones(5, dtype=torch.int64), 1)
+if world.rank == 0:
+    dist.send(torch.ones(7), 1)
+else:
+    dist.recv(torch.ones(7), 0)
+sys.stdout.write(f"wrote {mpicomm.dump(sys.argv[1])}\\n")
+"""
+
+
+def test_dump_writes_the_last_operations(tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    outcome = _run(tmp_path, DUMP, str(folder))
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == [f"wrote {folder}/rank-{rank}.json" for rank in range(2)], outcome
+    for rank, message in enumerate(["dist.send", "dist.recv"]):
+        written = json.loads((folder / f"rank-{rank}.json").read_text())
+        assert (written["rank"], written["size"]) == (rank, 2)
+        assert [_shown(operation) for operation in written["operations"][-3:]] == [
+            ("all_reduce", 1, "float32", 6, None, f"train.py:{_line(DUMP, 'dist.all_reduce')} (step)"),
+            ("broadcast", 2, "int64", 5, 1, f"train.py:{_line(DUMP, 'dist.broadcast')}"),
+            (message[5:], None, "float32", 7, 1 - rank, f"train.py:{_line(DUMP, message)}"),
+        ]
+        assert all(operation["is_over"] for operation in written["operations"])
+        stacks = (folder / f"rank-{rank}.stacks.txt").read_text()
+        assert f'train.py", line {_line(DUMP, "mpicomm.dump")} in <module>' in stacks
+
+
+HANG = """
+import time
+import torch
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap(timeout=30)
+dist.barrier()
+if world.rank == 1:
+    time.sleep(4)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    outcome = _run(tmp_path, HANG, size=3, env={"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"})
+    assert outcome.status == 0, outcome
+    assert outcome.stderr.count("[mpicomm] the job stands still: rank ") == 1, outcome
+    (folder,) = dumps.iterdir()
+    assert f"operations and stacks of every rank: {folder}\n" in outcome.stderr, outcome
+    files = {path.name for path in folder.iterdir()}
+    assert files == {f"rank-{rank}.{kind}" for rank in range(3) for kind in ("json", "stacks.txt")}, outcome
+    assert _last(folder / "rank-0.json")["name"] == "all_reduce"
+    assert not _last(folder / "rank-0.json")["is_over"]
+    assert _last(folder / "rank-1.json")["name"] == "barrier"
+    stacks = (folder / "rank-1.stacks.txt").read_text()
+    assert f'train.py", line {_line(HANG, "time.sleep")} in <module>' in stacks, stacks
+
+
+def _run(folder: Path, code: str, *args: str, size: int = 2, env: dict[str, str] | None = None) -> Outcome:
+    """Run a program from a file, so that its lines have a place."""
+    program = folder / "train.py"
+    program.write_text(code)
+    return run_ranks(size, [str(program), *args], env=env)
+
+
+def _line(code: str, call: str) -> int:
+    return next(number for number, line in enumerate(code.splitlines(), 1) if call in line)
+
+
+def _last(path: Path) -> dict[str, Any]:
+    return max(json.loads(path.read_text())["operations"], key=lambda operation: operation["number"])
+
+
+def _shown(operation: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(operation[name] for name in ("name", "sequence", "dtype", "count", "peer", "where"))
