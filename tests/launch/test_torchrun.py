@@ -39,6 +39,8 @@ import mpicomm
 world = mpicomm.bootstrap()
 mine = torch.tensor([world.rank])
 dist.all_reduce(mine)
+mpicomm.barrier()
+mpicomm.barrier(timeout=20)
 loaded = sys.modules.get("mpi4py.MPI")
 sys.stdout.write(f"{world.rank} of {world.size}, local {world.local_rank} of {world.local_size}, "
                  f"node {world.node_rank} of {world.num_nodes}, {world.backend}, {world.launcher}, "
