@@ -38,6 +38,7 @@ _PACKAGES = ("mpicomm", "torch")
 _call_sites: dict[int, types.CodeType] = {}
 """The instructions of the user's that call operations, by place in memory: to walk the stack costs half of `note`."""
 
+_callers: set[int] = set()  # threads that have called operations, as far as they did from where no other had before
 _NOWHERE = object()
 _MOST_CALL_SITES = 4096
 _USUAL_STEPS = 2  # from the first frame that may be the user's to the one that is: torch's function, and its wrapper
@@ -65,6 +66,9 @@ class Group:
         self.sequence = 0
         """How many collective operations this rank has called on the group."""
 
+        self.running: Operation | None = None
+        """The collective that runs since it was called; others that run or are waited for are in the table of all."""
+
         self.is_closed = False
         """Whether the group was destroyed here; what was called on it is still told to those who wait in it."""
 
@@ -91,12 +95,10 @@ class Operation:
         "peer",
         "sequence",
         "start",
-        "thread",
     )
 
     code: types.CodeType | None
     instruction: int
-    thread: int
     group: Group
     is_message: bool
     sequence: int | None
@@ -121,7 +123,10 @@ class Operation:
     def finish(self) -> None:
         """Note that the operation has ended, well or not."""
         self.end = monotonic()
-        _running.pop(self.number, None)
+        if self.group.running is self:
+            self.group.running = None
+        else:
+            _running.pop(self.number, None)
 
     def forgive(self, seconds: float) -> None:
         """Let the deadline pass so much later: this process stood still meanwhile."""
@@ -130,7 +135,10 @@ class Operation:
 
     def pause(self) -> None:
         """Note that nobody waits for the operation any more, though it has not ended."""
-        _running.pop(self.number, None)
+        if self.group.running is self:
+            self.group.running = None
+        else:
+            _running.pop(self.number, None)
 
     @property
     def needs(self) -> list[int]:
@@ -186,7 +194,6 @@ def note(
     operation = _new(Operation)
     operation.code = code
     operation.instruction = instruction
-    operation.thread = get_ident()
     operation.group = group
     operation.is_message = is_message
     operation.name = name
@@ -197,14 +204,17 @@ def note(
     operation.ends_job = True
     operation.number = number = next(_numbers)
     operation.called = now = monotonic()
-    operation.sequence = None
-    if is_running:
-        if not is_message:
-            operation.sequence = group.sequence = group.sequence + 1
+    if is_running and not is_message:
+        operation.sequence = group.sequence = group.sequence + 1
         operation.start = now
-        _running[number] = operation
+        if group.running is None:
+            group.running = operation
+        else:
+            _running[number] = operation
     else:
-        operation.start = None
+        operation.sequence = operation.start = None
+        if is_running:
+            operation.begin()
     _ring[number % RING] = operation
     return operation
 
@@ -216,6 +226,7 @@ def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
         steps += 1
+    _callers.add(get_ident())
     if frame is None:  # called by C++ on a thread of its own
         return None, 0
     if steps == _USUAL_STEPS:
@@ -293,7 +304,8 @@ def recorded() -> list[Operation]:
 
 def running() -> list[Operation]:
     """Return the operations that run or are waited for."""
-    return list(_running.values())
+    of_groups = [group.running for group in list(_groups.values())]
+    return [*(operation for operation in of_groups if operation is not None), *_running.values()]
 
 
 def last() -> Operation | None:
@@ -326,14 +338,12 @@ def _forget_closed_groups() -> None:
 
 def is_used_by(thread: threading.Thread) -> bool:
     """Tell whether a thread has called operations."""
-    return any(each is not None and each.thread == thread.ident for each in list(_ring))
+    return thread.ident in _callers
 
 
 def is_used_by_a_thread() -> bool:
     """Tell whether a thread other than the main one, still alive, has called operations."""
-    main = threading.main_thread().ident
-    alive = {thread.ident for thread in threading.enumerate()}
-    return any(each is not None and each.thread != main and each.thread in alive for each in list(_ring))
+    return any(is_used_by(thread) for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def line_of(code: types.CodeType, instruction: int) -> str:
