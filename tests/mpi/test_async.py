@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm.backend.work import QueuedWork
+from mpicomm.faults import recorder
 from tests.mpi.conftest import Group
 
 BIG = 4 << 20  # floats, 16 MiB
@@ -118,14 +120,22 @@ def test_a_callback_may_wait_for_what_is_queued_behind_it(group: Group) -> None:
 
 
 def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> None:
-    """Where the ranks compare their calls, by number, too: a callback's comes when it comes."""
+    """Where the ranks compare their calls, by number, too: a callback's comes when it comes.
+
+    All callbacks are there before the first operation ends: one that comes later runs at once, where it was added.
+    """
     tensors = [torch.ones(1000) for _ in range(20)]
+    gate = threading.Event()
+    engine = group.handle._engine
+    closed = recorder.note(engine.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1)
+    engine._get_worker().submit(gate.wait, QueuedWork([], closed, engine))
 
     def again(future: torch.futures.Future) -> None:
         dist.all_reduce(future.value()[0], group=group.handle)
 
     works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for tensor in tensors]
     later = [work.get_future().then(again) for work in works]
+    gate.set()
     for each in later:
         each.wait()
     for tensor in tensors:
