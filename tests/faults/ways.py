@@ -405,7 +405,8 @@ def _lines_of_ours(stderr: str) -> list[str]:
     """Return the lines of mpicomm's and the indented ones below them."""
     lines: list[str] = []
     is_ours = False
-    for line in stderr.splitlines():
+    # Open MPI's own words may end in the middle of a line.
+    for line in re.sub(r"[^\S\n]*(?=\[mpicomm\] )", "\n", stderr).splitlines():
         starts = line.startswith(("[mpicomm]", "mpicomm.", _TIMED_OUT))
         is_ours = starts or (is_ours and line.startswith("  "))
         if is_ours:

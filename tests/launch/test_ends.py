@@ -120,5 +120,5 @@ def test_a_job_that_was_suspended_goes_on() -> None:
 
 def causes(outcome: Outcome) -> list[str]:
     """Return the lines that name the cause of the end."""
-    lines = [line for line in outcome.stderr.splitlines() if line.startswith("[mpicomm] ")]
+    lines = re.findall(r"\[mpicomm\] .*", outcome.stderr)  # Open MPI's own words may end in the middle of a line
     return [re.sub(r" on \S+", " on HOST", line) for line in lines if "stands still" not in line]
