@@ -45,7 +45,6 @@ _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no ti
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
 
-_TURN_SECONDS, _SPEAKERS = 2.0, 8  # where it does not answer, ranks speak one after the other
 _CLAIM_SECONDS = 2.0  # in which rank 0's store says who failed first
 _LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
 _DUMPS = "mpicomm-dumps"
@@ -333,7 +332,7 @@ def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settin
     limits = watchdog.Limits(settings.seconds_to_report, session.dumps)
     prepare = functools.partial(c10d.prepare_thread_for_events, session.world.device)
     watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store, comm.rank), prepare)
-    problem = "" if comm.rank == 0 else start.connect()
+    problem = start.connect()
     watch.start()
     if not start.is_open_everywhere(problem):
         watch.stop()
@@ -366,7 +365,7 @@ def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
         asking.start()
         asking.join(_CLAIM_SECONDS)
         if not answers:
-            time.sleep(_TURN_SECONDS * min(max(rank - 1, 0), _SPEAKERS))  # the rank before ends the job meanwhile
+            time.sleep(watchdog.turn_of(rank))  # the rank before ends the job meanwhile
         return answers[0] if answers else True  # better twice than never
 
     return is_first

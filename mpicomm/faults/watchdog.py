@@ -392,6 +392,8 @@ class Watchdog:
         waited = now - (operation.start or now)
         timeout = operation.group.timeout
         hang_seconds = min(self._limits.hang_seconds, timeout / 2)
+        if waited <= min(PATIENCE, hang_seconds):
+            return
         what = operation.describe(now)
         ask = {
             "rank": self.place.rank,
@@ -541,7 +543,7 @@ class Watchdog:
     def _turn(self) -> float:
         """Return how many seconds this rank waits for others to speak in rank 0's place."""
         behind = 0.0 if self.place.hub == 0 else COLLECT_SECONDS
-        return _TURN_SECONDS * min(self.place.rank - 1, _SPEAKERS) + behind
+        return turn_of(self.place.rank) + behind
 
     def _end_alone(self, cause: str) -> None:
         self._is_ending = True
@@ -570,6 +572,11 @@ class Watchdog:
                 self._tell({"kind": "terminated", "rank": self.place.rank})
         if self._term_at is not None and now >= self._term_at:
             signals.end_by_sigterm()
+
+
+def turn_of(rank: int) -> float:
+    """Return how many seconds a rank waits for those before it, where rank 0 does not answer and one must speak."""
+    return _TURN_SECONDS * min(max(rank - 1, 0), _SPEAKERS)
 
 
 def _cause(lost: str) -> str:
