@@ -3,7 +3,8 @@
     import mpicomm
     world = mpicomm.bootstrap()
 
-Importing this package imports neither torch nor MPI: the public names are resolved on first use.
+Importing this package imports neither torch nor MPI: the public names are resolved on first use. It lets torch know
+the back end, under the name `mpicomm`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpicomm.backend import plugin as _plugin
+
 if TYPE_CHECKING:
     from mpicomm.errors import DeviceError, LaunchError, MismatchError, MpicommError, MPINotFoundError, RendezvousError
     from mpicomm.runtime import World, bootstrap, dump, shutdown
+    from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.verbs.collectives import barrier
 
 __version__ = "0.1.0"
@@ -24,6 +28,7 @@ _HOMES = {
     "World": "mpicomm.runtime",
     "barrier": "mpicomm.verbs.collectives",
     "dump": "mpicomm.runtime",
+    "bf16_compression_hook": "mpicomm.training.hooks",
     "MpicommError": "mpicomm.errors",
     "MismatchError": "mpicomm.errors",
     "LaunchError": "mpicomm.errors",
@@ -42,6 +47,7 @@ __all__ = [
     "World",
     "__version__",
     "barrier",
+    "bf16_compression_hook",
     "bootstrap",
     "dump",
     "shutdown",
@@ -59,3 +65,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_plugin.register_when_torch_comes()

@@ -156,11 +156,6 @@ def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float, spin
     return True
 
 
-def has_large_counts() -> bool:
-    """Tell whether the library takes counts beyond 2^31 - 1: MPI does since version 4 of the standard."""
-    return api().Get_version()[0] >= 4
-
-
 def abandon() -> None:
     """Never finalise MPI: a call that has not come back, and never may, would keep it from ending."""
     global _is_abandoned  # noqa: PLW0603  MPI's state is the process's, and so is this

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from mpicomm import launchers, mpi
-from mpicomm.backend import c10d, process_group
+from mpicomm.backend import c10d, groups, plugin
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
 from mpicomm.faults import abort, files, opening, watchdog
 from mpicomm.faults.watchdog import Watchdog
@@ -50,7 +50,7 @@ _LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while
 _DUMPS = "mpicomm-dumps"
 
 # What torch calls a back end that bootstrap knows by another name.
-_TORCH_NAMES = {backends.MPI: process_group.NAME, backends.MPI_WITH_NCCL: process_group.NAME_WITH_NCCL}
+_TORCH_NAMES = {backends.MPI: plugin.NAME, backends.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +247,9 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
 
 def _leave(watch: Watchdog) -> None:
     """Wait until every rank has come to its end; nobody waits for ever for one that has (collective)."""
-    process_group.drain()
-    watch.leave(abort.exit_status(), is_stuck=process_group.is_stuck())
-    if watch.wait_for_all_to_leave(process_group.advance, _LEAVE_PAUSE):
+    groups.drain()
+    watch.leave(abort.exit_status(), is_stuck=groups.is_stuck())
+    if watch.wait_for_all_to_leave(groups.advance, _LEAVE_PAUSE):
         mpi.abandon()
     watch.take_down()
 
@@ -546,7 +546,7 @@ def _export(session: _Session) -> None:
 
 
 def _make_group(session: _Session, request: _Request) -> None:
-    process_group.register()
+    plugin.register()
     world = session.world
     if world.backend is None:
         return

@@ -11,6 +11,7 @@ import pytest
 
 from mpicomm import launchers, mpi
 
+pytest_plugins = ["tests.worlds"]
 # pytest's, and what torch exports when DDP first looks at its compiler.
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 LAUNCH = launchers.detect(os.environ)

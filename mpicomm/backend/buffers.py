@@ -7,19 +7,10 @@ host tensor by the caller's thread and, where the operation writes, unpacked by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from mpicomm import mpi
-from mpicomm.backend import dtypes
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Datatype
-
-_INT_MAX = 2**31 - 1
-
-Spec = tuple[object, int, "Datatype"]
+Tensors = Sequence[torch.Tensor]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -60,28 +51,55 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return start < other_start + other.nbytes and other_start < start + one.nbytes
 
 
-def spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
-    """Return the buffer specification of a dense tensor for mpi4py; the tensor must outlive its use."""
-    _check_count(dense)
-    memory = mpi.api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
-    return (memory, dense.numel(), datatype or dtypes.carrier(dense.dtype))
+def apart(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """Return a dense tensor's content in memory that `other` does not touch: MPI forbids to read what it writes."""
+    return dense.detach().clone() if other is not None and overlap(dense, other) else dense
 
 
-def blocks_spec(dense: torch.Tensor, size: int, datatype: Datatype | None = None) -> Spec:
-    """Return the specification of a dense tensor that holds one block per rank: mpi4py wants the count of a block."""
-    memory, count, datatype = spec(dense, datatype)
-    return (memory, count // size, datatype)
+# -- many tensors as one -----------------------------------------------------------------------------------------------
 
 
-def vector_spec(dense: torch.Tensor, counts: Sequence[int]) -> tuple[object, Sequence[int], Datatype]:
-    """Return the specification of a dense tensor that holds one run of elements per rank."""
-    memory, _, datatype = spec(dense)
-    return (memory, counts, datatype)
+def counts(tensors: Tensors) -> list[int]:
+    """Return how many elements each tensor has."""
+    return [each.numel() for each in tensors]
 
 
-def _check_count(dense: torch.Tensor) -> None:
-    if dense.numel() > _INT_MAX and not mpi.has_large_counts():
-        raise ValueError(
-            f"a tensor of {dense.numel()} elements is more than this MPI takes in one call ({_INT_MAX}).\n"
-            f"Send it in parts, or use an MPI of version 4 of the standard, as MPICH 4 and later are."
-        )
+def pack_all(tensors: Tensors) -> torch.Tensor:
+    """Return all tensors' content one after the other in dense host memory: their own where it lies so."""
+    flat = _common_memory(tensors)
+    if flat is None:
+        flat = _memory_for(tensors)
+        for part, tensor in zip(flat.split(counts(tensors)), tensors, strict=True):
+            part.view(tensor.shape).copy_(tensor.detach())
+    return flat
+
+
+def room_for_all(tensors: Tensors) -> torch.Tensor:
+    """Return dense host memory to receive all tensors' content: their own where they lie one after the other."""
+    flat = _common_memory(tensors)
+    return _memory_for(tensors) if flat is None else flat
+
+
+def unpack_all(flat: torch.Tensor, tensors: Tensors) -> None:
+    """Bring what an operation wrote into `room_for_all` into the tensors."""
+    if flat.data_ptr() == tensors[0].data_ptr():
+        return
+    for part, tensor in zip(flat.split(counts(tensors)), tensors, strict=True):
+        unpack(part.view(tensor.shape), tensor)
+
+
+def _memory_for(tensors: Tensors) -> torch.Tensor:
+    return torch.empty(sum(counts(tensors)), dtype=tensors[0].dtype, device="cpu")
+
+
+def _common_memory(tensors: Tensors) -> torch.Tensor | None:
+    """Return the memory in which the tensors lie one after the other, as the chunks of one tensor do."""
+    first = tensors[0]
+    if not first.is_cpu:
+        return None
+    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for each in tensors:
+        if not is_dense(each) or each.storage_offset() != place or each.untyped_storage().data_ptr() != storage:
+            return None
+        place += each.numel()
+    return first.detach().as_strided((place - first.storage_offset(),), (1,))

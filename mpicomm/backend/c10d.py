@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     Backend,
     BarrierOptions,
     BroadcastOptions,
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 __all__ = [
+    "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
     "AllreduceOptions",
@@ -43,6 +45,7 @@ __all__ = [
     "leaves_mpi_open",
     "let_gloo_finish",
     "make_nccl",
+    "options",
     "premul_factor",
     "prepare_thread_for_events",
     "reduce_op_name",
@@ -64,6 +67,22 @@ def reduce_op_name(op: Any) -> str:
 def premul_factor(op: Any) -> Any:
     """Return the factor of a PREMUL_SUM, which torch shows only to pickle."""
     return op.__getstate__()[1]
+
+
+def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **given: Any) -> Any:
+    """Return the options of a call: `opts`, if it is that, or made of what is given.
+
+    torch's groups take options or, in their older form, what is in them.
+    """
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    for name, value in given.items():
+        if value is not None:
+            setattr(made, name, value)
+    if timeout is not None:
+        made.timeout = timeout
+    return made
 
 
 def completed_future(value: Any) -> torch.futures.Future[Any]:

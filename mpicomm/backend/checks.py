@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from mpicomm import mpi
-from mpicomm.backend import c10d, dtypes
+from mpicomm.backend import c10d, dtypes, wire
 
 T = TypeVar("T")
 
@@ -22,6 +20,18 @@ def single(tensors: Any, what: str) -> torch.Tensor:
 def single_written(tensors: Any, what: str) -> torch.Tensor:
     """Return the one tensor of a list of one, if it can be received into."""
     return written(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
+
+
+def some(values: Sequence[T], what: str) -> Sequence[T]:
+    """Return a list if there is something in it."""
+    if not values:
+        raise ValueError(f"{what}: expected at least one tensor, got none.\nCall it only if there is something to do.")
+    return values
+
+
+def only_list(lists: Sequence[Any], what: str) -> Any:
+    """Return the one list of a list of one, or the list of tensors itself."""
+    return lists if lists and isinstance(lists[0], torch.Tensor) else only(lists, what)
 
 
 def only(values: Sequence[T], what: str) -> T:
@@ -44,6 +54,11 @@ def tensor(value: Any, what: str) -> torch.Tensor:
         raise ValueError(
             f"{what}: expected a plain tensor, got a quantized one ({value.dtype}).\nSend tensor.int_repr() instead."
         )
+    return on_known_device(value, what)
+
+
+def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a tensor if it is where this back end can reach it."""
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(
             f"{what}: expected a tensor on cpu or cuda, got one on {value.device}.\nMove it with tensor.cpu() first."
@@ -73,11 +88,23 @@ def one_per_rank(tensors: Any, size: int, what: str, argument: str, *, are_writt
     return [check(each, what) for each in tensors]
 
 
-def alike(tensors: Iterable[torch.Tensor], model: torch.Tensor, what: str, argument: str) -> None:
-    """Check that all tensors have the dtype and size of `model`."""
-    for index, each in enumerate(tensors):
-        same_dtype(each, model, what, argument)
-        same_size(each, model, what, f"{argument}[{index}]")
+def lists_per_rank(lists: Sequence[Any], size: int, length: int, what: str, argument: str) -> None:
+    """Check that there is one list for each rank, each of a certain length."""
+    lengths = [len(each) for each in lists]
+    if lengths != [length] * size:
+        raise ValueError(
+            f"{what}: {argument} holds lists of {lengths} tensors, but the group has {size} ranks "
+            f"and there are {length} inputs.\nPass {size} lists of {length} tensors."
+        )
+
+
+def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, what: str) -> None:
+    """Check that a rank receives from itself what it sends to itself."""
+    if counts[rank] != source_counts[rank]:
+        raise ValueError(
+            f"{what}: this rank sends itself {source_counts[rank]} elements, but expects {counts[rank]}.\n"
+            f"Make both ranks of every pair expect what the other sends."
+        )
 
 
 def same_dtype(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
@@ -108,6 +135,28 @@ def multiple(large: torch.Tensor, small: torch.Tensor, size: int, what: str, lar
         )
 
 
+def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, what: str, argument: str) -> list[int]:
+    """Return how many elements each rank's rows of a tensor have.
+
+    Args:
+        sizes: Rows for each rank; none for equal parts.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if rows % size:
+            raise ValueError(
+                f"{what}: the tensor has {rows} rows, which the group's {size} ranks cannot share equally.\n"
+                f"Pass {argument}."
+            )
+        return [tensor.numel() // size] * size
+    if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
+        raise ValueError(
+            f"{what}: {argument}={list(sizes)} does not split {rows} rows between the group's {size} ranks.\n"
+            f"Pass {size} sizes that add up to {rows}."
+        )
+    return [each * (tensor.numel() // rows if rows else 0) for each in sizes]
+
+
 def rank(value: int, size: int, what: str, argument: str) -> int:
     """Return a rank if the group has it."""
     if not 0 <= value < size:
@@ -117,8 +166,9 @@ def rank(value: int, size: int, what: str, argument: str) -> int:
 
 def tag(value: int, what: str) -> int:
     """Return a tag if MPI can carry it."""
-    if not 0 <= value <= _largest_tag():
-        raise ValueError(f"{what}: tag={value} is not a tag of this MPI.\nPass a number from 0 to {_largest_tag()}.")
+    largest = wire.largest_tag()
+    if not 0 <= value <= largest:
+        raise ValueError(f"{what}: tag={value} is not a tag of this MPI.\nPass a number from 0 to {largest}.")
     return value
 
 
@@ -130,9 +180,3 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
         if isinstance(value, list | tuple) and (found := first_tensor(value)) is not None:
             return found
     return None
-
-
-@functools.cache
-def _largest_tag() -> int:
-    api = mpi.api()
-    return api.COMM_WORLD.Get_attr(api.TAG_UB)

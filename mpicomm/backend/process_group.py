@@ -7,31 +7,19 @@ Both generations of torch's method names are there: `_allgather_base` became `al
 from __future__ import annotations
 
 import datetime
-import functools
-import os
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import c10d, checks, reductions
+from mpicomm.backend import c10d, checks, groups, reductions
+from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.engine import Engine
-from mpicomm.errors import MpicommError
-from mpicomm.faults import recorder
-from mpicomm.settings import Settings
+from mpicomm.backend.work import JointWork
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # made and looked at on the main thread
-
-NAME = "mpicomm"
-NAME_WITH_NCCL = "mpicomm_nccl"
-
-Tensors = Sequence[torch.Tensor]
+Timeout = datetime.timedelta | None
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -40,8 +28,9 @@ class MPIProcessGroup(dist.ProcessGroup):
     Every method is torch's own contract; see `torch.distributed` for what the operations mean.
     """
 
-    def __init__(self, engine: Engine, name: str, backend_name: str = NAME) -> None:
+    def __init__(self, engine: Engine, name: str, backend_name: str, store: dist.Store) -> None:
         super().__init__(engine.comm.rank, engine.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
+        self._store = store
         self._engine = engine
         self._rank = engine.comm.rank
         self._size = engine.comm.size
@@ -79,6 +68,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Take the user's description of the group."""
         self._description = description
 
+    def get_group_store(self) -> dist.Store:
+        """Return the store that torch gave the group."""
+        return self._store
+
     # torch's Python code asks by these names; its C++ code asks by those above.
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
@@ -86,7 +79,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     rank = getRank
     size = getSize
     _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc  # type: ignore[assignment]  # the stub names its argument otherwise
+    _set_group_desc = setGroupDesc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -95,129 +88,290 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002  torch's signature
         return self
 
-    supports_coalescing = False
-    supports_splitting = False
+    supports_coalescing = False  # messages of a batch need none: MPI starts each at once
+    supports_splitting = True
     supports_time_estimate = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has called on the group."""
+        return self._engine.record.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers are counted from the start."""
+
+    # -- how long an operation may take --------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Give every operation that is called from now on so much time."""
+        self._engine.record.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # -- groups of this group ------------------------------------------------------------------------------------
+
+    def splitGroup(  # noqa: N802
+        self,
+        ranks: Sequence[int],
+        timeout: Timeout = None,
+        opts: Any = None,  # noqa: ARG002  other back ends have some
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,  # noqa: ARG002  there is one back end for all
+    ) -> MPIProcessGroup | None:
+        """Make a group of some of this group's ranks (collective over these alone); None on the others.
+
+        Args:
+            ranks: Ranks of this group; the new one has them in ascending order.
+        """
+        members = sorted(checks.rank(rank, self._size, "split_group", "ranks") for rank in set(ranks))
+        if self._rank not in members:
+            return None
+        seconds = self._engine.record.timeout if timeout is None else timeout.total_seconds()
+        of_job = [self._engine.record.ranks[rank] for rank in members]
+        name = group_name or f"{self._name}:split:{'-'.join(map(str, members))}"
+        store = dist.PrefixStore(f"{name}/", self._store)
+        group = MPIProcessGroup(groups.make(name, of_job, seconds), name, self._backend_name, store)
+        group.setGroupDesc(group_desc or f"{self._description}:split")
+        return group
+
+    split_group = splitGroup
+
+    # -- several calls as one ------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002  torch's signature
+        """Remember what is called from now on."""
+        self._engine.executor.start_batch()
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        """Return the work of all that was called since."""
+        return JointWork(self._engine.executor.end_batch())
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Reduce a tensor in place on all ranks."""
-        opts = opts or c10d.AllreduceOptions()
-        tensor = checks.single_written(tensors, "all_reduce")
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, op: Any = None) -> dist.Work:
+        """Reduce a tensor in place on all ranks; a sparse one (COO) is added up."""
+        opts = c10d.options(c10d.AllreduceOptions, opts, timeout, reduceOp=op or opts)
+        value = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, "all_reduce")
+        if getattr(value, "layout", None) == torch.sparse_coo:
+            tensor = checks.on_known_device(value, "all_reduce")
+            reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "all_reduce", is_sparse=True)
+            return self._engine.all_reduce_sparse(tensor, reduction, opts)
+        tensor = checks.written(value, "all_reduce")
         reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "all_reduce")
-        return self._engine.all_reduce([tensor], [reduction], opts.asyncOp)
+        return self._engine.all_reduce([tensor], [reduction], opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in place on all ranks."""
-        what, opts = "all_reduce_coalesced", opts or c10d.AllreduceCoalescedOptions()
-        tensors = [checks.written(each, what) for each in tensors]
-        plans = [reductions.plan(opts.reduceOp, each.dtype, self._size, what) for each in tensors]
-        return self._engine.all_reduce(tensors, plans, opts.asyncOp)
+        what, opts = "all_reduce_coalesced", c10d.options(c10d.AllreduceCoalescedOptions, opts)
+        tensors = [checks.written(each, what) for each in checks.some(tensors, what)]
+        return self._engine.all_reduce(tensors, self._plans(opts.reduceOp, tensors, what), opts)
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Timeout = None, *, root: int | None = None
+    ) -> dist.Work:
         """Reduce a tensor in place on the root."""
-        opts = opts or c10d.ReduceOptions()
+        given = opts if root is None else root
+        opts = c10d.options(c10d.ReduceOptions, opts, timeout, rootRank=given, reduceOp=op)
         tensor = checks.single_written(tensors, "reduce")
         root = checks.rank(opts.rootRank, self._size, "reduce", "dst")
         reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "reduce")
-        return self._engine.reduce(tensor, root, reduction, opts.asyncOp)
+        return self._engine.reduce(tensor, root, reduction, opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        """Reduce a list of tensors, one for each rank, and leave each rank its own."""
-        what, opts = "reduce_scatter", opts or c10d.ReduceScatterOptions()
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, timeout: Timeout = None, *, op: Any = None
+    ) -> dist.Work:
+        """Reduce a list of tensors, one for each rank, and leave each rank its own; sizes may differ between ranks."""
+        what, opts = "reduce_scatter", c10d.options(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op or opts)
         output = checks.single_written(outputs, what)
-        sources = checks.one_per_rank(checks.only(inputs, what), self._size, what, "input_list")
-        checks.alike(sources, output, what, "input_list")
-        source = torch.cat([each.detach().reshape(-1) for each in sources])  # (size * output.numel(),)
-        return self._reduce_scatter(what, output, source, opts)
+        sources = checks.one_per_rank(checks.only_list(inputs, what), self._size, what, "input_list")
+        self._check_lists(sources, output, what, "input_list")
+        reduction = reductions.plan(opts.reduceOp, output.dtype, self._size, what)
+        return self._engine.reduce_scatter_list(output, sources, reduction, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor of size times the output and leave each rank its block."""
-        what = "reduce_scatter_tensor"
-        return self._reduce_scatter(what, output, source, opts or c10d.ReduceScatterOptions())
+        return self._reduce_scatter("reduce_scatter_tensor", [output], [source], opts)
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # the stub has no default
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Reduce several tensors, each of size times its output, and leave each rank its blocks."""
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
-    def _reduce_scatter(self, what: str, output: torch.Tensor, source: torch.Tensor, opts: Any) -> dist.Work:
-        output, source = checks.written(output, what), checks.tensor(source, what)
-        checks.multiple(source, output, self._size, what, "input", "output")
-        reduction = reductions.plan(opts.reduceOp, output.dtype, self._size, what)
-        return self._engine.reduce_scatter(output, source, reduction, opts.asyncOp)
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, what: str, outputs: Tensors, sources: Tensors, opts: Any) -> dist.Work:
+        opts = c10d.options(c10d.ReduceScatterOptions, opts)
+        outputs, sources = self._check_blocks(outputs, sources, what)
+        for output, source in zip(outputs, sources, strict=True):
+            checks.multiple(source, output, self._size, what, "input", "output")
+        return self._engine.reduce_scatter(outputs, sources, self._plans(opts.reduceOp, outputs, what), opts)
+
+    def _plans(self, op: Any, tensors: Tensors, what: str) -> list[reductions.Reduction]:
+        return [reductions.plan(op, each.dtype, self._size, what) for each in tensors]
 
     # -- movement ------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, *, root: int | None = None
+    ) -> dist.Work:
         """Copy the root's tensor into everybody's."""
-        opts = opts or c10d.BroadcastOptions()
+        given = opts if root is None else root
+        opts = c10d.options(c10d.BroadcastOptions, opts, timeout, rootRank=given)
         tensor = checks.single_written(tensors, "broadcast")
         root = checks.rank(opts.rootRank, self._size, "broadcast", "src")
-        return self._engine.broadcast(tensor, root, opts.asyncOp)
+        return self._engine.broadcast(tensor, root, opts)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, timeout: Timeout = None
+    ) -> dist.Work:
         """Gather every rank's tensor into a list on every rank; sizes may differ between ranks."""
-        what, opts = "all_gather", opts or c10d.AllgatherOptions()
+        what, opts = "all_gather", c10d.options(c10d.AllgatherOptions, opts, timeout)
         source = checks.single(inputs, what)
-        targets = checks.one_per_rank(checks.only(outputs, what), self._size, what, "tensor_list", are_written=True)
-        self._check_targets(targets, source, what, "tensor_list")
-        return self._engine.all_gather_list(targets, source, opts.asyncOp)
+        lists = checks.only_list(outputs, what)
+        targets = checks.one_per_rank(lists, self._size, what, "tensor_list", are_written=True)
+        self._check_lists(targets, source, what, "tensor_list")
+        return self._engine.all_gather_list([targets], [source], opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Gather several tensors of every rank: `outputs[r]` are those of rank r."""
+        what, opts = "all_gather_coalesced", c10d.options(c10d.AllgatherOptions, opts)
+        sources = [checks.tensor(each, what) for each in checks.some(inputs, what)]
+        checks.lists_per_rank(outputs, self._size, len(sources), what, "output_tensor_lists")
+        targets = [[checks.written(of_rank[i], what) for of_rank in outputs] for i in range(len(sources))]
+        for index, (each, source) in enumerate(zip(targets, sources, strict=True)):
+            self._check_lists(each, source, what, f"output_tensor_lists[...][{index}]")
+        return self._engine.all_gather_list(targets, sources, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into one, on every rank."""
-        what, opts = "all_gather_into_tensor", opts or c10d.AllgatherOptions()
-        output, source = checks.written(output, what), checks.tensor(source, what)
-        checks.multiple(output, source, self._size, what, "output", "input")
-        return self._engine.all_gather(output, source, opts.asyncOp)
+        return self._all_gather("all_gather_into_tensor", [output], [source], opts)
 
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Gather several tensors of every rank, each kind into one, on every rank."""
+        return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor into a list on the root."""
-        what, opts = "gather", opts or c10d.GatherOptions()
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather(self, what: str, outputs: Tensors, sources: Tensors, opts: Any) -> dist.Work:
+        opts = c10d.options(c10d.AllgatherOptions, opts)
+        outputs, sources = self._check_blocks(outputs, sources, what)
+        for output, source in zip(outputs, sources, strict=True):
+            checks.multiple(output, source, self._size, what, "output", "input")
+        return self._engine.all_gather(outputs, sources, opts)
+
+    def gather(
+        self,
+        outputs: Sequence[Tensors],
+        inputs: Tensors,
+        opts: Any = None,
+        timeout: Timeout = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Gather every rank's tensor into a list on the root; sizes may differ between ranks."""
+        given = opts if root is None else root
+        what, opts = "gather", c10d.options(c10d.GatherOptions, opts, timeout, rootRank=given)
         source = checks.single(inputs, what)
         root = checks.rank(opts.rootRank, self._size, what, "dst")
         targets: Tensors = []
         if self._rank == root:
-            targets = checks.one_per_rank(checks.only(outputs, what), self._size, what, "gather_list", are_written=True)
-            self._check_targets(targets, source, what, "gather_list")
-        return self._engine.gather(targets, source, root, opts.asyncOp)
+            lists = checks.only_list(outputs, what)
+            targets = checks.one_per_rank(lists, self._size, what, "gather_list", are_written=True)
+            self._check_lists(targets, source, what, "gather_list")
+        return self._engine.gather(targets, source, root, opts)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        """Send each rank its tensor of the root's list."""
-        what, opts = "scatter", opts or c10d.ScatterOptions()
+    def gather_single(self, output: torch.Tensor | None, source: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Gather every rank's tensor into one, on the root; `output` is looked at there alone."""
+        what, opts = "gather_into_tensor", c10d.options(c10d.GatherOptions, opts)
+        source = checks.tensor(source, what)
+        root = checks.rank(opts.rootRank, self._size, what, "dst")
+        targets: Tensors = []
+        if self._rank == root:
+            output = checks.written(output, what)
+            checks.multiple(output, source, self._size, what, "output", "input")
+            targets = [output]
+        return self._engine.gather_single(targets, source, root, opts)
+
+    def scatter(
+        self,
+        outputs: Tensors,
+        inputs: Sequence[Tensors],
+        opts: Any = None,
+        timeout: Timeout = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Send each rank its tensor of the root's list; sizes may differ between ranks."""
+        given = opts if root is None else root
+        what, opts = "scatter", c10d.options(c10d.ScatterOptions, opts, timeout, rootRank=given)
         output = checks.single_written(outputs, what)
         root = checks.rank(opts.rootRank, self._size, what, "src")
         sources: Tensors = []
         if self._rank == root:
-            sources = checks.one_per_rank(checks.only(inputs, what), self._size, what, "scatter_list")
-            self._check_targets(sources, output, what, "scatter_list")
-        return self._engine.scatter(output, sources, root, opts.asyncOp)
+            sources = checks.one_per_rank(checks.only_list(inputs, what), self._size, what, "scatter_list")
+            self._check_lists(sources, output, what, "scatter_list")
+        return self._engine.scatter(output, sources, root, opts)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        timeout: Timeout = None,
+    ) -> dist.Work:
+        """Send each rank its rows of a tensor, and receive everybody's into another.
+
+        Either all ranks give no sizes at all, for equal parts, or all give some.
+        """
+        what, opts = "all_to_all_single", c10d.options(c10d.AllToAllOptions, opts, timeout)
+        output, source = checks.written(output, what), checks.tensor(source, what)
+        checks.same_dtype(output, source, what, "output")
+        counts = checks.splits(output_split_sizes, output, self._size, what, "output_split_sizes")
+        source_counts = checks.splits(input_split_sizes, source, self._size, what, "input_split_sizes")
+        if output_split_sizes or input_split_sizes:
+            checks.same_share(counts, source_counts, self._rank, what)
+            return self._engine.all_to_all(output, counts, source, source_counts, opts)
+        checks.same_size(output, source, what, "output")
+        return self._engine.all_to_all(output, None, source, None, opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Send each rank its tensor of a list, and receive everybody's into another; sizes may differ."""
+        what, opts = "all_to_all", c10d.options(c10d.AllToAllOptions, opts)
+        targets = checks.one_per_rank(outputs, self._size, what, "output_tensor_list", are_written=True)
+        sources = checks.one_per_rank(inputs, self._size, what, "input_tensor_list")
+        for each in [*targets, *sources]:
+            checks.same_dtype(each, sources[0], what, "a list")
+        checks.same_share([each.numel() for each in targets], [each.numel() for each in sources], self._rank, what)
+        return self._engine.all_to_all_list(targets, sources, opts)
+
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
         """Wait for every rank.
 
         Raises:
             TimeoutError: If a rank has not come after the options' timeout, or else the group's; it names who has not.
         """
-        opts = opts or c10d.BarrierOptions()
-        seconds = opts.timeout.total_seconds()  # torch says "none" by a negative one
-        return self._engine.barrier(opts.asyncOp, seconds if seconds > 0 else None)
+        return self._engine.barrier(c10d.options(c10d.BarrierOptions, opts, timeout or opts))
 
-    def _missing(self, *_arguments: Any, **_options: Any) -> dist.Work:
-        raise NotImplementedError(
-            "all_to_all and what is coalesced beside all_reduce are not part of this back end yet.\n"
-            "Use all_gather or send and recv, or bootstrap(backend='gloo')."
-        )
-
-    alltoall = alltoall_base = all_to_all_single = _missing
-    allgather_coalesced = all_gather_single_coalesced = allgather_into_tensor_coalesced = _missing
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _missing
-
-    def _check_targets(self, tensors: Tensors, mine: torch.Tensor, what: str, argument: str) -> None:
+    def _check_lists(self, tensors: Tensors, mine: torch.Tensor, what: str, argument: str) -> None:
         """Check a list with one tensor per rank: one dtype, and this rank's entry as large as its own tensor."""
         for each in tensors:
             checks.same_dtype(each, mine, what, argument)
         checks.same_size(tensors[self._rank], mine, what, f"{argument}[{self._rank}]")
+
+    def _check_blocks(
+        self, outputs: Tensors, sources: Tensors, what: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the outputs and inputs of an operation on pairs of them."""
+        if len(outputs) != len(checks.some(sources, what)):
+            raise ValueError(
+                f"{what}: got {len(outputs)} outputs for {len(sources)} inputs.\nPass one output for each input."
+            )
+        return [checks.written(each, what) for each in outputs], [checks.tensor(each, what) for each in sources]
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -240,80 +394,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Finish what is queued and free the communicator (collective)."""
         if mpi.is_usable():
-            self._engine.close()
+            self._engine.executor.close()
 
-
-class RoutedProcessGroup(MPIProcessGroup):
-    """A group that hands the tensors of some devices to an inner back end, and the rest to MPI.
-
-    The inner back end is called directly: a Python method that calls its own C++ base by the same name would be
-    dispatched to itself.
-    """
-
-    def __init__(self, engine: Engine, name: str, backend_name: str, device_type: str, inner: Any) -> None:
-        super().__init__(engine, name, backend_name)
-        self._device_type = device_type
-        self._inner = inner
-        self._stream = recorder.Stream(engine.record)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return list(dict.fromkeys([torch.device("cpu"), torch.device(self._device_type)]))
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self._inner if torch.device(device).type == self._device_type else self
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for every rank, and before that for what this rank has queued on its GPU."""
-        if self._device_type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return super().barrier(opts)
-
-    def shutdown(self) -> None:
-        """End the inner back end, then this one (collective)."""
-        self._inner.shutdown()
-        self._stream.close()
-        super().shutdown()
-
-
-_MESSAGES = ("send", "recv", "recv_anysource")
-
-
-def _route(name: str, inner_name: str) -> None:
-    """Give `RoutedProcessGroup` a method that looks where its tensors are."""
-    over_mpi = getattr(MPIProcessGroup, name)
-
-    @functools.wraps(over_mpi)
-    def method(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        tensor = checks.first_tensor([*args, *kwargs.values()])
-        if tensor is None or tensor.device.type != self._device_type:
-            return over_mpi(self, *args, **kwargs)
-        operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
-        work = getattr(self._inner, inner_name)(*args, **kwargs)
-        if not c10d.is_capturing(tensor):  # what a CUDA graph holds runs later, and must not be looked at now
-            self._stream.started(operation, work)
-        return work
-
-    setattr(RoutedProcessGroup, name, method)
-
-
-for _name in (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "allgather",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "recv_anysource",
-):
-    _route(_name, _name)
-for _names in (("reduce_scatter_single", "_reduce_scatter_base"), ("all_gather_single", "_allgather_base")):
-    for _name in _names:
-        _route(_name, c10d.inner_method(_names))
+    def abort(self) -> None:
+        """Give the group up at once, whatever is on its way; the other ranks are told, and cannot use it either."""
+        self._engine.executor.abort()
 
 
 def barrier_within(group: Any, seconds: float | None) -> None:
@@ -331,87 +416,3 @@ def barrier_within(group: Any, seconds: float | None) -> None:
     if seconds is not None:
         options.timeout = datetime.timedelta(seconds=seconds)
     group.barrier(options).wait()
-
-
-def drain() -> None:
-    """Wait until what this rank has queued on any group has run."""
-    for engine in list(_engines):
-        engine.drain()
-
-
-def is_stuck() -> bool:
-    """Tell whether an operation of this rank did not end in time, and may never."""
-    return any(engine.is_stuck() for engine in list(_engines))
-
-
-def advance() -> None:
-    """Let messages that are on their way make progress."""
-    for engine in list(_engines):
-        engine.advance()
-
-
-def register() -> None:
-    """Register the back end with torch under its names; calling it again does nothing.
-
-    From torch 2.14 on the name `mpi` is registered too, where torch itself was built without MPI.
-    """
-    if c10d.is_registered(NAME):
-        return
-    devices = ["cpu", "cuda"]
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
-    dist.Backend.register_backend(NAME_WITH_NCCL, _create_with_nccl, extended_api=True, devices=devices)
-    if c10d.leaves_mpi_open():
-        dist.Backend.register_backend("mpi", _create, extended_api=True, devices=devices)
-
-
-def _create(options: Any, _backend_options: Any) -> MPIProcessGroup:
-    engine = _make_engine(options)
-    return MPIProcessGroup(engine, options.group_id)
-
-
-def _create_with_nccl(options: Any, backend_options: Any) -> MPIProcessGroup:
-    engine = _make_engine(options)
-    inner = c10d.make_nccl(options, backend_options, engine.comm.rank, engine.comm.size)
-    return RoutedProcessGroup(engine, options.group_id, NAME_WITH_NCCL, "cuda", inner)
-
-
-def _make_engine(options: Any) -> Engine:
-    """Make the group's own communicator (collective over the group's ranks) and the engine on it."""
-    ranks = list(options.global_ranks_in_group)
-    record = recorder.Group(
-        options.group_id,
-        ranks or range(mpi.job_comm().size),
-        options.timeout.total_seconds(),
-        is_world=not ranks,
-    )
-    record.sequence = -1  # a group's own making is its number 0: a rank may never come to that
-    operation = recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=2)
-    try:
-        comm = _make_comm(options)
-    finally:
-        operation.finish()
-    engine = Engine(comm, record, Settings.from_environ(os.environ))
-    _engines.add(engine)
-    return engine
-
-
-def _make_comm(options: Any) -> Intracomm:
-    world = mpi.job_comm()
-    ranks = list(options.global_ranks_in_group)
-    if not ranks:
-        _check_world(options, world)
-        return world.Dup()
-    members = world.group.Incl(ranks)
-    try:
-        return world.Create_group(members, tag=c10d.tag_of(options.group_id))
-    finally:
-        members.Free()
-
-
-def _check_world(options: Any, world: Any) -> None:
-    said = (options.group_rank, options.group_size)
-    if said not in ((world.rank, world.size), (-1, -1)):
-        raise MpicommError(
-            f"torch.distributed was told rank {said[0]} of {said[1]}, but MPI says {world.rank} of {world.size}.\n"
-            f"Call mpicomm.bootstrap() and leave rank and world_size to it."
-        )

@@ -2,7 +2,7 @@
 
     tensor --load--> dense buffer --MPI op--> dense buffer --store--> tensor
 
-`load` widens narrow floats to float32 and applies a premultiplied factor; `store` divides for AVG and rounds once.
+`load` widens what is too narrow and applies a premultiplied factor; `store` divides for AVG and rounds once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _MPI_OPS = {
 }
 # On bool the sum is "any", the product is "all"; torch's own bool tensors say the same.
 _BOOL_OPS = {"SUM": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "MAX": "LOR", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
-_WITHOUT_DIVISION = {torch.uint16, torch.uint32, torch.uint64}  # torch cannot divide these on the CPU
+# Averages of these are made in int64, where their sums fit: 200 and 202 are 201 on average in uint8 too.
+_NARROW_INTEGERS = {torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32}
+_SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
 _ORDERED = {"MIN", "MAX"}
 
@@ -82,39 +84,41 @@ class Reduction:
             raw = dense.detach()
             if raw.dtype.is_floating_point or raw.dtype.is_complex:
                 raw.div_(self.divisor)
+            elif raw.dtype == torch.uint64:  # torch cannot divide it on the CPU
+                raw.numpy()[...] //= self.divisor
             else:
-                raw.copy_(torch.div(raw, self.divisor, rounding_mode="trunc"))
+                raw.div_(self.divisor, rounding_mode="trunc")
         buffers.unpack(dense, tensor)
-
-    def spec(self, dense: torch.Tensor) -> buffers.Spec:
-        """Return the buffer specification of a dense buffer for this reduction."""
-        return buffers.spec(dense, self.datatype)
 
     def _factor_on_host(self) -> Any:
         return self.factor.detach().to("cpu") if isinstance(self.factor, torch.Tensor) else self.factor
 
 
-def plan(op: Any, dtype: torch.dtype, size: int, what: str) -> Reduction:
+def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool = False) -> Reduction:
     """Say how to reduce tensors of `dtype` with `op` over `size` ranks.
 
-    Integer averages are the sum divided by the size, rounded toward zero. MIN and MAX of complex numbers, bitwise
-    operations on floats, PREMUL_SUM of integers and AVG of bool have no meaning.
+    Integer averages are the sum divided by the size, rounded toward zero; of less than 64 bits, the sum cannot
+    overflow. MIN and MAX of complex numbers, bitwise operations on floats, PREMUL_SUM of integers and AVG of bool have
+    no meaning.
 
     Args:
         op: A `torch.distributed.ReduceOp`.
         what: The operation's name, for messages.
+        is_sparse: The tensors are sparse; these can only be added up.
 
     Raises:
         ValueError: If the operation has no meaning for the dtype.
     """
     name = c10d.reduce_op_name(op)
+    if is_sparse and name not in _SUMS:
+        raise ValueError(f"{what}: {name} has no meaning for sparse tensors.\nFor these there are {', '.join(_SUMS)}.")
     base = _plan(name, dtype, size, what)
     return dataclasses.replace(base, factor=c10d.premul_factor(op)) if name == "PREMUL_SUM" else base
 
 
 @functools.cache
 def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
-    wide = torch.float32 if dtype in dtypes.NARROW_FLOATS else None
+    wide = _wide(name, dtype)
     datatype = dtypes.arithmetic(wide or dtype)
     mpi_name = (_BOOL_OPS if dtype == torch.bool else _MPI_OPS).get(name)
     if datatype is None:
@@ -127,6 +131,13 @@ def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
     return Reduction(name, getattr(mpi.api(), mpi_name), datatype, wide, divisor=size if name == "AVG" else 1)
 
 
+def _wide(name: str, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which a reduction is made where the tensors' own is too narrow."""
+    if dtype in dtypes.NARROW_FLOATS:
+        return torch.float32
+    return torch.int64 if name == "AVG" and dtype in _NARROW_INTEGERS else None
+
+
 def _is_meaningless(name: str, dtype: torch.dtype) -> bool:
     if dtype == torch.bool:
         return name not in _BOOL_OPS
@@ -134,8 +145,6 @@ def _is_meaningless(name: str, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point or dtype.is_complex
     if name == "PREMUL_SUM":
         return not (dtype.is_floating_point or dtype.is_complex)
-    if name == "AVG":
-        return dtype in _WITHOUT_DIVISION
     return name in _ORDERED and dtype.is_complex
 
 

@@ -25,8 +25,9 @@ _SPINS = 200  # looks without a pause
 class Keeper(Protocol):
     """The group's engine, as far as its works need it."""
 
-    timeout_of_messages: float | None
-    """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
+    @property
+    def timeout_of_messages(self) -> float | None:
+        """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
 
     def run_what_is_before(self, work: QueuedWork) -> None:
         """On the worker's own thread, run what is queued until `work` is done."""
@@ -260,6 +261,36 @@ class MessageWork(_Work):
         self._done = True
         self._operation.finish()
         self._keeper.forget(self)
+
+
+class JointWork(_Work):
+    """Several works as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()])
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait until all have ended.
+
+        Raises:
+            TimeoutError: If one has not after `timeout`.
+        """
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the first that ended with one."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes when all have."""
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._tensors)
 
 
 def _seconds(timeout: datetime.timedelta | None) -> float | None:

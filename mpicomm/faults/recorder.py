@@ -86,10 +86,10 @@ class Operation:
         "count",
         "dtype",
         "end",
-        "ends_job",
         "group",
         "instruction",
         "is_message",
+        "limit",
         "name",
         "number",
         "peer",
@@ -110,7 +110,8 @@ class Operation:
     called: float
     start: float | None
     end: float | None
-    ends_job: bool
+    limit: float | None
+    """Seconds after which the watchdog ends the job; None if whoever waits ends it himself."""
 
     def begin(self) -> None:
         """Note that the operation runs, or that somebody waits for it: from now on its deadline counts."""
@@ -201,7 +202,7 @@ def note(
     operation.count = count
     operation.peer = peer
     operation.end = None
-    operation.ends_job = True
+    operation.limit = group.timeout
     operation.number = number = next(_numbers)
     operation.called = now = monotonic()
     if is_running and not is_message:

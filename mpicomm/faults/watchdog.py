@@ -390,7 +390,7 @@ class Watchdog:
 
     def _look_at(self, operation: recorder.Operation, now: float) -> None:
         waited = now - (operation.start or now)
-        timeout = operation.group.timeout
+        timeout = operation.limit or operation.group.timeout
         hang_seconds = min(self._limits.hang_seconds, timeout / 2)
         if waited <= min(PATIENCE, hang_seconds):
             return
@@ -416,7 +416,7 @@ class Watchdog:
                     "sequence": sequence,
                 }
             )
-        if waited > timeout and operation.ends_job and self._is_news(operation, "deadline"):
+        if waited > timeout and operation.limit is not None and self._is_news(operation, "deadline"):
             self._ask({**ask, "kind": "deadline"}, now)
         elif waited > hang_seconds and self._is_news(operation, "hang"):
             self._ask({**ask, "kind": "hang"}, now)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import engine as engine_module
+from mpicomm.backend.executor import Executor
 from mpicomm.faults import recorder, watchdog
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -102,19 +102,19 @@ def _time(call: Callable[[], object], calls: int) -> float:
 def _off() -> None:
     recorder.note = lambda *_arguments: UNRECORDED  # type: ignore[assignment,return-value]
     _watchdog()._next_tick = time.monotonic() + 1e6
-    _engine()._patience = None
+    _executor()._raises_timeouts = False
 
 
 def _on() -> None:
     recorder.note = NOTE
     _watchdog()._next_tick = 0.0
     _watchdog()._channel.wake()
-    _engine()._patience = None
+    _executor()._raises_timeouts = False
 
 
 def _on_and_raising() -> None:
     _on()
-    _engine()._patience = _engine().record.timeout
+    _executor()._raises_timeouts = True
 
 
 def _watchdog() -> watchdog.Watchdog:
@@ -123,8 +123,8 @@ def _watchdog() -> watchdog.Watchdog:
     return watch
 
 
-def _engine() -> engine_module.Engine:
-    return dist.group.WORLD._engine
+def _executor() -> Executor:
+    return dist.group.WORLD._engine.executor
 
 
 if __name__ == "__main__":

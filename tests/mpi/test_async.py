@@ -12,7 +12,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.backend.work import QueuedWork
 from mpicomm.faults import recorder
-from tests.mpi.conftest import Group
+from tests.worlds import Group
 
 BIG = 4 << 20  # floats, 16 MiB
 
@@ -128,7 +128,7 @@ def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> No
     gate = threading.Event()
     engine = group.handle._engine
     closed = recorder.note(engine.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1)
-    engine._get_worker().submit(gate.wait, QueuedWork([], closed, engine))
+    engine.executor._get_worker().submit(gate.wait, QueuedWork([], closed, engine.executor))
 
     def again(future: torch.futures.Future) -> None:
         dist.all_reduce(future.value()[0], group=group.handle)

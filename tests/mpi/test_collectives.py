@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import dtypes
-from tests.mpi.conftest import Group
+from tests.worlds import Group
 
 MOVED = [*dtypes._ARITHMETIC, *dtypes.NARROW_FLOATS, torch.float8_e8m0fnu]
 REDUCED = [*dtypes._ARITHMETIC, torch.bfloat16, torch.float16]

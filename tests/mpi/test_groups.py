@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from tests.mpi.conftest import Group
+from tests.worlds import Group
 
 
 def test_the_world_says_what_mpi_says(world: mpicomm.World) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from tests.mpi.conftest import Group
+from tests.worlds import Group
 
 needs_two = pytest.mark.mpi(min_size=2)
 BIG = 4 << 20  # floats, 16 MiB: more than any MPI sends before the receiver is there

@@ -36,7 +36,7 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
         "float8_e8m0fnu tensors can be moved but not reduced",
     ),
     "sparse": (
-        lambda size: dist.all_reduce(torch.eye(3).to_sparse()),
+        lambda size: dist.broadcast(torch.eye(3).to_sparse(), 0),
         ValueError,
         r"dense tensor, got one of layout torch.sparse_coo.*\n.*to_dense",
     ),
@@ -83,7 +83,7 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
     "list of another size": (
         lambda size: dist.reduce_scatter(torch.ones(2), [torch.ones(3)] * size),
         ValueError,
-        r"input_list\[0\] has 3 elements",
+        r"input_list\[\d\] has 3 elements",
     ),
     "rank too high": (
         lambda size: dist.group.WORLD.send([torch.ones(2)], size, 0),
@@ -110,10 +110,55 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
         ValueError,
         "expanded",
     ),
-    "average that torch cannot divide": (
-        lambda size: dist.all_reduce(torch.ones(2).to(torch.uint32), dist.ReduceOp.AVG),
+    "order of sparse": (
+        lambda size: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
         ValueError,
-        "AVG has no meaning for uint32",
+        "MAX has no meaning for sparse tensors",
+    ),
+    "sparse by columns": (
+        lambda size: dist.all_reduce(torch.eye(3).to_sparse_csc()),
+        ValueError,
+        "dense tensor, got one of layout torch.sparse_csc",
+    ),
+    "rows that cannot be shared": (
+        lambda size: dist.all_to_all_single(torch.ones(2 * size + 1, 3), torch.ones(2 * size + 1, 3)),
+        ValueError,
+        r"\d+ rows, which the group's \d+ ranks cannot share equally.*\n.*output_split_sizes",
+    ),
+    "sizes that do not add up": (
+        lambda size: dist.all_to_all_single(torch.ones(3, 2), torch.ones(size, 2), [1] * size, [1] * size),
+        ValueError,
+        r"output_split_sizes=.* does not split 3 rows",
+    ),
+    "too few sizes": (
+        lambda size: dist.all_to_all_single(torch.ones(size, 2), torch.ones(size, 2), None, [size] + [0] * size),
+        ValueError,
+        r"input_split_sizes=.* does not split \d+ rows",
+    ),
+    "all_to_all of other dtypes": (
+        lambda size: dist.group.WORLD.alltoall([torch.ones(1).int()] * size, [torch.ones(1)] * size),
+        ValueError,
+        "a list holds int32, but the tensor is float32",
+    ),
+    "own share of another size": (
+        lambda size: dist.all_to_all([torch.ones(2) for _ in range(size)], [torch.ones(1)] * size),
+        ValueError,
+        "sends itself 1 elements, but expects 2",
+    ),
+    "outputs without inputs": (
+        lambda size: dist.group.WORLD.all_gather_single_coalesced([torch.ones(size)], []),
+        ValueError,
+        "expected at least one tensor",
+    ),
+    "more outputs than inputs": (
+        lambda size: dist.group.WORLD.all_gather_single_coalesced([torch.ones(size)] * 2, [torch.ones(1)]),
+        ValueError,
+        "got 2 outputs for 1 inputs",
+    ),
+    "lists of another length": (
+        lambda size: dist.all_gather_coalesced([[torch.ones(1)] * 2] * size, [torch.ones(1)]),
+        ValueError,
+        r"lists of \[2.*\] tensors",
     ),
     "premultiplied integers": (
         lambda size: dist.all_reduce(torch.ones(2).int(), dist._make_nccl_premul_sum(0.5)),
@@ -138,11 +183,3 @@ def test_misuse(world: mpicomm.World, name: str) -> None:
     if world.rank == world.size - 1:
         with pytest.raises(kind, match=message):
             call(world.size)
-
-
-@pytest.mark.parametrize("call", ["alltoall", "alltoall_base"])
-def test_what_is_missing_says_so(world: mpicomm.World, call: str) -> None:
-    tensors = [torch.ones(1)] * world.size
-    arguments = (tensors, tensors) if call == "alltoall" else (torch.ones(world.size), torch.ones(world.size), [], [])
-    with pytest.raises(NotImplementedError, match="all_to_all"):
-        getattr(dist.group.WORLD, call)(*arguments)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.mpi.conftest import Group
+from tests.worlds import Group
 
 COUNT = 100_003
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

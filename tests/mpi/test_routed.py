@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm.backend.engine import Engine
-from mpicomm.backend.process_group import RoutedProcessGroup
+from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.backend.routed import RoutedProcessGroup
 from mpicomm.faults import recorder
 from mpicomm.settings import Settings
 
@@ -34,10 +35,10 @@ def routed(world: mpicomm.World, request: pytest.FixtureRequest) -> Iterator[tup
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
     record = recorder.Group("routed", range(world.size), 60, is_world=False)
     engine = Engine(world.comm.Dup(), record, Settings())
-    group = RoutedProcessGroup(engine, "routed", "mpicomm_nccl", request.param, gloo)
+    group = RoutedProcessGroup(engine, "routed", "mpicomm_nccl", store, request.param, gloo)
     yield group, gloo, request.param == "cpu"
     if request.param == "cuda":
-        group._engine.barrier(False)
+        MPIProcessGroup.barrier(group).wait()
     gloo.backend.shutdown()
     group._inner = Witness(type("Ended", (), {"shutdown": lambda self: None})())
     group.shutdown()

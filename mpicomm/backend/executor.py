@@ -1,0 +1,366 @@
+"""Who runs a group's operations, and when: on the caller's thread, on the group's worker, or in MPI's own time.
+
+A synchronous collective is one blocking call on the caller's thread; an asynchronous one is queued for the group's
+worker, and from then on later collectives queue behind it until the worker is idle again, so that every rank's calls
+keep the order in which they were made. Messages are MPI requests that whoever waits drives to their end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend import dtypes
+from mpicomm.backend.agreement import Agreement
+from mpicomm.backend.buffers import Tensors
+from mpicomm.backend.progress import Poller, Worker
+from mpicomm.backend.work import CompletedWork, MessageWork, QueuedWork
+from mpicomm.errors import MpicommError
+from mpicomm.faults import recorder, report, watchdog
+from mpicomm.faults.recorder import Operation
+from mpicomm.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm, Request
+
+_REAP_ABOVE = 32  # messages in flight, above which the finished ones are looked for
+_LAST_MESSAGES_SECONDS = 1.0
+_LATE_SECONDS = 1.0  # in which an operation that did not end in time may end after all, when its group is destroyed
+_LONGEST_PAUSE, _SPINS = 1e-3, 200  # between two looks at a barrier, in seconds, and looks without a pause
+
+_abandoned: list[MessageWork] = []
+"""Messages of destroyed groups: MPI may still read and write their memory."""
+
+
+class Options(Protocol):
+    """What torch says of a call beside its tensors; all its classes of options have this."""
+
+    asyncOp: bool  # noqa: N815  torch's name
+    timeout: datetime.timedelta
+    """Zero or less for the group's own."""
+
+
+class Executor:
+    """Runs the operations of one group, on the group's own communicator."""
+
+    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings) -> None:
+        self._comm = comm
+        self._record = record
+        self._raises_timeouts = settings.raises_timeouts
+        self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
+        self._outstanding: list[Request] = []  # barriers that did not end in time; MPI cannot take them back
+        self._turn = threading.Lock()  # MPI wants collective calls on one communicator one at a time
+        self._starting = threading.Lock()
+        self._worker: Worker | None = None
+        self._poller: Poller | None = None
+        self._in_flight: set[MessageWork] = set()
+        self._reap_at = _REAP_ABOVE
+        self._batch: list[Any] | None = None  # the works of what torch's coalescing manager groups
+        self._is_open = True
+
+    @property
+    def timeout_of_messages(self) -> float | None:
+        """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
+        return self._record.timeout if self._raises_timeouts else None
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        name: str,
+        call: Callable[[], None],
+        results: Tensors,
+        opts: Options,
+        subjects: Tensors,
+        *,
+        root: int | None = None,
+        also: str = "",
+        any_size: bool = False,
+    ) -> Any:
+        """Record a collective and start it.
+
+        Args:
+            results: What the operation writes here.
+            subjects: What all ranks call it with: of equal dtype, and of equal shape unless `any_size`.
+            also: What else must be equal on all ranks.
+        """
+        self._check_open()
+        count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
+        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
+        runs_here = self._runs_here(opts.asyncOp)
+        # Above this method are one of the engine's, and two of the face's or one and torch's.
+        operation = recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here, 4)
+        if (seconds := opts.timeout.total_seconds()) > 0:
+            operation.limit = seconds
+        return self._start(operation, call, list(results), opts.asyncOp, said, self._patience(operation), runs_here)
+
+    def barrier(self, opts: Options) -> Any:
+        """Wait for every rank, for at most the options' timeout, or the group's."""
+        self._check_open()
+        runs_here = self._runs_here(opts.asyncOp)
+        operation = recorder.note(self._record, "barrier", None, 0, None, False, runs_here, 3)
+        operation.limit = None  # TimeoutError is raised instead
+        seconds = opts.timeout.total_seconds()
+        seconds = seconds if seconds > 0 else self._record.timeout
+        return self._start(operation, _nothing, [], opts.asyncOp, "barrier", seconds, runs_here)
+
+    def _patience(self, operation: Operation) -> float | None:
+        """Return how long the ranks wait for each other, interruptibly, before it; None: they go straight into it."""
+        if self._raises_timeouts:
+            return operation.limit
+        return math.inf if self._agreement is not None else None
+
+    def _start(
+        self,
+        operation: Operation,
+        call: Callable[[], None],
+        results: list[torch.Tensor],
+        is_async: bool,
+        said: str,
+        patience: float | None,
+        runs_here: bool,
+    ) -> Any:
+        """Run `call` now, or queue it behind what is queued.
+
+        Args:
+            said: What all ranks must agree on, where they compare it.
+            patience: Seconds to wait for the other ranks before the call; None to go straight into it.
+            runs_here: Whether `call` is to run now.
+
+        Returns:
+            The work; finished already if the operation is synchronous.
+        """
+        if runs_here:
+            self._run(operation, call, said, patience)
+            return CompletedWork(results)
+        work = QueuedWork(results, operation, self)
+
+        def in_turn() -> None:
+            operation.begin()
+            self._run(operation, call, said, patience)
+
+        self._get_worker().submit(in_turn, work)
+        self._remember(work)
+        if not is_async:
+            work.wait()
+        return work
+
+    def _run(self, operation: Operation, call: Callable[[], None], said: str, patience: float | None) -> None:
+        """Run a collective in its turn, and note when it ends."""
+        try:
+            with self._turn:
+                if patience is not None:
+                    self._meet(operation, patience)
+                if self._agreement is not None:
+                    self._agreement.check(said, operation)
+                call()
+        except mpi.api().Exception as error:
+            self._record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+            raise
+        finally:
+            operation.finish()
+
+    def _meet(self, operation: Operation, seconds: float) -> None:
+        """Wait for every rank, interruptibly.
+
+        Raises:
+            TimeoutError: If a rank has not come after `seconds`; it names those that have not.
+            MpicommError: If another rank did not wait that long.
+        """
+        request = self._comm.Ibarrier()
+        is_late = not mpi.poll(
+            lambda: request.Test() or bool(self._record.broken), seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS
+        )
+        if is_late or self._record.broken:
+            self._outstanding.append(request)
+            self._check_open()
+            raise self.time_out(operation, seconds)
+
+    def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
+        """Return the error of a collective that did not end in time; the group cannot be used any more."""
+        what = report.operation(operation.describe(0.0))
+        self._record.broken = f"{what} did not end within {seconds:g} s"
+        watch = watchdog.current()
+        missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not come to it.")
+        if watch is not None:
+            watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
+        if not missing:
+            return TimeoutError(f"{self._record.broken}.\n{table}\nFind out what that rank does.")
+        return TimeoutError(
+            f"{what}: {len(missing)} of {self._comm.size} ranks did not come within {seconds:g} s: "
+            f"{report.called(missing)}.\n{table}\n"
+            f"Look at what they do there, or allow more time. The group cannot be used any more."
+        )
+
+    def run_what_is_before(self, work: QueuedWork) -> None:
+        """On the worker's own thread, where waiting would wait for itself, run what is queued until `work` is done."""
+        if self._worker is not None and self._worker.is_current_thread:
+            self._worker.run_until(work.is_completed)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def note_message(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
+        """Record a message."""
+        self._check_open()
+        return recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
+
+    def track(self, work: MessageWork) -> MessageWork:
+        """Keep a message's memory alive until it is through, whatever the caller does with the handle."""
+        if len(self._in_flight) >= self._reap_at:
+            self._reap()
+            self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
+        self._in_flight.add(work)
+        self._remember(work)
+        return work
+
+    def watch(self, work: MessageWork) -> None:
+        """Finish a message whose future somebody holds when it is through."""
+        self._get_poller().watch(work)
+
+    def forget(self, work: MessageWork) -> None:
+        """Let go of a message that is through."""
+        self._in_flight.discard(work)
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    def start_batch(self) -> None:
+        """Remember the works of what is called from now on."""
+        self._batch = []
+
+    def end_batch(self) -> list[Any]:
+        """Return the works since `start_batch` of what had not ended within its call."""
+        works, self._batch = self._batch or [], None
+        return works
+
+    def _remember(self, work: Any) -> None:
+        if self._batch is not None:
+            self._batch.append(work)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until what is queued has run."""
+        if self._worker is not None and not self._record.broken:
+            self._worker.wait_until_idle()
+
+    def advance(self) -> None:
+        """Let messages that are on their way make progress."""
+        if self._is_open and not self._record.broken:
+            self._reap()
+
+    def close(self) -> None:
+        """Finish what is queued, end the threads and free the communicator (collective)."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if mpi.is_abandoned() or self.is_stuck():
+            mpi.abandon()
+            return
+        operation = recorder.note(self._record, "destroy", None, 0, None, False, True, 2)
+        try:
+            self._take_down()
+        finally:
+            operation.finish()
+            self._record.is_closed = True
+
+    def abort(self) -> None:
+        """Give the group up without waiting for anybody; what is on its way may never end."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._record.broken = self._record.broken or "it was aborted"
+        if (watch := watchdog.current()) is not None:
+            watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")
+        if self._poller is not None:
+            self._poller.stop()
+        if self._in_flight or not self._is_at_rest():
+            mpi.abandon()
+        _abandoned.extend(self._in_flight)
+
+    def is_stuck(self) -> bool:
+        """Tell whether an operation that did not end in time has not ended yet, and may never."""
+        return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS, longest_pause=_LONGEST_PAUSE)
+
+    def _take_down(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        if self._poller is not None:
+            self._poller.stop()
+        self._finish_messages()
+        self._comm.Free()
+
+    def _is_at_rest(self) -> bool:
+        """Tell whether MPI has nothing left to do for a group that is broken: the late ranks may have come."""
+        self._outstanding = [request for request in self._outstanding if not request.Test()]
+        return not self._outstanding and (self._worker is None or self._worker.is_idle)
+
+    def _runs_here(self, is_async: bool) -> bool:
+        worker = self._worker
+        if worker is not None and worker.is_current_thread:
+            return True  # a callback that queued an operation and waited for it would wait for itself
+        return not is_async and (worker is None or worker.is_idle)
+
+    def _check_open(self) -> None:
+        name = self._record.name
+        if self._record.broken:
+            raise MpicommError(f"group {name} cannot be used any more: {self._record.broken}.\nEnd the job.")
+        if not self._is_open:
+            raise MpicommError(f"group {name} is destroyed.\nMake a new one with torch.distributed.new_group().")
+
+    def _get_worker(self) -> Worker:
+        with self._starting:
+            if self._worker is None:
+                _require_threads()
+                self._worker = Worker(f"mpicomm-worker-{self._record.name}")
+            return self._worker
+
+    def _get_poller(self) -> Poller:
+        with self._starting:
+            if self._poller is None:
+                _require_threads()
+                self._poller = Poller(f"mpicomm-poller-{self._record.name}")
+            return self._poller
+
+    def _reap(self) -> None:
+        for work in list(self._in_flight):
+            work.is_completed()  # one that is through makes the engine forget it
+
+    def _finish_messages(self) -> None:
+        def all_through() -> bool:
+            self._reap()
+            return not self._in_flight
+
+        if not mpi.poll(all_through, _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
+            warnings.warn(
+                f"group {self._record.name} is destroyed with {len(self._in_flight)} messages on their way; "
+                f"wait for what isend and irecv return before.",
+                stacklevel=4,
+            )
+            _abandoned.extend(self._in_flight)
+
+
+def _nothing() -> None:
+    """Do what a barrier does once the ranks have met."""
+
+
+def _say(name: str, subjects: Tensors, root: int | None, also: str, any_size: bool) -> str:
+    """Return what all ranks of a collective must agree on."""
+    shown = [dtypes.short(each.dtype) + ("" if any_size else str(list(each.shape))) for each in subjects]
+    return " ".join(
+        filter(None, [name, also, ", ".join(shown), "" if root is None else f"(root: rank {root} of the group)"])
+    )
+
+
+def _require_threads() -> None:
+    if not mpi.serves_threads():
+        raise MpicommError(
+            "asynchronous operations need an MPI that serves several threads (MPI_THREAD_MULTIPLE), "
+            "which this one refused.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."
+        )

@@ -1,0 +1,29 @@
+"""Makes groups as torch asks its back ends to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicomm.backend import c10d, groups
+from mpicomm.backend.engine import Engine
+from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.backend.routed import RoutedProcessGroup
+
+
+def create(options: Any, backend_name: str) -> MPIProcessGroup:
+    """Make a group over MPI under a name (collective over its ranks)."""
+    return MPIProcessGroup(_make_engine(options), options.group_id, backend_name, options.store)
+
+
+def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> RoutedProcessGroup:
+    """Make a group over MPI that has NCCL for CUDA tensors (collective over its ranks)."""
+    engine = _make_engine(options)
+    inner = c10d.make_nccl(options, backend_options, engine.comm.rank, engine.comm.size)
+    return RoutedProcessGroup(engine, options.group_id, backend_name, options.store, "cuda", inner)
+
+
+def _make_engine(options: Any) -> Engine:
+    seconds = options.timeout.total_seconds()
+    if ranks := list(options.global_ranks_in_group):
+        return groups.make(options.group_id, ranks, seconds)
+    return groups.make_world(options.group_id, seconds, options.group_rank, options.group_size)

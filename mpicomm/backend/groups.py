@@ -1,0 +1,90 @@
+"""The groups of this process: how their communicators are made, and what concerns all of them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mpicomm import mpi
+from mpicomm.backend import c10d
+from mpicomm.backend.engine import Engine
+from mpicomm.errors import MpicommError
+from mpicomm.faults import recorder
+from mpicomm.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # made and looked at on the main thread
+
+
+def make_world(name: str, seconds: float, rank: int, size: int) -> Engine:
+    """Make the engine of the group of all ranks (collective).
+
+    Args:
+        seconds: How long an operation may take.
+        rank: What torch was told of this rank; -1 for nothing.
+        size: What torch was told of the number of ranks; -1 for nothing.
+
+    Raises:
+        MpicommError: If torch was told something else than MPI knows.
+    """
+    world = mpi.job_comm()
+    if (rank, size) not in ((world.rank, world.size), (-1, -1)):
+        raise MpicommError(
+            f"torch.distributed was told rank {rank} of {size}, but MPI says {world.rank} of {world.size}.\n"
+            f"Call mpicomm.bootstrap() and leave rank and world_size to it."
+        )
+    record = recorder.Group(name, range(world.size), seconds, is_world=True)
+    return _make(record, world.Dup)
+
+
+def make(name: str, ranks: Sequence[int], seconds: float) -> Engine:
+    """Make the engine of a group of some ranks (collective over these alone).
+
+    Args:
+        ranks: The members' ranks in the job, in the order of the group.
+        seconds: How long an operation may take.
+    """
+    record = recorder.Group(name, ranks, seconds, is_world=False)
+    return _make(record, lambda: _make_comm(name, ranks))
+
+
+def _make(record: recorder.Group, make_comm: Callable[[], Intracomm]) -> Engine:
+    record.sequence = -1  # a group's own making is its number 0: a rank may never come to that
+    operation = recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=3)
+    try:
+        comm = make_comm()
+    finally:
+        operation.finish()
+    engine = Engine(comm, record, Settings.from_environ(os.environ))
+    _engines.add(engine)
+    return engine
+
+
+def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
+    world = mpi.job_comm()
+    members = world.group.Incl(ranks)
+    try:
+        return world.Create_group(members, tag=c10d.tag_of(name))
+    finally:
+        members.Free()
+
+
+def drain() -> None:
+    """Wait until what this rank has queued on any group has run."""
+    for engine in list(_engines):
+        engine.executor.drain()
+
+
+def is_stuck() -> bool:
+    """Tell whether an operation of this rank did not end in time, and may never."""
+    return any(engine.executor.is_stuck() for engine in list(_engines))
+
+
+def advance() -> None:
+    """Let messages that are on their way make progress."""
+    for engine in list(_engines):
+        engine.executor.advance()

@@ -1,0 +1,83 @@
+"""The back end's names, made known to torch as soon as torch.distributed is there; imports neither of itself.
+
+So `import mpicomm` is all that `torch.distributed.init_process_group("mpicomm")` needs, in whatever order a program
+imports the two, and whether or not it calls `bootstrap`.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+NAME = "mpicomm"
+NAME_WITH_NCCL = "mpicomm_nccl"
+
+_TORCH = "torch.distributed"
+
+
+def register() -> None:
+    """Register the back end with torch under its names; calling it again does nothing.
+
+    From torch 2.14 on the name `mpi` is registered too, where torch itself was built without MPI.
+    """
+    import torch.distributed as dist
+
+    from mpicomm.backend import c10d
+
+    if not dist.is_available() or c10d.is_registered(NAME):
+        return
+    devices = ["cpu", "cuda"]
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
+    dist.Backend.register_backend(NAME_WITH_NCCL, _create_with_nccl, extended_api=True, devices=devices)
+    if c10d.leaves_mpi_open():
+        dist.Backend.register_backend("mpi", _create, extended_api=True, devices=devices)
+
+
+def register_when_torch_comes() -> None:
+    """Register the back end now if torch.distributed is imported already, or else when it is."""
+    if _TORCH in sys.modules:
+        register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets `register` follow the import of torch.distributed."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  importlib's signature
+        target: types.ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TORCH:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: types.ModuleType) -> None:
+                execute(module)
+                register()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+# torch is being imported when these are registered; what makes groups needs it whole.
+def _create(options: Any, _backend_options: Any) -> Any:
+    from mpicomm.backend import factory
+
+    return factory.create(options, NAME)
+
+
+def _create_with_nccl(options: Any, backend_options: Any) -> Any:
+    from mpicomm.backend import factory
+
+    return factory.create_with_nccl(options, backend_options, NAME_WITH_NCCL)

@@ -1,0 +1,89 @@
+"""A group that hands the tensors of some devices to an inner back end, and the rest to MPI."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.backend import c10d, checks
+from mpicomm.backend.engine import Engine
+from mpicomm.backend.process_group import MPIProcessGroup, Timeout
+from mpicomm.faults import recorder
+
+
+class RoutedProcessGroup(MPIProcessGroup):
+    """A group that hands the tensors of some devices to an inner back end, and the rest to MPI.
+
+    The inner back end is called directly: a Python method that calls its own C++ base by the same name would be
+    dispatched to itself.
+    """
+
+    def __init__(
+        self, engine: Engine, name: str, backend_name: str, store: dist.Store, device_type: str, inner: Any
+    ) -> None:
+        super().__init__(engine, name, backend_name, store)
+        self._device_type = device_type
+        self._inner = inner
+        self._stream = recorder.Stream(engine.record)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(dict.fromkeys([torch.device("cpu"), torch.device(self._device_type)]))
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inner if torch.device(device).type == self._device_type else self
+
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
+        """Wait for every rank, and before that for what this rank has queued on its GPU."""
+        if self._device_type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return super().barrier(opts, timeout)
+
+    def shutdown(self) -> None:
+        """End the inner back end, then this one (collective)."""
+        self._inner.shutdown()
+        self._stream.close()
+        super().shutdown()
+
+
+_MESSAGES = ("send", "recv", "recv_anysource")
+
+
+def _route(name: str, inner_name: str) -> None:
+    """Give `RoutedProcessGroup` a method that looks where its tensors are."""
+    over_mpi = getattr(MPIProcessGroup, name)
+
+    @functools.wraps(over_mpi)
+    def method(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        tensor = checks.first_tensor([*args, *kwargs.values()])
+        if tensor is None or tensor.device.type != self._device_type:
+            return over_mpi(self, *args, **kwargs)
+        operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
+        work = getattr(self._inner, inner_name)(*args, **kwargs)
+        if not c10d.is_capturing(tensor):  # what a CUDA graph holds runs later, and must not be looked at now
+            self._stream.started(operation, work)
+        return work
+
+    setattr(RoutedProcessGroup, name, method)
+
+
+for _name in (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "allgather",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "recv_anysource",
+):
+    _route(_name, _name)
+for _names in (("reduce_scatter_single", "_reduce_scatter_base"), ("all_gather_single", "_allgather_base")):
+    for _name in _names:
+        _route(_name, c10d.inner_method(_names))

@@ -1,0 +1,1 @@
+"""What a training loop takes from here, beside the collectives themselves."""

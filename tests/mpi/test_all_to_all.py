@@ -1,0 +1,126 @@
+"""all_to_all: each rank sends each rank its own part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpicomm.backend import dtypes, wire
+from tests.mpi.test_collectives import MOVED, WHEN, finish
+from tests.worlds import Group
+
+WIDTH = 3
+
+
+@pytest.fixture(params=["whole", "in parts"], autouse=True)
+def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MPI count to 2^31 and beyond, or to two."""
+    if request.param == "in parts":
+        monkeypatch.setattr(wire, "largest_count", lambda: 2)
+
+
+def rows(src: int, dst: int) -> int:
+    """Return how many rows one rank sends another: none to some."""
+    return (src + 2 * dst) % 4
+
+
+def block(src: int, dst: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what one rank sends another: (count, WIDTH)."""
+    return torch.full((count, WIDTH), 10 * src + dst + 1, dtype=torch.float32).to(dtype)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@WHEN
+@pytest.mark.parametrize("dtype", MOVED, ids=dtypes.short)
+def test_even_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
+    source = torch.cat([block(group.rank, dst, 2, dtype) for dst in range(group.size)])
+    output = torch.empty_like(source)
+    finish(group.handle.all_to_all_single(output, source, [], [], _options(is_async)))
+    expected = torch.cat([block(src, group.rank, 2, dtype) for src in range(group.size)])
+    assert torch.equal(raw(output), raw(expected))
+
+
+@WHEN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=dtypes.short)
+def test_uneven_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
+    sends = [rows(group.rank, dst) for dst in range(group.size)]
+    receives = [rows(src, group.rank) for src in range(group.size)]
+    source = torch.cat([block(group.rank, dst, count, dtype) for dst, count in enumerate(sends)])
+    output = torch.empty(sum(receives), WIDTH, dtype=dtype)
+    finish(dist.all_to_all_single(output, source, receives, sends, group=group.handle, async_op=is_async))
+    expected = torch.cat([block(src, group.rank, count, dtype) for src, count in enumerate(receives)])
+    assert torch.equal(output, expected)
+
+
+@WHEN
+def test_uneven_parts_on_one_side(group: Group, is_async: bool) -> None:
+    """Sizes may be given for the output alone, or for the input."""
+    source = torch.full((group.size, WIDTH), float(group.rank))
+    output = torch.empty(group.size, WIDTH)
+    ones = [1] * group.size
+    for receives, sends in ((ones, None), (None, ones)):
+        output.zero_()
+        finish(dist.all_to_all_single(output, source, receives, sends, group=group.handle, async_op=is_async))
+        assert torch.equal(output, torch.arange(group.size).float().repeat_interleave(WIDTH).view(-1, WIDTH))
+
+
+@WHEN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.complex128], ids=dtypes.short)
+def test_lists(group: Group, dtype: torch.dtype, is_async: bool) -> None:
+    sources = [block(group.rank, dst, rows(group.rank, dst), dtype) for dst in range(group.size)]
+    outputs = [torch.empty(rows(src, group.rank), WIDTH, dtype=dtype) for src in range(group.size)]
+    finish(dist.all_to_all(outputs, sources, group=group.handle, async_op=is_async))
+    for src, output in enumerate(outputs):
+        assert torch.equal(raw(output), raw(block(src, group.rank, rows(src, group.rank), dtype)))
+
+
+@WHEN
+def test_lists_of_chunks_are_filled_in_place(group: Group, is_async: bool) -> None:
+    source = torch.arange(2 * group.size).float() + 100 * group.rank
+    output = torch.empty(2 * group.size)
+    finish(
+        dist.all_to_all(
+            list(output.chunk(group.size)), list(source.chunk(group.size)), group=group.handle, async_op=is_async
+        )
+    )
+    mine = torch.tensor([2.0 * group.rank, 2.0 * group.rank + 1])
+    assert torch.equal(output, torch.cat([mine + 100 * src for src in range(group.size)]))
+
+
+@WHEN
+def test_the_output_may_be_the_input(group: Group, is_async: bool) -> None:
+    tensor = torch.arange(group.size).float() + 100 * group.rank
+    finish(dist.all_to_all_single(tensor, tensor, group=group.handle, async_op=is_async))
+    assert torch.equal(tensor, 100.0 * torch.arange(group.size) + group.rank)
+    chunks = list(tensor.chunk(group.size))
+    finish(dist.all_to_all(chunks, chunks, group=group.handle, async_op=is_async))  # and back
+    assert torch.equal(tensor, torch.arange(group.size).float() + 100 * group.rank)
+
+
+@WHEN
+def test_strided_tensors(group: Group, is_async: bool) -> None:
+    source = (torch.arange(2 * group.size).float() + 100 * group.rank).view(2, group.size).t()
+    output = torch.zeros(2, group.size).t()
+    finish(dist.all_to_all_single(output, source, group=group.handle, async_op=is_async))
+    expected = [[100.0 * src + group.rank, 100.0 * src + group.rank + group.size] for src in range(group.size)]
+    assert output.tolist() == expected
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)], ids=str)
+def test_nothing(group: Group, shape: tuple[int, ...]) -> None:
+    output = torch.empty(shape)
+    dist.all_to_all_single(output, torch.empty(shape), group=group.handle)
+    dist.all_to_all_single(output, torch.empty(shape), [0] * group.size, [0] * group.size, group=group.handle)
+    dist.all_to_all([output] * group.size, [torch.empty(shape)] * group.size, group=group.handle)
+
+
+def _options(is_async: bool) -> object:
+    from mpicomm.backend import c10d
+
+    options = c10d.AllToAllOptions()
+    options.asyncOp = is_async
+    return options
