@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import sys
+import threading
 import time
+import types
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from torch._C._dynamo import eval_frame
 
 __all__ = [
     "AllToAllOptions",
@@ -39,16 +44,18 @@ __all__ = [
     "ScatterOptions",
     "arrived",
     "completed_future",
+    "end_event",
+    "hide_from_compiler",
     "inner_method",
     "is_capturing",
-    "is_registered",
-    "leaves_mpi_open",
+    "is_profiling",
     "let_gloo_finish",
     "make_nccl",
     "options",
     "premul_factor",
     "prepare_thread_for_events",
     "reduce_op_name",
+    "start_event",
     "tag_of",
 ]
 
@@ -85,6 +92,36 @@ def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **
     return made
 
 
+def is_profiling() -> bool:
+    """Tell whether somebody profiles."""
+    return torch.autograd._profiler_enabled()
+
+
+def start_event(title: str, inputs: Sequence[torch.Tensor]) -> Any:
+    """Start a span of torch's profiler; None while nobody profiles."""
+    if not is_profiling():
+        return None
+    return threading.get_ident(), torch._C._autograd._record_function_with_args_enter(title, *inputs)
+
+
+def end_event(event: Any) -> None:
+    """End a span of the profiler.
+
+    Spans of communication are asynchronous ones, and the profiler takes one for that if it ends on another thread than
+    it started on.
+    """
+    if event is None:
+        return
+    thread, span = event
+    end = functools.partial(torch._C._autograd._record_function_with_args_exit, span)
+    if thread != threading.get_ident():
+        end()
+        return
+    other = threading.Thread(target=end, name="mpicomm-profiler")
+    other.start()
+    other.join()
+
+
 def completed_future(value: Any) -> torch.futures.Future[Any]:
     """Return a future that is done."""
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -105,17 +142,6 @@ def tag_of(group_name: str) -> int:
     return zlib.crc32(group_name.encode()) % _SMALLEST_TAG_UB
 
 
-def is_registered(name: str) -> bool:
-    """Tell whether torch knows a back end of this name that came from outside."""
-    return name.upper() in dist.Backend._plugins
-
-
-def leaves_mpi_open() -> bool:
-    """Tell whether torch would look up a registered back end called `mpi`; it does from 2.14 on."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return (major, minor) >= (2, 14) and not dist.is_mpi_available()
-
-
 def inner_method(names: tuple[str, str]) -> str:
     """Return the first of a method's names, new and old, that this torch's own back ends have."""
     return names[0] if hasattr(Backend, names[0]) else names[1]
@@ -124,6 +150,17 @@ def inner_method(names: tuple[str, str]) -> str:
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Tell whether the current stream records a CUDA graph instead of running what it is given."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def hide_from_compiler(kind: type) -> None:
+    """Keep torch.compile out of a class's methods, which C++ calls in the middle of what it compiles.
+
+    torch's own decorator for that would import the whole compiler.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for method in vars(kind).values():
+        if isinstance(method, types.FunctionType):
+            eval_frame.set_code_exec_strategy(method.__code__, skip)
 
 
 def prepare_thread_for_events(device: torch.device) -> None:
@@ -139,20 +176,24 @@ def prepare_thread_for_events(device: torch.device) -> None:
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
-def make_nccl(options: Any, nccl_options: Any, rank: int, size: int) -> Any:
+def make_nccl(
+    name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: datetime.timedelta, nccl_options: Any
+) -> Any:
     """Make the NCCL back end of a group.
 
     Args:
-        options: What torch says of the group to those who make back ends.
+        rank: This rank in the group.
+        ranks: The members' ranks in the job.
+        timeout: How long an operation may take.
         nccl_options: A `ProcessGroupNCCL.Options` of the user's, or None.
     """
     if not dist.is_nccl_available():
         raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
     nccl = nccl_options or dist.ProcessGroupNCCL.Options()
-    nccl._timeout = options.timeout + _LEASH
-    nccl.global_ranks_in_group = options.global_ranks_in_group
-    nccl.group_name = options.group_id
-    return dist.ProcessGroupNCCL(options.store, rank, size, nccl)
+    nccl._timeout = timeout + _LEASH
+    nccl.global_ranks_in_group = list(ranks)
+    nccl.group_name = name
+    return dist.ProcessGroupNCCL(store, rank, len(ranks), nccl)
 
 
 def let_gloo_finish() -> None:

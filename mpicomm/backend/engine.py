@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, wire
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.executor import Executor, Options
+from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.work import MessageWork
 from mpicomm.faults import recorder
@@ -32,17 +33,19 @@ class Engine:
         self.comm = comm
         self.record = record
         self.executor = Executor(comm, record, settings)
+        self._monitored = MonitoredBarrier(comm)
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensors: Tensors, reductions: Sequence[Reduction], opts: Options) -> Any:
         """Reduce each tensor in place, on all ranks."""
-        memory = [reduction.load(tensor, keep=False) for tensor, reduction in zip(tensors, reductions, strict=True)]
+        jobs = [_Job(tensor, reduction, keep=False) for tensor, reduction in zip(tensors, reductions, strict=True)]
 
         def call() -> None:
-            for tensor, reduction, dense in zip(tensors, reductions, memory, strict=True):
-                wire.all_reduce(self.comm, dense, reduction.datatype, reduction.op)
-                reduction.store(dense, tensor)
+            for job in jobs:
+                for piece, dense in job.loaded():
+                    wire.all_reduce(self.comm, dense, job.reduction.datatype, job.reduction.op)
+                    job.reduction.store(dense, piece)
 
         return self.executor.launch("all_reduce", call, tensors, opts, tensors, also=reductions[0].name)
 
@@ -59,7 +62,8 @@ class Engine:
             ).coalesce()
             sums = torch.empty_like(total.values(), dtype=tensor.dtype)
             reduction.store(total.values(), sums)
-            tensor.detach().copy_(torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True))
+            with torch.no_grad():  # detach() gives a sparse tensor that has its own entries
+                tensor.copy_(torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True))
 
         also = f"{reduction.name} sparse"
         return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=also)
@@ -74,12 +78,13 @@ class Engine:
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, opts: Options) -> Any:
         """Reduce in place on `root`; the others' tensors keep their content."""
         is_root = self.comm.rank == root
-        dense = reduction.load(tensor, keep=not is_root)
+        job = _Job(tensor, reduction, keep=not is_root)
 
         def call() -> None:
-            wire.reduce(self.comm, dense, reduction.datatype, reduction.op, root)
-            if is_root:
-                reduction.store(dense, tensor)
+            for piece, dense in job.loaded():
+                wire.reduce(self.comm, dense, reduction.datatype, reduction.op, root)
+                if is_root:
+                    reduction.store(dense, piece)
 
         return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
 
@@ -149,7 +154,7 @@ class Engine:
                 buffers.unpack_all(flat, targets)
 
         results = [each for targets in outputs for each in targets]
-        return self.executor.launch("all_gather", call, results, opts, results)
+        return self.executor.launch("all_gather", call, results, opts, results, inputs=sources)
 
     def _put(self, dense: torch.Tensor, result: torch.Tensor, start: int) -> None:
         """Copy this rank's part to its place, where it may be already, as FSDP has it."""
@@ -192,7 +197,7 @@ class Engine:
             wire.scatter(self.comm, flat, counts, result, root)
             buffers.unpack(result, output)
 
-        return self.executor.launch("scatter", call, [output], opts, [output], root=root, any_size=True)
+        return self.executor.launch("scatter", call, [output], opts, [output], root=root, any_size=True, inputs=sources)
 
     def all_to_all(
         self,
@@ -230,6 +235,15 @@ class Engine:
 
         return self.executor.launch("all_to_all", call, outputs, opts, sources, also="list", any_size=True)
 
+    def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
+        """Wait for every rank; rank 0 names those that do not come, and the group stays usable."""
+        self.executor.drain()
+        operation = self.executor.note_own("monitored_barrier")
+        try:
+            self._monitored.wait(seconds, names_all=names_all)
+        finally:
+            operation.finish()
+
     def barrier(self, opts: Options) -> Any:
         """Wait for every rank, for at most the options' timeout, or the group's."""
         return self.executor.barrier(opts)
@@ -241,7 +255,7 @@ class Engine:
         operation = self.executor.note_message("send", tensor, dst)
         dense = buffers.pack(tensor)
         request = wire.send(self.comm, dense, dst, tag)
-        return self.executor.track(MessageWork([tensor], request, dense, operation, self.executor))
+        return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from whoever sends first if it is None."""
@@ -254,7 +268,28 @@ class Engine:
 
         source = mpi.api().ANY_SOURCE if src is None else src
         request = wire.receive(self.comm, dense, source, tag)
-        return self.executor.track(MessageWork([tensor], request, dense, operation, self.executor, arrived))
+        work = MessageWork([tensor], request, dense, operation, self.executor, arrived)
+        return self.executor.track("recvAnySource" if src is None else "recv", work)  # as torch calls it
+
+
+class _Job:
+    """A tensor that is reduced in place: loaded by the caller, or piece by piece where it is large."""
+
+    __slots__ = ("_dense", "_keep", "_pieces", "reduction")
+
+    def __init__(self, tensor: torch.Tensor, reduction: Reduction, *, keep: bool) -> None:
+        self.reduction = reduction
+        self._keep = keep
+        self._pieces = reduction.pieces(tensor)
+        self._dense = reduction.load(tensor, keep=keep) if len(self._pieces) == 1 else None
+
+    def loaded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Give each piece and its dense memory; the next is loaded when this one is done."""
+        if self._dense is not None:
+            yield self._pieces[0], self._dense
+            return
+        for piece in self._pieces:
+            yield piece, self.reduction.load(piece, keep=self._keep)
 
 
 def _reduced_room(reduction: Reduction, output: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

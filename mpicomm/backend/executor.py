@@ -7,6 +7,7 @@ keep the order in which they were made. Messages are MPI requests that whoever w
 
 from __future__ import annotations
 
+import collections
 import datetime
 import math
 import threading
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import dtypes
+from mpicomm.backend import c10d, dtypes
 from mpicomm.backend.agreement import Agreement
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.progress import Poller, Worker
@@ -34,6 +35,8 @@ _REAP_ABOVE = 32  # messages in flight, above which the finished ones are looked
 _LAST_MESSAGES_SECONDS = 1.0
 _LATE_SECONDS = 1.0  # in which an operation that did not end in time may end after all, when its group is destroyed
 _LONGEST_PAUSE, _SPINS = 1e-3, 200  # between two looks at a barrier, in seconds, and looks without a pause
+
+_KEPT, _FEW = 64, 64  # works that live on, and the most elements that their tensors have
 
 _abandoned: list[MessageWork] = []
 """Messages of destroyed groups: MPI may still read and write their memory."""
@@ -62,6 +65,9 @@ class Executor:
         self._poller: Poller | None = None
         self._in_flight: set[MessageWork] = set()
         self._reap_at = _REAP_ABOVE
+        self._events: dict[MessageWork, Any] = {}  # the profiler's spans of messages in flight
+        self.title = "mpicomm"  # how the profiler calls the back end
+        self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
         self._batch: list[Any] | None = None  # the works of what torch's coalescing manager groups
         self._is_open = True
 
@@ -83,6 +89,7 @@ class Executor:
         root: int | None = None,
         also: str = "",
         any_size: bool = False,
+        inputs: Tensors | None = None,
     ) -> Any:
         """Record a collective and start it.
 
@@ -90,8 +97,11 @@ class Executor:
             results: What the operation writes here.
             subjects: What all ranks call it with: of equal dtype, and of equal shape unless `any_size`.
             also: What else must be equal on all ranks.
+            inputs: What the profiler is told that the operation reads; the subjects if left out.
         """
         self._check_open()
+        if c10d.is_profiling():
+            call = self._profiled(call, name, subjects if inputs is None else inputs)
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
         said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
         runs_here = self._runs_here(opts.asyncOp)
@@ -110,6 +120,25 @@ class Executor:
         seconds = opts.timeout.total_seconds()
         seconds = seconds if seconds > 0 else self._record.timeout
         return self._start(operation, _nothing, [], opts.asyncOp, "barrier", seconds, runs_here)
+
+    def note_own(self, name: str) -> Operation:
+        """Record a collective that the caller runs himself, and that ends in its own time."""
+        self._check_open()
+        operation = recorder.note(self._record, name, None, 0, None, False, True, 3)
+        operation.limit = None
+        return operation
+
+    def _profiled(self, call: Callable[[], None], name: str, inputs: Tensors) -> Callable[[], None]:
+        """Return a call that ends a span of the profiler, which starts here."""
+        event = c10d.start_event(f"{self.title}:{name}", inputs)
+
+        def profiled() -> None:
+            try:
+                call()
+            finally:
+                c10d.end_event(event)
+
+        return profiled
 
     def _patience(self, operation: Operation) -> float | None:
         """Return how long the ranks wait for each other, interruptibly, before it; None: they go straight into it."""
@@ -147,10 +176,20 @@ class Executor:
             self._run(operation, call, said, patience)
 
         self._get_worker().submit(in_turn, work)
-        self._remember(work)
+        self._keep(work)
+        self.remember(work)
         if not is_async:
             work.wait()
         return work
+
+    def _keep(self, work: QueuedWork) -> None:
+        """Let a work live on for a while after its caller has dropped it.
+
+        DDP's join hands one to C++ and drops it; C++ asks it when the next backward pass ends, and would find a work
+        without methods if Python's part of it were gone.
+        """
+        if all(tensor.numel() <= _FEW for tensor in work.result()):
+            self._kept.append(work)
 
     def _run(self, operation: Operation, call: Callable[[], None], said: str, patience: float | None) -> None:
         """Run a collective in its turn, and note when it ends."""
@@ -194,7 +233,7 @@ class Executor:
         if not missing:
             return TimeoutError(f"{self._record.broken}.\n{table}\nFind out what that rank does.")
         return TimeoutError(
-            f"{what}: {len(missing)} of {self._comm.size} ranks did not come within {seconds:g} s: "
+            f"{what}: {len(missing)} of {self._comm.size} ranks did not come within the timeout of {seconds:g} s: "
             f"{report.called(missing)}.\n{table}\n"
             f"Look at what they do there, or allow more time. The group cannot be used any more."
         )
@@ -211,13 +250,15 @@ class Executor:
         self._check_open()
         return recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
 
-    def track(self, work: MessageWork) -> MessageWork:
+    def track(self, name: str, work: MessageWork) -> MessageWork:
         """Keep a message's memory alive until it is through, whatever the caller does with the handle."""
         if len(self._in_flight) >= self._reap_at:
             self._reap()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
         self._in_flight.add(work)
-        self._remember(work)
+        if c10d.is_profiling():
+            self._events[work] = c10d.start_event(f"{self.title}:{name}", work.result())
+        self.remember(work)
         return work
 
     def watch(self, work: MessageWork) -> None:
@@ -227,6 +268,8 @@ class Executor:
     def forget(self, work: MessageWork) -> None:
         """Let go of a message that is through."""
         self._in_flight.discard(work)
+        if self._events:
+            c10d.end_event(self._events.pop(work, None))
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -239,7 +282,8 @@ class Executor:
         works, self._batch = self._batch or [], None
         return works
 
-    def _remember(self, work: Any) -> None:
+    def remember(self, work: Any) -> None:
+        """Take a work into the batch, if one is being put together."""
         if self._batch is not None:
             self._batch.append(work)
 
@@ -289,6 +333,7 @@ class Executor:
         return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS, longest_pause=_LONGEST_PAUSE)
 
     def _take_down(self) -> None:
+        self._kept.clear()
         if self._worker is not None:
             self._worker.stop()
         if self._poller is not None:

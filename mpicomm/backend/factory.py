@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
+
+import torch.distributed as dist
 
 from mpicomm.backend import c10d, groups
 from mpicomm.backend.engine import Engine
@@ -17,9 +20,12 @@ def create(options: Any, backend_name: str) -> MPIProcessGroup:
 
 def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> RoutedProcessGroup:
     """Make a group over MPI that has NCCL for CUDA tensors (collective over its ranks)."""
-    engine = _make_engine(options)
-    inner = c10d.make_nccl(options, backend_options, engine.comm.rank, engine.comm.size)
-    return RoutedProcessGroup(engine, options.group_id, backend_name, options.store, "cuda", inner)
+
+    def make_inner(engine: Engine, name: str, store: dist.Store) -> Any:
+        timeout = datetime.timedelta(seconds=engine.record.timeout)
+        return c10d.make_nccl(name, store, engine.comm.rank, engine.record.ranks, timeout, backend_options)
+
+    return RoutedProcessGroup(_make_engine(options), options.group_id, backend_name, options.store, "cuda", make_inner)
 
 
 def _make_engine(options: Any) -> Engine:

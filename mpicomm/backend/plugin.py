@@ -18,6 +18,7 @@ NAME = "mpicomm"
 NAME_WITH_NCCL = "mpicomm_nccl"
 
 _TORCH = "torch.distributed"
+_is_registered = False
 
 
 def register() -> None:
@@ -25,17 +26,27 @@ def register() -> None:
 
     From torch 2.14 on the name `mpi` is registered too, where torch itself was built without MPI.
     """
+    global _is_registered  # noqa: PLW0603  torch's table of names is the process's, and so is this
+    # This may run in the middle of torch's own import: nothing here may need more than its distributed package.
     import torch.distributed as dist
 
-    from mpicomm.backend import c10d
-
-    if not dist.is_available() or c10d.is_registered(NAME):
+    if _is_registered or not dist.is_available():
         return
+    _is_registered = True
     devices = ["cpu", "cuda"]
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
     dist.Backend.register_backend(NAME_WITH_NCCL, _create_with_nccl, extended_api=True, devices=devices)
-    if c10d.leaves_mpi_open():
+    if _leaves_mpi_open():
         dist.Backend.register_backend("mpi", _create, extended_api=True, devices=devices)
+
+
+def _leaves_mpi_open() -> bool:
+    """Tell whether torch would look up a registered back end called `mpi`; it does from 2.14 on."""
+    import torch.distributed as dist
+    from torch.version import __version__
+
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    return (major, minor) >= (2, 14) and not dist.is_mpi_available()
 
 
 def register_when_torch_comes() -> None:

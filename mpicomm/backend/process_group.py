@@ -32,6 +32,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(engine.comm.rank, engine.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
         self._store = store
         self._engine = engine
+        engine.executor.title = backend_name
         self._rank = engine.comm.rank
         self._size = engine.comm.size
         self._name = name
@@ -88,6 +89,15 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002  torch's signature
         return self
 
+    options = None
+    """What torch copies for the groups that it splits off."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing, on a rank that is not in a group that others split off: they make it among themselves."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Do nothing: MPI is connected."""
+
     supports_coalescing = False  # messages of a batch need none: MPI starts each at once
     supports_splitting = True
     supports_time_estimate = False
@@ -130,11 +140,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         of_job = [self._engine.record.ranks[rank] for rank in members]
         name = group_name or f"{self._name}:split:{'-'.join(map(str, members))}"
         store = dist.PrefixStore(f"{name}/", self._store)
-        group = MPIProcessGroup(groups.make(name, of_job, seconds), name, self._backend_name, store)
+        group = self._make_part(groups.make(name, of_job, seconds), name, store)
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
 
     split_group = splitGroup
+
+    def _make_part(self, engine: Engine, name: str, store: dist.Store) -> MPIProcessGroup:
+        return MPIProcessGroup(engine, name, self._backend_name, store)
 
     # -- several calls as one ------------------------------------------------------------------------------------
 
@@ -357,6 +370,19 @@ class MPIProcessGroup(dist.ProcessGroup):
         """
         return self._engine.barrier(c10d.options(c10d.BarrierOptions, opts, timeout or opts))
 
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """Wait for every rank; rank 0 names those that do not come.
+
+        Args:
+            timeout: How long to wait; the group's timeout if left out.
+            wait_all_ranks: Rank 0 waits for all ranks and names all that did not come, not only the first.
+
+        Raises:
+            RuntimeError: If a rank has not come in time. The group can be used on.
+        """
+        seconds = self._engine.record.timeout if timeout is None else timeout.total_seconds()
+        self._engine.monitored_barrier(seconds, names_all=wait_all_ranks)
+
     def _check_lists(self, tensors: Tensors, mine: torch.Tensor, what: str, argument: str) -> None:
         """Check a list with one tensor per rank: one dtype, and this rank's entry as large as its own tensor."""
         for each in tensors:
@@ -399,6 +425,9 @@ class MPIProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Give the group up at once, whatever is on its way; the other ranks are told, and cannot use it either."""
         self._engine.executor.abort()
+
+
+c10d.hide_from_compiler(MPIProcessGroup)
 
 
 def barrier_within(group: Any, seconds: float | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,11 @@ _MPI_OPS = {
 _BOOL_OPS = {"SUM": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "MAX": "LOR", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
 # Averages of these are made in int64, where their sums fit: 200 and 202 are 201 on average in uint8 too.
 _NARROW_INTEGERS = {torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32}
+# Sums of these wrap around, as all of torch's do. Open MPI 5 lets them stick at the largest value instead where it uses
+# AVX, which is for 8 and 16 bits, and for part of a tensor. MPICH is known to wrap.
+_NARROWEST_INTEGERS = {torch.int8, torch.int16, torch.uint8, torch.uint16}
+_WRAPPING = {"MPICH"}
+_PIECE = 2**24  # elements that are widened at a time
 _SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
 _ORDERED = {"MIN", "MAX"}
@@ -56,6 +62,12 @@ class Reduction:
 
     divisor: int = 1
     """The result is divided by this last (AVG)."""
+
+    def pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the tensor in pieces that are reduced one by one, lest all of it be there once more, and wide."""
+        if self.wide is None or tensor.numel() <= _PIECE or not buffers.is_dense(tensor):
+            return (tensor,)
+        return tensor.detach().view(-1).split(_PIECE)
 
     def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """Return dense host memory that holds this rank's contribution, the tensor's own where that will do.
@@ -135,7 +147,11 @@ def _wide(name: str, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which a reduction is made where the tensors' own is too narrow."""
     if dtype in dtypes.NARROW_FLOATS:
         return torch.float32
-    return torch.int64 if name == "AVG" and dtype in _NARROW_INTEGERS else None
+    if name == "AVG" and dtype in _NARROW_INTEGERS:
+        return torch.int64
+    if name == "SUM" and dtype in _NARROWEST_INTEGERS and mpi.library().vendor not in _WRAPPING:
+        return torch.int32
+    return None
 
 
 def _is_meaningless(name: str, dtype: torch.dtype) -> bool:

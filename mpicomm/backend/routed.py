@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from mpicomm.backend.engine import Engine
 from mpicomm.backend.process_group import MPIProcessGroup, Timeout
 from mpicomm.faults import recorder
 
+MakeInner = Callable[[Engine, str, dist.Store], Any]
+"""Makes the inner back end of a group, of its name and with a store of its own."""
+
 
 class RoutedProcessGroup(MPIProcessGroup):
     """A group that hands the tensors of some devices to an inner back end, and the rest to MPI.
@@ -22,11 +26,12 @@ class RoutedProcessGroup(MPIProcessGroup):
     """
 
     def __init__(
-        self, engine: Engine, name: str, backend_name: str, store: dist.Store, device_type: str, inner: Any
+        self, engine: Engine, name: str, backend_name: str, store: dist.Store, device_type: str, make_inner: MakeInner
     ) -> None:
         super().__init__(engine, name, backend_name, store)
         self._device_type = device_type
-        self._inner = inner
+        self._make_inner = make_inner
+        self._inner = make_inner(engine, name, store)
         self._stream = recorder.Stream(engine.record)
 
     @property
@@ -35,6 +40,9 @@ class RoutedProcessGroup(MPIProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._inner if torch.device(device).type == self._device_type else self
+
+    def _make_part(self, engine: Engine, name: str, store: dist.Store) -> RoutedProcessGroup:
+        return RoutedProcessGroup(engine, name, self._backend_name, store, self._device_type, self._make_inner)
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
         """Wait for every rank, and before that for what this rank has queued on its GPU."""
@@ -65,6 +73,7 @@ def _route(name: str, inner_name: str) -> None:
         work = getattr(self._inner, inner_name)(*args, **kwargs)
         if not c10d.is_capturing(tensor):  # what a CUDA graph holds runs later, and must not be looked at now
             self._stream.started(operation, work)
+        self._engine.executor.remember(work)
         return work
 
     setattr(RoutedProcessGroup, name, method)
@@ -77,13 +86,24 @@ for _name in (
     "reduce_scatter",
     "broadcast",
     "allgather",
+    "allgather_coalesced",
     "gather",
+    "gather_single",
     "scatter",
+    "alltoall",
     "send",
     "recv",
     "recv_anysource",
 ):
     _route(_name, _name)
-for _names in (("reduce_scatter_single", "_reduce_scatter_base"), ("all_gather_single", "_allgather_base")):
+for _names in (
+    ("reduce_scatter_single", "_reduce_scatter_base"),
+    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    ("all_gather_single", "_allgather_base"),
+    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    ("all_to_all_single", "alltoall_base"),
+):
     for _name in _names:
         _route(_name, c10d.inner_method(_names))
+
+c10d.hide_from_compiler(RoutedProcessGroup)

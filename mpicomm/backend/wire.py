@@ -34,9 +34,14 @@ def largest_count() -> int:
 
 @functools.cache
 def largest_tag() -> int:
-    """Return the largest tag of users' messages; the one above it is for the messages of this module."""
+    """Return the largest tag of users' messages; those above it are for messages of our own."""
     api = mpi.api()
-    return api.COMM_WORLD.Get_attr(api.TAG_UB) - 1
+    return api.COMM_WORLD.Get_attr(api.TAG_UB) - 2
+
+
+def tag_of_barrier() -> int:
+    """Return the tag of monitored barriers' messages."""
+    return largest_tag() + 1
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -184,7 +189,7 @@ def _post(call: Callable[..., Request], dense: torch.Tensor, peer: int, tag: int
 def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
     """Send a tensor to each of some ranks and receive one from each of some."""
     mine, here = sends.pop(comm.rank, None), receives.pop(comm.rank, None)
-    tag = largest_tag() + 1
+    tag = largest_tag() + 2
     requests = [receive(comm, room, src, tag) for src, room in receives.items()]
     requests += [send(comm, part, dst, tag) for dst, part in sends.items()]
     if here is not None and mine is not None:

@@ -60,7 +60,7 @@ def test_an_exception_names_who_has_not_come(how: str, debug: str) -> None:
     seconds = "1" if "raise" in how else "0.5"
     assert first.startswith("rank 0 TimeoutError: "), outcome
     assert " #2, " in first, outcome
-    assert first.endswith(f": 2 of 3 ranks did not come within {seconds} s: ranks 1, 2."), outcome
+    assert first.endswith(f": 2 of 3 ranks did not come within the timeout of {seconds} s: ranks 1, 2."), outcome
     assert re.search(r"\n +ranks 1, 2 +in barrier #1, at <string>:\d+", outcome.stdout), outcome
     assert len(others) == SIZE, f"nobody can use the group any more\n{outcome}"
     assert all("MpicommError: group" in line and "cannot be used any more" in line for line in others), outcome

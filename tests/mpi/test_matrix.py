@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import dtypes, wire
+from mpicomm.backend import dtypes, reductions, wire
 from tests.worlds import Group
 
 COUNT = 33
@@ -51,9 +51,10 @@ FOLDS: dict[str, Callable] = {
 
 @pytest.fixture(params=["whole", "in parts"], autouse=True)
 def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let MPI count to 2^31 and beyond, or to seven: the way of all that is larger is the same."""
+    """Let MPI count to 2^31 and beyond, or to seven, and widen little at a time: larger ones go the same way."""
     if request.param == "in parts":
         monkeypatch.setattr(wire, "largest_count", lambda: 7)
+        monkeypatch.setattr(reductions, "_PIECE", 10)
 
 
 @pytest.fixture(params=["world", "parity"])

@@ -35,7 +35,7 @@ def routed(world: mpicomm.World, request: pytest.FixtureRequest) -> Iterator[tup
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
     record = recorder.Group("routed", range(world.size), 60, is_world=False)
     engine = Engine(world.comm.Dup(), record, Settings())
-    group = RoutedProcessGroup(engine, "routed", "mpicomm_nccl", store, request.param, gloo)
+    group = RoutedProcessGroup(engine, "routed", "mpicomm_nccl", store, request.param, lambda *_: gloo)
     yield group, gloo, request.param == "cpu"
     if request.param == "cuda":
         MPIProcessGroup.barrier(group).wait()

@@ -1,0 +1,73 @@
+"""Run PyTorch's own tests of back ends on this one: `python -m tests.conformance --at-least 100`.
+
+`--write` runs them at 3 and 4 ranks, Gloo beside, writes docs/results/conformance-<mpi>.json for the MPI of this
+environment, and makes docs/conformance.md of these files. `--page` makes the page alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+
+from tests.conformance import page, verdicts
+from tests.conformance.results import Results, Run, measure
+
+
+def main() -> int:
+    """Do what the command line asks for, and return the exit status."""
+    args = _parse()
+    if args.page:
+        page.write()
+        return 0
+    runs = {}
+    for size in args.ranks or ([3, 4] if args.write else [4]):
+        options = {"limit": args.limit, "pattern": args.k, "shows": args.s}
+        runs[size] = measure(size, with_gloo=args.write or args.gloo, **options)
+        _show(size, runs[size])
+    if args.write:
+        Results.of(runs, "python -m tests.conformance --write").write()
+        page.write()
+    return _status(runs, args.at_least)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (4; with --write 3 and 4)")
+    parser.add_argument("--at-least", type=int, default=0, metavar="N", help="fail if fewer tests pass")
+    parser.add_argument("--gloo", action="store_true", help="run torch's own Gloo beside")
+    parser.add_argument("--write", action="store_true", help="write the results and the page")
+    parser.add_argument("--page", action="store_true", help="make the page of the results that are there")
+    parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds that a test may take (60)")
+    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain this")
+    parser.add_argument("-s", action="store_true", help="show what the ranks print")
+    return parser.parse_args()
+
+
+def _show(size: int, run: Run) -> None:
+    """Print how many tests passed, and which fall short."""
+    for column, counts in run.counts().items():
+        _print(f"{size} ranks, {column:8} " + ", ".join(f"{n:3} {outcome}" for outcome, n in counts.items()))
+    for name in page.shortfalls(run):
+        _print(f"  {name}: {run.verdict(name)}")
+    _print(f"  {run.seconds:.0f} s")
+
+
+def _status(runs: Mapping[int, Run], at_least: int) -> int:
+    """Return 1 if a test fails, or too few pass at the largest number of ranks."""
+    totals = {size: run.counts()["all"] for size, run in runs.items()}
+    if any(total[verdicts.FAIL] for total in totals.values()):
+        return 1
+    if totals[max(totals)][verdicts.PASS] < at_least:
+        _print(f"fewer than {at_least} tests pass")
+        return 1
+    return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The file in which rank 0 writes what was started and what came of it, so that a job that dies names its last test."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.verdicts import Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+    """A file of one JSON object per line."""
+
+    path: Path
+
+    def start(self, label: str, name: str) -> None:
+        """Note that a test begins."""
+        self._write({"label": label, "start": name})
+
+    def end(self, label: str, name: str, verdict: Verdict) -> None:
+        """Note what came of it."""
+        self._write({"label": label, "end": name, "verdict": str(verdict)})
+
+    def finish(self) -> None:
+        """Note that all tests have been run."""
+        self._write({"is_finished": True})
+
+    def names(self, label: str) -> set[str]:
+        """Return the tests that have been started under a label."""
+        return {line["start"] for line in self._lines() if line.get("label") == label and "start" in line}
+
+    def verdicts(self, label: str) -> dict[str, Verdict]:
+        """Return the verdicts under a label; the first on a test counts."""
+        found: dict[str, Verdict] = {}
+        for line in self._lines():
+            if line.get("label") == label and "end" in line:
+                found.setdefault(line["end"], Verdict.parse(line["verdict"]))
+        return found
+
+    def is_finished(self) -> bool:
+        """Tell whether all tests have been run."""
+        return any("is_finished" in line for line in self._lines())
+
+    def last(self) -> tuple[str, str, bool] | None:
+        """Return label and name of the test started last, and whether it has a verdict."""
+        started = [line for line in self._lines() if "start" in line]
+        if not started:
+            return None
+        label, name = started[-1]["label"], started[-1]["start"]
+        return label, name, name in self.verdicts(label)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []

@@ -1,0 +1,144 @@
+"""What each rank runs: `mpirun -n 4 python -m tests.conformance.ranks --journal FILE --scratch DIR mpicomm mpi gloo`.
+
+The ranks run every test in the same order, in a default group of its own, and agree on its verdict over MPI. Rank 0
+writes each test's start and verdict into the journal; tests that are in it already are left out. A test in which a
+rank fails while others wait, or that takes too long, ends the job: its name is the last in the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm import mpi
+from tests.conformance import routing, upstream, verdicts
+from tests.conformance.journal import Journal
+from tests.conformance.upstream import Suite
+from tests.conformance.verdicts import Verdict
+
+_PATIENCE = 15.0  # seconds that a failed rank waits for the others; PyTorch's own barrier gives up after 10
+_LONGEST_PAUSE = 1e-3
+
+
+class Ranks:
+    """The ranks of the job, which run the tests together."""
+
+    def __init__(self, comm: Any, journal: Journal, scratch: Path, *, is_ours: bool, limit: float) -> None:
+        self._comm = comm
+        self._journal = journal
+        self._scratch = scratch
+        self._is_ours = is_ours
+        self._limit = limit
+
+    def run(self, label: str, pattern: str) -> None:
+        """Run the tests that are not in the journal yet, on all ranks."""
+        suite = Suite(label, self._comm.rank, self._comm.size)
+        done = self._comm.bcast(self._journal.names(label))
+        for name in suite.names():
+            if name not in done and pattern in name:
+                self._run_one(suite, name)
+
+    def _run_one(self, suite: Suite, name: str) -> None:
+        if self._comm.rank == 0:
+            self._journal.start(suite.label, name)
+        verdict = suite.skip(name) or self._judge(suite, name)
+        if self._comm.rank == 0:
+            self._journal.end(suite.label, name, verdict)
+
+    def _judge(self, suite: Suite, name: str) -> Verdict:
+        """Run a test, and return what all ranks say of it."""
+        scratch = self._new_scratch()
+        with self._time_limit(), _as_it_was():
+            verdict = self._agree(suite.label, name, suite.run(name, scratch, self._check_engine))
+            end = self._agree(suite.label, name, _close_groups())
+            return verdict if end.outcome == verdicts.PASS or verdict.outcome == verdicts.FAIL else end
+
+    def _agree(self, label: str, name: str, mine: Verdict) -> Verdict:
+        """Return the verdict of all ranks, once all have theirs."""
+        arrival = self._comm.Ibarrier()
+        has_failed = mine.outcome == verdicts.FAIL
+        if not mpi.poll(arrival.Test, _PATIENCE if has_failed else self._limit, longest_pause=_LONGEST_PAUSE):
+            reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks stand still)"
+            self._journal.end(label, name, Verdict(verdicts.FAIL, reason))
+            self._comm.Abort(1)
+        return verdicts.of_ranks(self._comm.allgather(mine))
+
+    def _check_engine(self, group: Any) -> None:
+        routing.check_engine(group, is_ours=self._is_ours)
+
+    def _new_scratch(self) -> Path:
+        scratch = None
+        if self._comm.rank == 0:
+            scratch = Path(tempfile.mkdtemp(dir=self._scratch))
+            upstream.make_scratch(scratch)
+        return self._comm.bcast(scratch)
+
+    @contextlib.contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        """End the process, with the stacks of its threads, when a test takes too long."""
+        faulthandler.dump_traceback_later(self._limit, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Undo what a test leaves in the process: PyTorch gives each a process of its own."""
+    environ, hook = dict(os.environ), sys.excepthook
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        dist.set_debug_level_from_env()
+        sys.excepthook = hook
+
+
+def _close_groups() -> Verdict:
+    """Destroy the groups of a test: to end well is part of it."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001  whatever it raises is the verdict
+        return Verdict(verdicts.FAIL, verdicts.in_one_line(f"destroy_process_group: {error!r}"))
+    return Verdict(verdicts.PASS)
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("labels", nargs="+")
+    parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True, help="a directory that the ranks share")
+    parser.add_argument("--of-torch", action="store_true", help="run torch's own back end, for comparison")
+    parser.add_argument("--limit", type=float, default=60, help="seconds that a test may take")
+    parser.add_argument("--pattern", default="", help="run the tests whose names contain this")
+    args = parser.parse_args()
+    world = mpicomm.bootstrap(None)
+    assert world.comm is not None
+    if not args.of_torch:
+        routing.declare_features()
+        routing.route()
+    ranks = Ranks(world.comm, Journal(args.journal), args.scratch, is_ours=not args.of_torch, limit=args.limit)
+    for label in args.labels:
+        ranks.run(label, args.pattern)
+    if world.rank == 0:
+        Journal(args.journal).finish()
+
+
+if __name__ == "__main__":
+    main()

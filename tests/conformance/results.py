@@ -1,0 +1,135 @@
+"""What was measured on one MPI, and the file that keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpicomm import mpi
+from tests.conformance import jobs, verdicts
+from tests.conformance.verdicts import Verdict
+from tests.launching import ROOT
+
+DIRECTORY = ROOT / "docs" / "results"
+LABELS = ("mpicomm", "mpi", "gloo")
+"""The names of back ends under which PyTorch's tests are run on ours: each opens tests that the others do not."""
+GLOO = "Gloo"
+"""The column of torch's own Gloo."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The verdicts on all tests at one number of ranks."""
+
+    ours: dict[str, dict[str, Verdict]]
+    """By label, by test."""
+
+    gloo: dict[str, Verdict]
+    """Of torch's own Gloo; empty if it was not asked."""
+
+    seconds: float
+    """For ours."""
+
+    def names(self) -> list[str]:
+        """Return the names of all tests."""
+        return sorted(set[str]().union(*self.ours.values()))
+
+    def verdict(self, name: str) -> Verdict:
+        """Return what all labels together say of a test."""
+        return verdicts.of_labels({label: found[name] for label, found in self.ours.items() if name in found})
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Return that of every test."""
+        return {name: self.verdict(name) for name in self.names()}
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return how many tests passed, failed and were skipped, in all and by column."""
+        columns = {"all": self.verdicts(), **self.ours, **({GLOO: self.gloo} if self.gloo else {})}
+        return {column: verdicts.count(found.values()) for column, found in columns.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this as JSON has it."""
+        columns = {**self.ours, GLOO: self.gloo}
+        tests = {
+            name: {
+                "all": str(self.verdict(name)),
+                **{c: str(found[name]) for c, found in columns.items() if name in found},
+            }
+            for name in self.names()
+        }
+        return {"seconds": self.seconds, "counts": self.counts(), "tests": tests}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Run:
+        """Read what `to_json` wrote."""
+
+        def column(name: str) -> dict[str, Verdict]:
+            return {test: Verdict.parse(row[name]) for test, row in raw["tests"].items() if name in row}
+
+        return cls({label: column(label) for label in LABELS}, column(GLOO), raw["seconds"])
+
+
+def measure(size: int, *, with_gloo: bool, **options: Any) -> Run:
+    """Run the tests on `size` ranks under all labels; for the options see `jobs.run`."""
+    found = jobs.run(size, LABELS, **options)
+    gloo = jobs.run(size, ["gloo"], of_torch=True, **options).by_label["gloo"] if with_gloo else {}
+    return Run(found.by_label, gloo, found.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The runs on one MPI, and what they were made with."""
+
+    mpi: str
+    """The library's name."""
+
+    about: dict[str, Any]
+    runs: dict[int, Run]
+    """By number of ranks."""
+
+    @classmethod
+    def of(cls, runs: dict[int, Run], command: str) -> Results:
+        """Describe runs that were made just now, in this environment."""
+        import mpi4py
+        import torch
+
+        library = mpi.library()
+        about = {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": command,
+            "cores": os.cpu_count(),
+            "versions": {
+                library.vendor: library.version,
+                "torch": torch.__version__,
+                "mpi4py": mpi4py.__version__,
+                "Python": platform.python_version(),
+            },
+        }
+        return cls(library.vendor, about, runs)
+
+    def write(self) -> None:
+        """Write the file."""
+        DIRECTORY.mkdir(parents=True, exist_ok=True)
+        raw = {"mpi": self.mpi, **self.about, "runs": {str(size): run.to_json() for size, run in self.runs.items()}}
+        _path(self.mpi).write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_all() -> list[Results]:
+    """Read the files of all MPIs."""
+    return [_read(json.loads(path.read_text())) for path in sorted(DIRECTORY.glob("conformance-*.json"), reverse=True)]
+
+
+def _read(raw: dict[str, Any]) -> Results:
+    runs = {int(size): Run.from_json(run) for size, run in raw.pop("runs").items()}
+    return Results(raw.pop("mpi"), raw, runs)
+
+
+def _path(name: str) -> Path:
+    return DIRECTORY / f"conformance-{re.sub('[^a-z]', '', name.lower())}.json"

@@ -1,0 +1,77 @@
+"""Points the names of PyTorch's own back ends at ours, in this process only."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.common_distributed import DistTestCases
+
+from mpicomm.backend import factory, plugin
+from mpicomm.backend.process_group import MPIProcessGroup
+
+OURS = plugin.NAME
+BUILT_IN = ("mpi", "gloo")
+_PREFIX = "conformance_"
+
+
+def route() -> None:
+    """Make every group that is asked for as `mpi` or `gloo` one of ours, which still answers to that name."""
+    plugin.register()
+    for label in BUILT_IN:
+        create = functools.partial(_create, label)
+        dist.Backend.register_backend(_PREFIX + label, create, extended_api=True, devices=["cpu", "cuda"])
+    distributed_c10d._new_process_group_helper = _routed(distributed_c10d._new_process_group_helper)
+    modules: tuple[Any, ...] = (dist, distributed_c10d)
+    for module in modules:
+        module.is_mpi_available = lambda: True
+
+
+def declare_features() -> None:
+    """Say in the table of PyTorch's tests what a back end of our name can do, as it asks of those from outside."""
+    for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
+        DistTestCases.backend_feature[feature].add(OURS)
+
+
+def check_engine(group: Any, *, is_ours: bool) -> None:
+    """Fail if a group is not of the back end that is to be measured."""
+    if isinstance(group, MPIProcessGroup) != is_ours:
+        raise AssertionError(f"the group is a {type(group).__name__}, which is not the back end to be measured")
+
+
+def _create(label: str, options: Any, _backend_options: Any) -> MPIProcessGroup:
+    return factory.create(options, label)
+
+
+def _routed(helper: Callable[..., Any]) -> Callable[..., Any]:
+    def make(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
+        label = str(backend)
+        asked = dist.Backend(_PREFIX + label) if label in BUILT_IN else backend
+        group, store = helper(size, rank, ranks, asked, *args, **kwargs)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            check_engine(group, is_ours=True)
+            _rename(group, label, store)
+        return group, store
+
+    return make
+
+
+def _rename(group: Any, label: str, store: Any) -> None:
+    """Let torch know a group by the name under which it was asked for."""
+    backend = dist.Backend(label)
+    distributed_c10d._world.pg_map[group] = (backend, store)
+    distributed_c10d._world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(backend))
+    if label == "gloo":
+        # DDP's log asks a group of this name for Gloo's threads. A device without data keeps it from all else.
+        dist.ProcessGroup._register_backend(group, torch.device("meta"), dist.ProcessGroup.BackendType.GLOO, _alone())
+
+
+@functools.cache
+def _alone() -> Any:
+    """Return a Gloo that can reach no other rank."""
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=1))

@@ -1,0 +1,119 @@
+"""PyTorch's test module under a label, and one of its tests on this rank."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+import traceback
+import types
+import unittest
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal import common_distributed, common_utils
+
+from tests.conformance import verdicts
+from tests.conformance.verdicts import Verdict
+
+_MODULE = "torch.testing._internal.distributed.distributed_test"
+_SKIPS = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
+
+
+class Suite:
+    """PyTorch's tests, as they are for a back end of one name."""
+
+    def __init__(self, label: str, rank: int, size: int) -> None:
+        """Import the test module; it decides then, by these variables, which of its tests it skips."""
+        os.environ.update(BACKEND=label, WORLD_SIZE=str(size), INIT_METHOD="file:///set/for/each/test")
+        sys.modules.pop(_MODULE, None)
+        self.label = label
+        self._rank = rank
+        self._size = size
+        self._module: Any = importlib.import_module(_MODULE)
+        # What PyTorch's own runner, test_distributed_spawn.py, calls TestDistBackendWithSpawn.
+        bases = (self._module.TestDistBackend, self._module.DistributedTest._DistTestBase)
+        self._case = types.new_class("Case", bases)
+
+    def names(self) -> list[str]:
+        """Return the names of the tests, in the order in which all ranks run them."""
+        return sorted(name for name in dir(self._case) if name.startswith("test_"))
+
+    def skip(self, name: str) -> Verdict | None:
+        """Return the verdict on a test that was decided at its import; None if it must be run."""
+        test = getattr(self._case, name)
+        if not getattr(test, "__unittest_skip__", False):
+            return None
+        return Verdict(verdicts.SKIP, verdicts.in_one_line(test.__unittest_skip_why__))
+
+    def run(self, name: str, scratch: Path, check: Callable[[Any], None]) -> Verdict:
+        """Run one test on this rank, in a default group of its own, as `TestDistBackend._run` does in a process.
+
+        Args:
+            scratch: An empty directory that the ranks share.
+            check: Called with the default group.
+        """
+        case = self._prepare(name, scratch)
+        try:
+            self._open_group(case, name)
+            check(dist.group.WORLD)
+            common_utils.set_rng_seed()
+            getattr(case, name)()
+        except unittest.SkipTest as skip:
+            return Verdict(verdicts.SKIP, verdicts.in_one_line(str(skip)))
+        except SystemExit as end:
+            return _of_exit(end)
+        except Exception as error:  # noqa: BLE001  whatever a test raises is its verdict
+            traceback.print_exc()
+            return _of_error(error, self._module.__file__)
+        if "cuda" in name and not torch.cuda.is_available():
+            return Verdict(verdicts.FAIL, "a test of GPUs that passes without one")
+        return Verdict(verdicts.PASS)
+
+    def _prepare(self, name: str, scratch: Path) -> Any:
+        """Do what `TestDistBackend.setUp` and the start of a process do."""
+        os.environ["TEMP_DIR"] = str(scratch)
+        os.environ["INIT_METHOD"] = self._module.INIT_METHOD = f"file://{scratch}/init"
+        os.environ["MASTER_ADDR"] = self._module.MASTER_ADDR
+        self._module.Barrier.barrier_id = 0
+        case = self._case(name)
+        case.rank = self._rank
+        case.file_name = str(scratch / "store")
+        return case
+
+    def _open_group(self, case: Any, name: str) -> None:
+        seconds = self._module.CUSTOM_PG_TIMEOUT.get(name, self._module.default_pg_timeout)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="For MPI backend, world_size")
+            dist.init_process_group(
+                self.label,
+                init_method=case.init_method,
+                world_size=self._size,
+                rank=self._rank,
+                timeout=datetime.timedelta(seconds=seconds),
+            )
+
+
+def make_scratch(scratch: Path) -> None:
+    """Make the directories that PyTorch's tests meet in."""
+    for name in ("barrier", "test_dir"):
+        (scratch / name).mkdir(parents=True)
+
+
+def _of_error(error: Exception, file: str) -> Verdict:
+    """Return the verdict of a test that raised, with the test's own line: "False is not true" alone says little."""
+    said = "".join(traceback.format_exception_only(error))
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
+    return Verdict(verdicts.FAIL, verdicts.in_one_line(f"{said} in `{lines[-1]}`" if lines else said))
+
+
+def _of_exit(end: SystemExit) -> Verdict:
+    """Return the verdict of a test that called `sys.exit`: PyTorch's tests skip by exit codes."""
+    if end.code in _SKIPS:
+        return Verdict(verdicts.SKIP, _SKIPS[end.code])
+    return Verdict(verdicts.FAIL, f"sys.exit({end.code})")

@@ -1,0 +1,176 @@
+"""Distributed checkpoints of a sharded training: loaded on any number of ranks, they are what was saved, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+import mpicomm
+from tests.features.sharding import temporary_groups
+
+FEATURES, BATCH = 6, 3
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # the optimizer's state, too, has one name per value
+
+
+@dataclasses.dataclass
+class Training:
+    """A sharded network and its optimizer, whose state has the network's shape."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self) -> None:
+        inputs = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
+        self.optimizer.zero_grad()
+        self.model(inputs).pow(2).mean().backward()
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with this rank's shards, as DCP asks for it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=FLAT,
+        )
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return a copy of the state by name, in whole tensors (collective)."""
+        state = self.state_dict()
+        return {
+            name: copy.deepcopy(value.full_tensor() if isinstance(value, DTensor) else value)
+            for name, value in (state["model"] | state["optimizer"]).items()
+        }
+
+
+@pytest.fixture(autouse=True)
+def groups_go() -> Iterator[None]:
+    with temporary_groups():
+        yield
+
+
+@pytest.fixture
+def folder(world: mpicomm.World) -> Iterator[Path]:
+    """Give all ranks one directory, which rank 0 makes and removes."""
+    path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="mpicomm-test-") if world.rank == 0 else None))
+    yield path
+    world.comm.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)
+
+
+def make_training(mesh: DeviceMesh, seed: int, steps: int) -> Training:
+    """Return a training that has gone some steps; no number of ranks divides the sizes of its network."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    training = Training(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        training.step()
+    return training
+
+
+def assert_identical(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state.keys() == expected.keys()
+    assert "state.0.weight.exp_avg_sq" in expected
+    for name, value in expected.items():
+        same = torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value
+        assert same, name
+
+
+def result_of(future: Future) -> Any:
+    """Wait for an asynchronous save and for its thread."""
+    result = future.result(timeout=60)
+    for thread in threading.enumerate():
+        if thread.name.startswith("AsyncCheckpointExecutor"):
+            thread.join()
+    return result
+
+
+def assert_holds(folder: Path, expected: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Check that another training becomes the expected one when it loads the checkpoint (collective over the mesh)."""
+    training = make_training(mesh, seed=1, steps=1)
+    assert not torch.equal(training.whole_state()["0.weight"], expected["0.weight"])
+    dcp.load({"training": training}, checkpoint_id=folder, process_group=mesh.get_group())
+    assert_identical(training.whole_state(), expected)
+
+
+@pytest.mark.parametrize(
+    ("savers", "loaders"),
+    [("all", "all"), ("all", "all but one"), ("all but one", "all"), ("all", "one"), ("one", "all")],
+)
+def test_another_number_of_ranks(world: mpicomm.World, folder: Path, savers: str, loaders: str) -> None:
+    sizes = {"all": world.size, "all but one": max(world.size - 1, 1), "one": 1}
+    saving, loading = (DeviceMesh("cpu", list(range(sizes[which]))) for which in (savers, loaders))
+    expected = None
+    if world.rank < saving.size():
+        training = make_training(saving, seed=0, steps=3)
+        dcp.save({"training": training}, checkpoint_id=folder, process_group=saving.get_group())
+        expected = training.whole_state()
+    expected = world.comm.bcast(expected)  # rank 0 is always among those who save
+    if world.rank < loading.size():
+        assert_holds(folder, expected, loading)
+
+
+def test_a_training_that_goes_on_is_the_one_that_never_stopped(world: mpicomm.World, folder: Path) -> None:
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+    training = make_training(mesh, seed=0, steps=2)
+    dcp.save({"training": training}, checkpoint_id=folder)
+    resumed = make_training(mesh, seed=1, steps=0)
+    dcp.load({"training": resumed}, checkpoint_id=folder)
+    for each in (training, resumed):
+        each.step()
+    assert_identical(resumed.whole_state(), training.whole_state())
+
+
+class PatientWriter(dcp.FileSystemWriter):
+    """Writes only after it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_write = threading.Event()
+
+    def write_data(self, *arguments: Any) -> Any:
+        assert self.may_write.wait(timeout=60)
+        return super().write_data(*arguments)
+
+
+@pytest.mark.parametrize("saves_on", ["default group", "own group"])
+def test_saving_while_training(world: mpicomm.World, folder: Path, saves_on: str) -> None:
+    """The thread that saves has collectives on one group while the main thread has its own on another."""
+    another = dist.new_group(list(range(world.size)))
+    saving, training_on = (another, dist.group.WORLD) if saves_on == "own group" else (dist.group.WORLD, another)
+    mesh = DeviceMesh.from_group(training_on, "cpu")
+    training = make_training(mesh, seed=0, steps=2)
+    expected = training.whole_state()
+    writer = PatientWriter(folder)
+    future = dcp.async_save({"training": training}, storage_writer=writer, process_group=saving)
+    for _ in range(5):
+        training.step()
+    assert not future.done()
+    writer.may_write.set()
+    for _ in range(5):
+        training.step()
+    result_of(future)
+    assert_holds(folder, expected, mesh)

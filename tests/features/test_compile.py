@@ -1,0 +1,110 @@
+"""Compiled functions and models with collectives in them do what the same computation in one process does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.nn.parallel import DistributedDataParallel
+
+import mpicomm
+from tests.features.problem import assert_same, batches, dense_model, sgd, train, train_alone
+from tests.features.together import check, exchanged, numbers
+
+each_backend = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+
+
+@pytest.fixture(autouse=True)
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile from scratch, without processes of the compiler's own, which a rank must not fork."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from torch import _dynamo, _inductor
+
+    _dynamo.reset()
+    with _inductor.config.patch(compile_threads=1):
+        yield
+    _dynamo.reset()
+
+
+def counting(backend: str) -> Any:
+    """Return a compiler that counts the graphs it is given."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)
+
+
+def inputs(world: mpicomm.World) -> list[torch.Tensor]:
+    return [numbers(rank, 2 * world.size, 3) for rank in range(world.size)]
+
+
+class Network(torch.nn.Module):
+    """A model of a class that is not torch's own: the compiler skips those when DDP calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = dense_model()
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return self.layers(samples)
+
+
+# Products of matrices and collectives alone: for these inductor needs no C++ compiler, which would take half a minute.
+
+
+@each_backend
+def test_functional_collectives(world: mpicomm.World, backend: str) -> None:
+    """One graph holds them, forward and backward."""
+    weight = numbers(0, 3, 3)
+
+    def step(mine: torch.Tensor) -> torch.Tensor:
+        total = funcol.all_reduce(mine @ weight, "sum", dist.group.WORLD)
+        block = funcol.reduce_scatter_single(total @ weight, "sum", 0, dist.group.WORLD)
+        rows = funcol.all_gather_single(block @ weight, 0, dist.group.WORLD)
+        return funcol.all_to_all_single(rows @ mine.T @ mine, None, None, dist.group.WORLD)
+
+    def together(everybodys: list[torch.Tensor]) -> list[torch.Tensor]:
+        total = sum(each @ weight for each in everybodys)
+        rows = world.size * total @ weight @ weight
+        return exchanged([rows @ each.T @ each for each in everybodys])
+
+    check(world.rank, inputs(world), torch.compile(step, backend=backend, fullgraph=True), together)
+
+
+@each_backend
+def test_collectives_of_torch_distributed(world: mpicomm.World, backend: str) -> None:
+    """The compiler puts functional ones in their place."""
+
+    def step(mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = mine @ mine.T
+        dist.all_reduce(total)
+        everything = mine.new_empty(world.size * mine.shape[0], 3)
+        dist.all_gather_into_tensor(everything, total @ mine)
+        return total, everything
+
+    counter = counting(backend)
+    total, everything = torch.compile(step, backend=counter, fullgraph=True)(inputs(world)[world.rank])
+    expected = sum(each @ each.T for each in inputs(world))
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(everything, torch.cat([expected @ each for each in inputs(world)]))
+    assert counter.frame_count == 1
+
+
+def test_ddp(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler splits the model where DDP's buckets end."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)  # instead of a megabyte, which holds all of it
+    data = batches(world, steps=3)
+    model = Network()
+    alone = copy.deepcopy(model)
+    train_alone(alone, data)
+
+    counter = counting("aot_eager")
+    parallel = torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.02), backend=counter)
+    train(parallel, sgd(model), data[:, world.rank])
+    assert_same(model, alone)
+    assert counter.frame_count > 1

@@ -1,0 +1,182 @@
+"""Fully sharded training on the back end gives the parameters of the same training in one process.
+
+FSDP2 averages float32 and bf16 gradients by AVG, and float64 ones by SUM with a division before and after.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+import mpicomm
+from tests.features.problem import FEATURES, batches, loss_of, sgd
+from tests.features.sharding import shard_of, temporary_groups
+
+TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
+BF16_STEP = {"rtol": 2**-8, "atol": 0.0}  # from one bf16 number to the next
+
+
+@pytest.fixture(autouse=True)
+def groups_go() -> Iterator[None]:
+    with temporary_groups():
+        yield
+
+
+@pytest.fixture
+def mesh(world: mpicomm.World) -> dist.DeviceMesh:
+    return dist.init_device_mesh("cpu", (world.size,))
+
+
+def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    """Return a network whose sizes no number of ranks divides; of the last bias, some ranks have nothing."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 17), torch.nn.Tanh(), torch.nn.Linear(17, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+    ).to(dtype)
+
+
+def sharded(model: torch.nn.Sequential, mesh: dist.DeviceMesh, **options: object) -> torch.nn.Sequential:
+    """Shard a copy of the model, in several groups of parameters."""
+    model = copy.deepcopy(model)
+    fully_shard(model[0], mesh=mesh, **options)
+    fully_shard([model[2], model[4]], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train(model: torch.nn.Module, data: torch.Tensor) -> None:
+    optimizer = sgd(model)
+    for step in data:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_shards(mine: list[torch.Tensor], whole: list[torch.Tensor], mesh: dist.DeviceMesh, **close: float) -> None:
+    """Check that this rank holds its part of each tensor, on a mesh of one dimension."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    for shard, tensor in zip(mine, whole, strict=True):
+        torch.testing.assert_close(shard.to_local().detach(), shard_of(tensor, rank, size), **close)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_training_equals_training_alone(world: mpicomm.World, mesh: dist.DeviceMesh, dtype: torch.dtype) -> None:
+    alone, data = network(dtype), batches(world, steps=3).to(dtype)
+    model = sharded(alone, mesh)
+    train(model, data[:, world.rank])
+    train(alone, data.flatten(1, 2))
+    assert_shards(list(model.parameters()), list(alone.parameters()), mesh, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None], ids=["reduced in float32", "reduced in bf16"])
+def test_mixed_precision(world: mpicomm.World, mesh: dist.DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
+    """The gradients of all ranks are bf16, and their mean is rounded once, if at all."""
+    data = batches(world, steps=1)[0].float()
+    means = [torch.zeros_like(parameter) for parameter in network().parameters()]
+    for inputs in data.bfloat16():
+        narrow = network(torch.bfloat16)
+        loss_of(narrow, inputs).backward()
+        for mean, gradient in zip(means, gradients(narrow), strict=True):
+            mean.add_(gradient.float() / world.size)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model = sharded(network(), mesh, mp_policy=policy)
+    loss_of(model, data[world.rank].bfloat16()).backward()
+    close = BF16_STEP if reduce_dtype is None else TOLERANCES[torch.float32]
+    assert_shards(gradients(model), means, mesh, **close)
+
+
+def test_accumulation_without_synchronization(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
+    alone, data = network(), batches(world, steps=2).float()
+    model = sharded(alone, mesh)
+    for step in data:
+        loss_of(alone, step.flatten(0, 1)).backward()
+
+    model.set_requires_gradient_sync(False)
+    loss_of(model, data[0, world.rank]).backward()
+    assert gradients(model) == [None] * len(gradients(alone))
+    model.set_requires_gradient_sync(True)
+    loss_of(model, data[1, world.rank]).backward()
+    assert_shards(gradients(model), gradients(alone), mesh, **TOLERANCES[torch.float32])
+
+
+@pytest.mark.mpi(min_size=2)  # one rank reduces nothing, and torch 2.13 divides its sums twice
+@pytest.mark.parametrize("only_sums", [False, True], ids=["PREMUL_SUM", "SUM"])
+def test_a_divisor_of_ones_own(world: mpicomm.World, mesh: dist.DeviceMesh, only_sums: bool) -> None:
+    divisor = 7.0  # of the sum, in place of the number of ranks
+    alone, data = network(), batches(world, steps=1)[0].float()
+    model = sharded(alone, mesh)
+    for part in model.modules():
+        if isinstance(part, torch.distributed.fsdp.FSDPModule):
+            part.set_gradient_divide_factor(divisor)
+            part.set_force_sum_reduction_for_comms(only_sums)
+    loss_of(model, data[world.rank]).backward()
+    loss_of(alone, data.flatten(0, 1)).backward()
+    expected = [gradient * world.size / divisor for gradient in gradients(alone)]
+    assert_shards(gradients(model), expected, mesh, **TOLERANCES[torch.float32])
+
+
+def test_clipping_the_norm_of_all_gradients(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
+    alone, data = network(), batches(world, steps=1)[0].float()
+    model = sharded(alone, mesh)
+    loss_of(model, data[world.rank]).backward()
+    loss_of(alone, data.flatten(0, 1)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm=0.1)
+    assert expected > 0.1  # or nothing would be clipped
+    torch.testing.assert_close(norm.full_tensor(), expected, **TOLERANCES[torch.float32])
+    assert_shards(gradients(model), gradients(alone), mesh, **TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_shards_within_replicas(world: mpicomm.World, replicas: int) -> None:
+    """HSDP averages over the shards and then over the replicas."""
+    if world.size % replicas:
+        pytest.skip(f"{world.size} ranks do not make {replicas} replicas")
+    shape = (replicas, world.size // replicas)
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    alone, data = network(), batches(world, steps=3).float()
+    model = sharded(alone, mesh)
+    train(model, data[:, world.rank])
+    train(alone, data.flatten(1, 2))
+    parameters, expected = list(model.parameters()), list(alone.parameters())
+    assert_shards(parameters, expected, mesh["shard"], **TOLERANCES[torch.float32])
+
+
+def test_the_whole_state_on_every_rank(mesh: dist.DeviceMesh) -> None:
+    alone = network(torch.float64)
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    whole = state_dict.get_model_state_dict(sharded(alone, mesh), options=options)
+    expected = alone.state_dict()
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+def test_the_whole_state_from_rank_0(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
+    alone = network(torch.float64)
+    model = sharded(alone, mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, alone.state_dict() if world.rank == 0 else {}, options=options)
+    assert_shards(list(model.parameters()), list(alone.parameters()), mesh, rtol=0, atol=0)
+
+
+def test_the_older_fsdp(world: mpicomm.World) -> None:
+    alone, data = network(torch.float64), batches(world, steps=3)
+    model = FullyShardedDataParallel(copy.deepcopy(alone), device_id=torch.device("cpu"), use_orig_params=True)
+    train(model, data[:, world.rank])
+    train(alone, data.flatten(1, 2))
+    with FullyShardedDataParallel.summon_full_params(model):
+        for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected, **TOLERANCES[torch.float64])

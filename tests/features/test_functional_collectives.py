@@ -1,0 +1,156 @@
+"""Functional collectives give the outputs and gradients of the same computation in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from tests.features.together import Outputs, check, exchanged, numbers
+from tests.worlds import Group
+
+
+def inputs(group: Group) -> list[torch.Tensor]:
+    """Return what each rank of the group puts in; both dimensions can be split among them."""
+    return [numbers(rank, 2 * group.size, 3 * group.size) for rank in range(group.size)]
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.flatten() for each in tensors])
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return two tensors of different shapes, whose rows can be split among the ranks."""
+    columns = tensor.shape[1] // 3
+    return [tensor[:, :columns].contiguous(), tensor[:, columns:].contiguous()]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_coalesced"])
+@pytest.mark.parametrize(
+    ("op", "reduction"),
+    [
+        ("sum", torch.sum),
+        ("avg", torch.mean),
+        ("product", torch.prod),
+        ("min", torch.amin),
+        ("max", torch.amax),
+    ],
+)
+def test_all_reduce(group: Group, name: str, op: str, reduction: Callable) -> None:
+    def collective(mine: torch.Tensor) -> torch.Tensor:
+        if name == "all_reduce":
+            return funcol.all_reduce(mine, op, group.handle).flatten()
+        return flat(funcol.all_reduce_coalesced(parts(mine), op, group.handle))
+
+    def together(everybodys: list[torch.Tensor]) -> Outputs:
+        result = reduction(torch.stack(everybodys), dim=0)
+        return [result.flatten() if name == "all_reduce" else flat(parts(result))] * group.size
+
+    check(group.rank, inputs(group), collective, together, has_gradient=op == "sum")  # torch has no others
+
+
+@pytest.mark.parametrize("gather", [funcol.all_gather_single, funcol.all_gather_single_autograd])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_all_gather(group: Group, gather: Callable, dim: int) -> None:
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: gather(mine, dim, group.handle),
+        lambda everybodys: [torch.cat(everybodys, dim)] * group.size,
+    )
+
+
+def test_all_gather_coalesced(group: Group) -> None:
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: flat(funcol.all_gather_single_coalesced(parts(mine), group.handle)),
+        lambda everybodys: [flat(parts(torch.cat(everybodys)))] * group.size,
+    )
+
+
+@pytest.mark.parametrize("scatter", [funcol.reduce_scatter_single, funcol.reduce_scatter_single_autograd])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reduce_scatter(group: Group, scatter: Callable, dim: int) -> None:
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: scatter(mine, "sum", dim, group.handle),
+        lambda everybodys: sum(everybodys).chunk(group.size, dim),
+    )
+
+
+def test_reduce_scatter_coalesced(group: Group) -> None:
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: flat(funcol.reduce_scatter_single_coalesced(parts(mine), "sum", [0, 0], group.handle)),
+        lambda everybodys: [flat(parts(each)) for each in sum(everybodys).chunk(group.size)],
+    )
+
+
+def test_the_mean_is_scattered(group: Group) -> None:
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: funcol.reduce_scatter_single(mine, "avg", 0, group.handle),
+        lambda everybodys: torch.stack(everybodys).mean(0).chunk(group.size),
+        has_gradient=False,
+    )
+
+
+@pytest.mark.parametrize("exchange", [funcol.all_to_all_single, funcol.all_to_all_single_autograd])
+def test_all_to_all(group: Group, exchange: Callable) -> None:
+    check(group.rank, inputs(group), lambda mine: exchange(mine, None, None, group.handle), exchanged)
+
+
+def test_all_to_all_of_uneven_sizes(group: Group) -> None:
+    """Some ranks have nothing for some others."""
+    rows = [[(source + 2 * target) % 3 for target in range(group.size)] for source in range(group.size)]
+    sent, received = rows[group.rank], [row[group.rank] for row in rows]
+
+    def together(everybodys: list[torch.Tensor]) -> Outputs:
+        pieces = [each.split(row) for each, row in zip(everybodys, rows, strict=True)]
+        return [torch.cat([piece[rank] for piece in pieces]) for rank in range(group.size)]
+
+    check(
+        group.rank,
+        [numbers(rank, sum(row), 2) for rank, row in enumerate(rows)],
+        lambda mine: funcol.all_to_all_single(mine, received, sent, group.handle),
+        together,
+    )
+
+
+def test_permute(group: Group) -> None:
+    """Everybody sends to the next."""
+    targets = [(rank + 1) % group.size for rank in range(group.size)]
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: funcol.permute_tensor(mine.flatten(), targets, group.handle),
+        lambda everybodys: [everybodys[rank - 1].flatten() for rank in range(group.size)],
+    )
+
+
+def test_broadcast(group: Group) -> None:
+    """Its root is a rank of the group, and it has no gradient."""
+    root = group.size - 1
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: funcol.broadcast(mine, root, group.handle),
+        lambda everybodys: [everybodys[root]] * group.size,
+        has_gradient=False,
+    )
+
+
+def test_results_are_waited_for_on_their_first_use(group: Group) -> None:
+    """Several collectives are under way, and are used in another order; the input is left alone."""
+    mine = numbers(group.rank, 1000)
+    results = [funcol.all_reduce(mine * factor, "sum", group.handle) for factor in (1, 2, 3)]
+    total = sum(numbers(rank, 1000) for rank in range(group.size))
+    for factor, result in reversed(list(enumerate(results, start=1))):
+        torch.testing.assert_close(result + 0, total * factor)
+    assert torch.equal(mine, numbers(group.rank, 1000))

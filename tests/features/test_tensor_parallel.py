@@ -1,0 +1,165 @@
+"""Tensor parallelism on the back end: outputs and gradients are those of the plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import mpicomm
+from tests.features.sharding import temporary_groups
+
+FEATURES, HIDDEN, CLASSES = 12, 24, 12  # 1, 2, 3 and 4 ranks divide them
+BATCH, LENGTH = 2, 12
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+class Block(torch.nn.Module):
+    """A norm and a feed-forward network around which the input is passed, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(FEATURES)
+        self.widen = torch.nn.Linear(FEATURES, HIDDEN)
+        self.narrow = torch.nn.Linear(HIDDEN, FEATURES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.narrow(torch.nn.functional.gelu(self.widen(self.norm(inputs))))
+
+
+@pytest.fixture(autouse=True)
+def groups_go() -> Iterator[None]:
+    with temporary_groups():
+        yield
+
+
+@pytest.fixture
+def mesh(world: mpicomm.World) -> dist.DeviceMesh:
+    return init_device_mesh("cpu", (world.size,))
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block().double()
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Return numbers that are the same on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_gradients(mine: torch.nn.Module, plain: torch.nn.Module) -> None:
+    for parameter, expected in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), expected.grad, **CLOSE)
+
+
+def test_columns_then_rows(mesh: dist.DeviceMesh, block: Block) -> None:
+    parallel = parallelize_module(copy.deepcopy(block), mesh, {"widen": ColwiseParallel(), "narrow": RowwiseParallel()})
+    inputs = numbers(BATCH, FEATURES).requires_grad_()
+    expected_inputs = inputs.detach().clone().requires_grad_()
+    output, expected = parallel(inputs), block(expected_inputs)
+    torch.testing.assert_close(output, expected, **CLOSE)
+    assert parallel.widen.weight.to_local().shape == (HIDDEN // mesh.size(), FEATURES)
+
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    torch.testing.assert_close(inputs.grad, expected_inputs.grad, **CLOSE)
+    assert_same_gradients(parallel, block)
+
+
+def test_rows_of_an_embedding(mesh: dist.DeviceMesh) -> None:
+    """Each rank has a part of the words, and the others' words are zeros on it."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Embedding(CLASSES, FEATURES)).double()
+    parallel = parallelize_module(
+        copy.deepcopy(plain), mesh, {"0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
+    )
+    words = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) * 5 % CLASSES
+    output, expected = parallel(words), plain(words)
+    torch.testing.assert_close(output, expected, **CLOSE)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert_same_gradients(parallel, plain)
+
+
+def test_a_sequence_in_parts(mesh: dist.DeviceMesh, block: Block) -> None:
+    """The norm works on parts of the sequence, the network on all of it with parts of its weights."""
+    plan = {
+        "norm": SequenceParallel(),
+        "widen": ColwiseParallel(input_layouts=Shard(1)),
+        "narrow": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallel = parallelize_module(copy.deepcopy(block), mesh, plan)
+    inputs = numbers(BATCH, LENGTH, FEATURES)
+    output, expected = parallel(distribute_tensor(inputs, mesh, [Shard(1)])), block(inputs)
+    assert list(output.placements) == [Shard(1)]
+    torch.testing.assert_close(output.full_tensor(), expected, **CLOSE)
+    output.pow(2).sum().full_tensor().backward()
+    expected.pow(2).sum().backward()
+    assert_same_gradients(parallel, block)
+
+
+def test_inputs_brought_into_place(mesh: dist.DeviceMesh, block: Block) -> None:
+    plan = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+    parallel = parallelize_module(copy.deepcopy(block), mesh, plan)
+    inputs = numbers(mesh.size() * BATCH, FEATURES)
+    output = parallel(inputs.chunk(mesh.size())[mesh.get_local_rank()])
+    torch.testing.assert_close(output, block(inputs), **CLOSE)
+
+
+def test_a_loss_over_sharded_classes(mesh: dist.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES)).double()
+    plan = {"0": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    parallel = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    inputs, labels = numbers(CLASSES, FEATURES), torch.arange(CLASSES) * 5 % CLASSES
+    expected = torch.nn.functional.cross_entropy(plain(inputs), labels)
+    expected.backward()
+    with loss_parallel():
+        loss = torch.nn.functional.cross_entropy(parallel(inputs), labels)
+        loss.backward()
+    torch.testing.assert_close(whole(loss), expected, **CLOSE)
+    assert_same_gradients(parallel, plain)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_with_sharded_data_parallelism(world: mpicomm.World, block: Block) -> None:
+    """Two ranks share a network's rows and columns; the pairs have different samples, and share what is left."""
+    if world.size % 2:
+        pytest.skip("needs pairs of ranks")
+    mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("data", "tensor"))
+    parallel = copy.deepcopy(block)
+    parallelize_module(parallel, mesh["tensor"], {"widen": ColwiseParallel(), "narrow": RowwiseParallel()})
+    fully_shard([parallel.widen, parallel.narrow], mesh=mesh["data"])
+    fully_shard(parallel, mesh=mesh["data"])
+    data = numbers(world.size // 2, BATCH, FEATURES)
+
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (parallel, block)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        parallel(data[mesh["data"].get_local_rank()]).pow(2).mean().backward()
+        block(data.flatten(0, 1)).pow(2).mean().backward()
+        assert_same_gradients(parallel, block)
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, expected in zip(parallel.parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected, **CLOSE)

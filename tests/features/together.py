@@ -1,0 +1,50 @@
+"""A collective as one process sees it: a function from the inputs of all ranks to the outputs of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Outputs = Sequence[torch.Tensor | None]
+"""One output for each rank; None where it is not defined."""
+
+
+def numbers(rank: int, *shape: int) -> torch.Tensor:
+    """Return a rank's random numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def exchanged(everybodys: list[torch.Tensor]) -> Outputs:
+    """Return what an all-to-all does: rank r gets the r-th piece of everybody's rows."""
+    size = len(everybodys)
+    return [torch.cat([each.chunk(size)[rank] for each in everybodys]) for rank in range(size)]
+
+
+def check(
+    rank: int,
+    inputs: Sequence[torch.Tensor],
+    collective: Callable[[torch.Tensor], torch.Tensor],
+    together: Callable[[list[torch.Tensor]], Outputs],
+    *,
+    has_gradient: bool = True,
+) -> None:
+    """Compare a collective's output, and the gradient of its input, with those of the same function in one process.
+
+    The loss is a weighted sum of all outputs on all ranks, with other weights for each.
+    """
+    everybodys = [each.clone().requires_grad_(has_gradient) for each in inputs]
+    expected = together(everybodys)
+    mine = inputs[rank].clone().requires_grad_(has_gradient)
+    output = collective(mine)
+    if expected[rank] is not None:
+        torch.testing.assert_close(output, expected[rank])
+    if has_gradient:
+        _loss(rank, output if expected[rank] is not None else 0 * output).backward()
+        sum(_loss(each, output) for each, output in enumerate(expected) if output is not None).backward()
+        theirs = everybodys[rank].grad
+        torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if theirs is None else theirs)
+
+
+def _loss(rank: int, output: torch.Tensor) -> torch.Tensor:
+    return (numbers(100 + rank, *output.shape) * output).sum()

@@ -1,0 +1,340 @@
+"""Methods of torch's groups beside the everyday ones: coalesced, sparse, uneven, in their older forms."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.backend import c10d, wire
+from tests.mpi.test_collectives import MOVED, WHEN, finish
+from tests.worlds import Group
+
+
+def options(kind: str, is_async: bool, **values: object) -> Any:
+    made = getattr(c10d, kind)()
+    made.asyncOp = is_async
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.fixture(params=["whole", "in parts"])
+def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MPI count to 2^31 and beyond, or to two."""
+    if request.param == "in parts":
+        monkeypatch.setattr(wire, "largest_count", lambda: 2)
+
+
+def of_rank(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((count,), 1 + rank, dtype=torch.float32).to(dtype)
+
+
+# -- coalesced -------------------------------------------------------------------------------------------------------
+
+
+@WHEN
+def test_coalesced_all_gather_of_single_tensors(group: Group, is_async: bool) -> None:
+    sources = [of_rank(group.rank, 3), of_rank(group.rank, 2, torch.int64)]
+    outputs = [torch.empty(3 * group.size), torch.empty(2 * group.size, dtype=torch.int64)]
+    finish(group.handle.all_gather_single_coalesced(outputs, sources, options("AllgatherOptions", is_async)))
+    for output, count in zip(outputs, (3, 2), strict=True):
+        expected = torch.cat([of_rank(rank, count, output.dtype) for rank in range(group.size)])
+        assert torch.equal(output, expected)
+
+
+@WHEN
+def test_coalesced_all_gather_of_lists(group: Group, is_async: bool) -> None:
+    sources = [of_rank(group.rank, 3), of_rank(group.rank, 2, torch.bfloat16)]
+    outputs = [[torch.empty_like(each) for each in sources] for _ in range(group.size)]
+    finish(group.handle.allgather_coalesced(outputs, sources, options("AllgatherOptions", is_async)))
+    for rank, of_one in enumerate(outputs):
+        assert torch.equal(of_one[0], of_rank(rank, 3))
+        assert torch.equal(of_one[1], of_rank(rank, 2, torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["at the end", "one by one"])
+@WHEN
+def test_the_coalescing_manager(group: Group, is_async: bool, device: torch.device | None) -> None:
+    """With a device torch lets each call through at once, and asks for the work of all of them at the end."""
+    size = group.size
+    summed, gathered, mine = of_rank(group.rank, 4), torch.empty(2 * size), torch.empty(2)
+    with dist._coalescing_manager(group.handle, device, async_ops=is_async) as manager:
+        dist.all_reduce(summed, group=group.handle, async_op=is_async)
+    if is_async:
+        manager.wait()
+    with dist._coalescing_manager(group.handle, device, async_ops=is_async) as manager:
+        dist.all_gather_single(gathered, of_rank(group.rank, 2), group=group.handle, async_op=is_async)
+    if is_async:
+        manager.wait()
+    with dist._coalescing_manager(group.handle, device, async_ops=is_async) as manager:
+        dist.reduce_scatter_single(mine, gathered, group=group.handle, async_op=is_async)
+    if is_async:
+        manager.wait()
+    assert torch.equal(summed, torch.full((4,), size * (size + 1) / 2))
+    assert torch.equal(gathered, torch.cat([of_rank(rank, 2) for rank in range(size)]))
+    assert torch.equal(mine, size * of_rank(group.rank, 2))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_batch_of_messages_is_one_work(group: Group) -> None:
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    received = torch.empty(3)
+    group.handle._start_coalescing(torch.device("cpu"))
+    group.handle.recv([received], left, 7)
+    group.handle.send([of_rank(group.rank, 3)], right, 7)
+    work = group.handle._end_coalescing(torch.device("cpu"))
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert torch.equal(received, of_rank(left, 3))
+    assert any(each is received for each in work.get_future().wait())
+
+
+# -- sparse ----------------------------------------------------------------------------------------------------------
+
+
+def sparse_of(rank: int, dtype: torch.dtype, size: int) -> torch.Tensor:
+    """Return a sparse tensor with one entry shared by all ranks, and `rank` entries of the rank's own."""
+    rows = [0, *[rank] * rank]
+    columns = [0, *range(1, rank + 1)]
+    values = torch.full((len(rows), 2), 1.0 + rank).to(dtype)
+    return torch.sparse_coo_tensor(torch.tensor([rows, columns]), values, (size, size + 1, 2))
+
+
+@WHEN
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PREMUL_SUM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+@pytest.mark.usefixtures("counts")
+def test_sparse_all_reduce(group: Group, dtype: torch.dtype, op: str, is_async: bool) -> None:
+    if op == "PREMUL_SUM" and dtype == torch.int64:
+        pytest.skip("has no meaning for integers")
+    redop = dist._make_nccl_premul_sum(2.0) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
+    tensor = sparse_of(group.rank, dtype, group.size)
+    finish(group.handle.allreduce([tensor], options("AllreduceOptions", is_async, reduceOp=redop)))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    total = sum(sparse_of(rank, dtype, group.size).to_dense().to(wide) for rank in range(group.size))
+    expected = {"SUM": total, "AVG": total / group.size, "PREMUL_SUM": 2 * total}[op]
+    assert tensor.layout == torch.sparse_coo
+    assert torch.equal(tensor.to_dense(), (expected.trunc() if dtype == torch.int64 else expected).to(dtype))
+
+
+def test_sparse_without_entries(group: Group) -> None:
+    tensor = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (3, 3))
+    if group.rank == group.size - 1:
+        tensor = torch.eye(3).to_sparse()
+    dist.all_reduce(tensor, group=group.handle)
+    assert torch.equal(tensor.to_dense(), torch.eye(3))
+
+
+# -- one tensor, uneven ones -----------------------------------------------------------------------------------------
+
+
+@WHEN
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@pytest.mark.usefixtures("counts")
+def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool) -> None:
+    for root in range(group.size):
+        output = torch.empty(3 * group.size, dtype=dtype) if group.rank == root else None
+        call_options = options("GatherOptions", is_async, rootRank=root)
+        finish(group.handle.gather_single(output, of_rank(group.rank, 3, dtype), call_options))
+        if output is not None:
+            expected = torch.cat([of_rank(rank, 3, dtype) for rank in range(group.size)])
+            assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
+
+
+@WHEN
+@pytest.mark.usefixtures("counts")
+def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
+    """Rank r has r elements: one of them nothing."""
+    for root in range(group.size):
+        gathered = [torch.empty(rank) for rank in range(group.size)] if group.rank == root else None
+        source = of_rank(group.rank, group.rank)
+        finish(dist.gather(source, gathered, group_dst=root, group=group.handle, async_op=is_async))
+        for rank, each in enumerate(gathered or []):
+            assert torch.equal(each, of_rank(rank, rank))
+        mine = torch.empty(group.rank)
+        finish(dist.scatter(mine, gathered, group_src=root, group=group.handle, async_op=is_async))
+        assert torch.equal(mine, source)
+
+
+@WHEN
+@pytest.mark.usefixtures("counts")
+def test_the_own_part_may_be_what_is_sent(group: Group, is_async: bool) -> None:
+    flat = torch.zeros(2 * group.size)
+    chunks = list(flat.chunk(group.size))
+    chunks[group.rank].fill_(1 + group.rank)
+    finish(dist.all_gather(chunks, chunks[group.rank], group=group.handle, async_op=is_async))
+    assert torch.equal(flat, torch.cat([of_rank(rank, 2) for rank in range(group.size)]))
+    is_root = group.rank == 0
+    finish(
+        dist.gather(chunks[group.rank], chunks if is_root else None, group_dst=0, group=group.handle, async_op=is_async)
+    )
+    finish(
+        dist.scatter(
+            chunks[group.rank], chunks if is_root else None, group_src=0, group=group.handle, async_op=is_async
+        )
+    )
+    assert torch.equal(flat, torch.cat([of_rank(rank, 2) for rank in range(group.size)]))
+
+
+@WHEN
+@pytest.mark.usefixtures("counts")
+def test_what_moves_in_parts(group: Group, is_async: bool) -> None:
+    tensor = torch.arange(7) if group.rank == 0 else torch.empty(7, dtype=torch.int64)
+    finish(dist.broadcast(tensor, group_src=0, group=group.handle, async_op=is_async))
+    assert torch.equal(tensor, torch.arange(7))
+    flat = torch.empty(7 * group.size, dtype=torch.int64)
+    finish(dist.all_gather_single(flat, tensor + group.rank, group=group.handle, async_op=is_async))
+    assert torch.equal(flat, torch.cat([torch.arange(7) + rank for rank in range(group.size)]))
+
+
+@pytest.mark.usefixtures("counts")
+def test_a_message_that_is_one_element_of_a_long_datatype(group: Group) -> None:
+    if group.size == 1:
+        pytest.skip("a message needs two ranks")
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    received = torch.empty(7)
+    work = dist.irecv(received, group_src=left, group=group.handle)
+    dist.send(of_rank(group.rank, 7), group_dst=right, group=group.handle)
+    work.wait()
+    assert torch.equal(received, of_rank(left, 7))
+    short = torch.empty(9)
+    work = dist.irecv(short, group_src=left, group=group.handle)
+    dist.send(of_rank(group.rank, 7), group_dst=right, group=group.handle)
+    with pytest.raises(RuntimeError, match=r"expected 9 elements of float32 from rank .*, got 7"):
+        work.wait()
+
+
+# -- the older forms -------------------------------------------------------------------------------------------------
+
+
+def test_forms_without_options(group: Group) -> None:
+    handle, size = group.handle, group.size
+    total = size * (size + 1) / 2
+    tensor = of_rank(group.rank, 3)
+    handle.allreduce(tensor).wait()
+    assert torch.equal(tensor, torch.full((3,), total))
+    for call in (
+        lambda each: handle.allreduce([each], dist.ReduceOp.MAX),
+        lambda each: handle.allreduce(each, op=dist.ReduceOp.MAX, timeout=datetime.timedelta(seconds=20)),
+        lambda each: handle.broadcast(each, size - 1),
+        lambda each: handle.broadcast([each], root=size - 1),
+    ):
+        tensor = of_rank(group.rank, 3)
+        call(tensor).wait()
+        assert torch.equal(tensor, of_rank(size - 1, 3))
+    tensor = of_rank(group.rank, 3)
+    handle.reduce(tensor, 0, dist.ReduceOp.MIN).wait()
+    handle.reduce(tensor, root=0).wait()
+    assert torch.equal(tensor, torch.full((3,), total) if group.rank == 0 else of_rank(group.rank, 3))
+
+    gathered = [torch.empty(3) for _ in range(size)]
+    handle.allgather(gathered, of_rank(group.rank, 3)).wait()
+    assert all(torch.equal(each, of_rank(rank, 3)) for rank, each in enumerate(gathered))
+    mine = torch.empty(3)
+    handle.reduce_scatter(mine, gathered, dist.ReduceOp.MAX).wait()
+    assert torch.equal(mine, of_rank(group.rank, 3))
+    handle.gather(gathered if group.rank == 0 else [], mine, 0).wait()
+    handle.scatter(mine, gathered if group.rank == 0 else [], root=0).wait()
+    assert torch.equal(mine, of_rank(group.rank, 3))
+    handle.barrier(datetime.timedelta(seconds=20)).wait()
+    handle.barrier(timeout=datetime.timedelta(seconds=20)).wait()
+
+
+# -- groups of groups, and their timeouts ----------------------------------------------------------------------------
+
+
+def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> None:
+    """Only members take part; ranks are the parent's, and come in ascending order."""
+    parent = groups["copy"]
+    members = list(range(world.size))[::-2]
+    group = parent.handle.split_group(members, group_name=f"split-{world.size}", group_desc="every other rank")
+    if world.rank not in members:
+        assert group is None
+        return
+    assert group.size() == len(members)
+    assert group.rank() == sorted(members).index(world.rank)
+    assert (group.group_name, group.group_desc) == (f"split-{world.size}", "every other rank")
+    tensor = of_rank(world.rank, 2)
+    group.allreduce([tensor]).wait()
+    assert torch.equal(tensor, torch.full((2,), float(sum(1 + rank for rank in members))))
+    group.get_group_store().set(f"from-{group.rank()}", "here")
+    assert group.get_group_store().get("from-0") == b"here"
+    again = group.split_group([0])
+    assert (again is not None) == (group.rank() == 0)
+    if again is not None:
+        assert again.size() == 1
+        again.shutdown()
+    group.shutdown()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_timeout_of_the_group_set_later(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_TIMEOUT", "raise")
+    group = dist.new_group(list(range(world.size)))
+    group.set_timeout(datetime.timedelta(seconds=0.2))
+    tensor = torch.zeros(1)
+    if world.rank == 0:
+        work = dist.irecv(tensor, 1, group=group)
+        with pytest.raises(TimeoutError, match=r"not ended within 0\.2 s"):
+            work.wait()
+        dist.barrier()
+        work.wait(datetime.timedelta(seconds=20))
+    else:
+        dist.barrier()
+    if world.rank == 1:
+        dist.send(tensor, 0, group=group)
+    dist.destroy_process_group(group)
+
+
+# -- the monitored barrier -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("names_all", [False, True])
+def test_the_monitored_barrier_names_who_is_missing(world: mpicomm.World, names_all: bool) -> None:
+    group = dist.new_group(list(range(world.size)))
+    short, long = datetime.timedelta(seconds=0.3), datetime.timedelta(seconds=20)
+    group.monitored_barrier(long)
+    missing = [1, world.size - 1]
+    if world.rank == 0:
+        who = "Ranks 1, 2" if names_all and world.size == 3 else f"Ranks 1, {world.size - 1}" if names_all else "Rank 1"
+        with pytest.raises(RuntimeError, match=f"{who} failed to pass monitoredBarrier"):
+            group.monitored_barrier(short, wait_all_ranks=names_all)
+    elif world.rank not in missing:
+        with pytest.raises(RuntimeError, match=f"Rank {world.rank} successfully reached monitoredBarrier"):
+            group.monitored_barrier(short, wait_all_ranks=names_all)
+    dist.barrier()
+    if world.rank in missing:  # late, it must not pass for early at the next
+        with pytest.raises(RuntimeError, match="successfully reached monitoredBarrier"):
+            group.monitored_barrier(short, wait_all_ranks=names_all)
+    dist.barrier()
+    group.monitored_barrier(long)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == world.size
+    dist.destroy_process_group(group)
+
+
+# -- the profiler ----------------------------------------------------------------------------------------------------
+
+
+@WHEN
+def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: bool) -> None:
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        finish(dist.all_reduce(torch.ones(3, 2), group=group.handle, async_op=is_async))
+        finish(dist.broadcast(torch.ones(5), group_src=0, group=group.handle, async_op=is_async))
+        if group.size > 1 and group.rank == 0:
+            dist.send(torch.ones(4), group_dst=1, group=group.handle)
+        if group.size > 1 and group.rank == 1:
+            dist.recv(torch.ones(4), group_src=0, group=group.handle)
+    seen = {event.name: event.input_shapes for event in profiler.events() if event.name.startswith("mpicomm:")}
+    expected = {"mpicomm:all_reduce": [[3, 2]], "mpicomm:broadcast": [[5]]}
+    if group.size > 1 and group.rank < 2:
+        expected["mpicomm:send" if group.rank == 0 else "mpicomm:recv"] = [[4]]
+    assert seen == expected

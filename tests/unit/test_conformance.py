@@ -1,0 +1,109 @@
+"""The pure parts of `python -m tests.conformance`: what becomes of verdicts, and what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import page, verdicts
+from tests.conformance.journal import Journal
+from tests.conformance.results import Results, Run
+from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
+
+PASSED = Verdict(PASS)
+NO_GPU = Verdict(SKIP, "Need at least 2 CUDA devices")
+ONLY_MPI = Verdict(SKIP, "Only MPI supports all_to_all")
+BROKEN = Verdict(FAIL, "ValueError: no | such thing")
+
+
+@pytest.mark.parametrize("verdict", [PASSED, NO_GPU, BROKEN])
+def test_a_verdict_survives_as_text(verdict: Verdict) -> None:
+    assert Verdict.parse(str(verdict)) == verdict
+
+
+@pytest.mark.parametrize(
+    "reason", ["CUDA is not available.", "Need at least 1 CUDA device", "Need at least 4 CUDA devices"]
+)
+def test_a_test_that_needs_a_gpu_is_known_by_its_reason(reason: str) -> None:
+    assert Verdict(SKIP, reason).needs_gpu
+    assert not Verdict(FAIL, reason).needs_gpu
+
+
+def test_a_test_for_another_back_end_does_not_count_as_one_that_needs_a_gpu() -> None:
+    assert not Verdict(SKIP, "Only Nccl supports CUDA gather").needs_gpu
+
+
+def test_one_rank_that_fails_fails_the_test() -> None:
+    assert verdicts.of_ranks([PASSED, BROKEN, PASSED, BROKEN]) == Verdict(FAIL, f"rank 1, rank 3: {BROKEN.reason}")
+
+
+def test_ranks_that_all_skip_skip_the_test() -> None:
+    assert verdicts.of_ranks([NO_GPU, NO_GPU]) == NO_GPU
+
+
+@pytest.mark.parametrize("other", [PASSED, ONLY_MPI])
+def test_ranks_that_disagree_fail_the_test(other: Verdict) -> None:
+    assert verdicts.of_ranks([NO_GPU, other]).outcome == FAIL
+
+
+def test_a_test_passes_if_it_passes_under_one_label_and_fails_under_none() -> None:
+    assert verdicts.of_labels({"mpicomm": ONLY_MPI, "mpi": PASSED, "gloo": ONLY_MPI}) == PASSED
+    assert verdicts.of_labels({"mpicomm": PASSED, "mpi": PASSED, "gloo": BROKEN}).outcome == FAIL
+
+
+def test_a_test_that_came_so_far_as_to_ask_for_a_gpu_is_skipped_for_want_of_one() -> None:
+    assert verdicts.of_labels({"mpicomm": ONLY_MPI, "gloo": NO_GPU}) == NO_GPU
+
+
+def test_the_reason_of_a_label_that_goes_further_counts() -> None:
+    too_small = Verdict(SKIP, "Skipped due to small world size.")
+    assert verdicts.of_labels({"mpicomm": ONLY_MPI, "gloo": too_small}) == too_small
+
+
+def test_a_reason_fits_into_one_line_and_shows_no_path() -> None:
+    said = verdicts.in_one_line("OSError: cannot read\n  /home/somebody/file.py, see https://example.org/a/b")
+    assert said == "OSError: cannot read ..., see https://example.org/a/b"
+    assert len(verdicts.in_one_line("long " * 1000)) < 400
+
+
+def test_the_journal_names_the_test_that_has_no_verdict(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    assert journal.last() is None
+    journal.start("mpi", "test_a")
+    journal.end("mpi", "test_a", PASSED)
+    journal.start("mpi", "test_b")
+    assert journal.last() == ("mpi", "test_b", False)
+    assert journal.names("mpi") == {"test_a", "test_b"}
+    assert journal.verdicts("mpi") == {"test_a": PASSED}
+    assert not journal.is_finished()
+
+
+RUN = Run(
+    {
+        "mpicomm": {"test_a": PASSED, "test_b": PASSED, "test_c": ONLY_MPI, "test_d": NO_GPU, "test_e": ONLY_MPI},
+        "mpi": {"test_a": PASSED, "test_b": BROKEN, "test_c": ONLY_MPI, "test_d": NO_GPU, "test_e": PASSED},
+    },
+    {"test_a": PASSED, "test_b": PASSED, "test_c": PASSED, "test_d": NO_GPU, "test_e": ONLY_MPI},
+    12.0,
+)
+
+
+def test_a_run_survives_as_json() -> None:
+    again = Run.from_json(RUN.to_json())
+    assert again.verdicts() == RUN.verdicts()
+    assert again.gloo == RUN.gloo
+
+
+def test_what_falls_short_is_what_fails_and_what_only_gloo_passes() -> None:
+    assert page.shortfalls(RUN) == ["test_b", "test_c"]
+
+
+def test_the_page_has_every_test() -> None:
+    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"Some MPI": "1.0"}}
+    lines = page.text([Results("Some MPI", about, {4: RUN})]).splitlines()
+    assert "| Some MPI | 4 | **2 / 1 / 2** | 2 / 0 / 3 | 2 / 1 / 2 |  | 3 / 0 / 2 | 12 |" in lines
+    assert "| `test_b` | Some MPI, 4 ranks | fail | pass | mpi: ValueError: no \\| such thing |" in lines
+    assert "| `test_c` | skip | pass | Only MPI supports all_to_all |" in lines
+    assert "| `test_e` | pass | skip |  |" in lines
+    assert lines[-1] == "`test_d`"
