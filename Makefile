@@ -16,7 +16,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # N ranks with a thread for every core each would spend their time taking turns.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone lint clean
+.PHONY: help env demo test test-full test-alone conformance limits lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -28,9 +28,9 @@ demo: .venv/.ready ## run two examples on four ranks
 	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.p2p
 	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.ddp
 
-test: test-alone test-4 ## test in one process, then on four ranks, with both MPIs
+test: test-alone test-4 features-2 ## test in one process, then on four ranks and two, with both MPIs
 
-test-full: test test-1 test-2 test-3 ## the same, then on one, two and three ranks
+test-full: test test-1 test-2 test-3 limits ## the same, then on one, two and three ranks, then what takes long
 
 test-alone: $(ENVS) ## test what is not run under mpirun, with both MPIs
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi"
@@ -39,6 +39,24 @@ test-alone: $(ENVS) ## test what is not run under mpirun, with both MPIs
 test-%: $(ENVS) ## test on N ranks, with both MPIs
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi
+
+features-%: $(ENVS) ## test what torch builds on a back end on N ranks, with both MPIs
+	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi tests/features
+	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features
+
+conformance: $(ENVS) ## run PyTorch's own tests and Gloo's beside, and write docs/conformance.md
+	$(openmpi) $(limited) python -m tests.conformance --at-least 100 --write
+	$(mpich) $(limited) python -m tests.conformance --at-least 100 --write
+
+conformance-%: $(ENVS) ## run PyTorch's own tests on N ranks, with both MPIs
+	$(openmpi) $(limited) python -m tests.conformance --ranks $* --at-least 100
+	$(mpich) $(limited) python -m tests.conformance --ranks $* --at-least 100
+
+limits: $(ENVS) ## test 2.2 billion elements and thousands of groups (16 GiB), with both MPIs
+	$(openmpi) $(limited) mpirun -n 2 python -m tests.limits.large
+	$(openmpi) $(limited) mpirun -n 4 python -m tests.limits.leaks
+	$(mpich) $(limited) mpirun -n 2 python -m tests.limits.large
+	$(mpich) $(limited) mpirun -n 4 python -m tests.limits.leaks
 
 lint: .venv/.ready ## check style and types
 	$(openmpi) ruff check

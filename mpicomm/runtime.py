@@ -248,6 +248,9 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
 def _leave(watch: Watchdog) -> None:
     """Wait until every rank has come to its end; nobody waits for ever for one that has (collective)."""
     groups.drain()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()  # a launcher may end this rank as soon as another is gone, if MPI cannot be finalized
     watch.leave(abort.exit_status(), is_stuck=groups.is_stuck())
     if watch.wait_for_all_to_leave(groups.advance, _LEAVE_PAUSE):
         mpi.abandon()

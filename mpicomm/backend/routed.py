@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,41 @@ class RoutedProcessGroup(MPIProcessGroup):
         self._stream.close()
         super().shutdown()
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Remember what is called from now on."""
+        if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
+            self._inner._start_coalescing()
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return the work of all that was called since."""
+        if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
+            return self._inner._end_coalescing()
+        return super()._end_coalescing(device)
+
+    def _run_inside(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the inner back end; one of many tensors that it lacks is made of one for each."""
+        if (call := getattr(self._inner, name, None)) is not None:
+            return call(*args, **kwargs)
+        if name not in _ONE_BY_ONE:
+            raise NotImplementedError(
+                f"{self._inner.name()} has no {name} for tensors on {self._device_type}.\nMove them to the CPU."
+            )
+        outputs, inputs, opts = args
+        call = getattr(self._inner, _ONE_BY_ONE[name])
+        device = inputs[0].device
+        self._start_coalescing(device)
+        for output, source in zip(outputs, inputs, strict=True):
+            self._engine.executor.remember(call(output, source, opts))
+        return self._end_coalescing(device)
+
 
 _MESSAGES = ("send", "recv", "recv_anysource")
+_ONE_BY_ONE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
 
 
 def _route(name: str, inner_name: str) -> None:
@@ -65,12 +98,15 @@ def _route(name: str, inner_name: str) -> None:
     over_mpi = getattr(MPIProcessGroup, name)
 
     @functools.wraps(over_mpi)
-    def method(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+    def method(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
         tensor = checks.first_tensor([*args, *kwargs.values()])
         if tensor is None or tensor.device.type != self._device_type:
             return over_mpi(self, *args, **kwargs)
         operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
-        work = getattr(self._inner, inner_name)(*args, **kwargs)
+        work = self._run_inside(inner_name, args, kwargs)
+        if work is None:  # it is one of several; their end is the batch's
+            operation.finish()
+            return None
         if not c10d.is_capturing(tensor):  # what a CUDA graph holds runs later, and must not be looked at now
             self._stream.started(operation, work)
         self._engine.executor.remember(work)
@@ -79,7 +115,7 @@ def _route(name: str, inner_name: str) -> None:
     setattr(RoutedProcessGroup, name, method)
 
 
-for _name in (
+_SAME_NAME = (
     "allreduce",
     "allreduce_coalesced",
     "reduce",
@@ -94,15 +130,17 @@ for _name in (
     "send",
     "recv",
     "recv_anysource",
-):
-    _route(_name, _name)
-for _names in (
+)
+_TWO_NAMES = (
     ("reduce_scatter_single", "_reduce_scatter_base"),
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     ("all_gather_single", "_allgather_base"),
     ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
     ("all_to_all_single", "alltoall_base"),
-):
+)
+for _name in _SAME_NAME:
+    _route(_name, _name)
+for _names in _TWO_NAMES:
     for _name in _names:
         _route(_name, c10d.inner_method(_names))
 

@@ -267,8 +267,12 @@ class JointWork(_Work):
     """Several works as one."""
 
     def __init__(self, works: list[dist.Work]) -> None:
-        super().__init__([tensor for work in works for tensor in work.result()])
+        super().__init__([])
         self._works = works
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the operations write."""
+        return [tensor for work in self._works for tensor in work.result()]
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait until all have ended.
@@ -290,7 +294,7 @@ class JointWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes when all have."""
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._tensors)
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self.result())
 
 
 def _seconds(timeout: datetime.timedelta | None) -> float | None:

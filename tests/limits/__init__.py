@@ -1,1 +1,1 @@
-"""What takes too much time or memory to be run with every change: `make test-limits`."""
+"""What takes too much time or memory to be run with every change: `make limits`."""
