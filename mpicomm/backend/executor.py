@@ -256,10 +256,18 @@ class Executor:
             self._reap()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
         self._in_flight.add(work)
+        self._let_advance(work)
         if c10d.is_profiling():
             self._events[work] = c10d.start_event(f"{self.title}:{name}", work.result())
         self.remember(work)
         return work
+
+    def _let_advance(self, work: MessageWork) -> None:
+        """See to it that a message gets on while its rank does something else."""
+        poller = self._poller
+        if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():
+            return
+        self._get_poller().rouse()
 
     def watch(self, work: MessageWork) -> None:
         """Finish a message whose future somebody holds when it is through."""
@@ -370,8 +378,13 @@ class Executor:
         with self._starting:
             if self._poller is None:
                 _require_threads()
-                self._poller = Poller(f"mpicomm-poller-{self._record.name}")
+                self._poller = Poller(f"mpicomm-poller-{self._record.name}", self._has_messages_left)
             return self._poller
+
+    def _has_messages_left(self) -> bool:
+        """Look at every message in flight once, and tell whether any is left."""
+        self._reap()
+        return bool(self._in_flight)
 
     def _reap(self) -> None:
         for work in list(self._in_flight):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm import mpi
 from tests.worlds import Group
 
 needs_two = pytest.mark.mpi(min_size=2)
@@ -237,3 +240,46 @@ def test_a_dropped_handle_loses_nothing(world: mpicomm.World) -> None:
             tensor = torch.empty(1000)
             dist.recv(tensor, 0)
             assert torch.equal(tensor, torch.full((1000,), float(number)))
+
+
+@needs_two
+@pytest.mark.parametrize("sender_waits", [True, False], ids=["sender", "receiver"])
+def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpicomm.World, sender_waits: bool) -> None:
+    """As on Gloo: here one side waits for a key of the store, which only the other sets, after the message."""
+    store, key = dist.distributed_c10d._get_default_store(), f"a-large-message-{sender_waits}"
+    tensor = torch.full((8_000_000,), 1.0 + world.rank)
+    if world.rank == 0:
+        work = dist.isend(tensor, 1)
+        if sender_waits:
+            assert store.get(key) == b"arrived"
+            work.wait()
+        else:
+            work.wait()
+            store.set(key, "arrived")
+    elif world.rank == 1:
+        work = dist.irecv(tensor, 0)
+        if sender_waits:
+            work.wait()
+            store.set(key, "arrived")
+        else:
+            assert store.get(key) == b"arrived"
+            work.wait()
+        assert torch.equal(tensor, torch.ones(8_000_000))
+
+
+@needs_two
+def test_what_lets_messages_advance_sleeps_when_there_are_none(world: mpicomm.World) -> None:
+    group = dist.new_group(list(range(world.size)))
+    poller = None
+    for _ in range(3):
+        if world.rank < 2:
+            other = 1 - world.rank
+            works = [dist.irecv(torch.empty(1_000_000), other, group=group)]
+            time.sleep(0.01)
+            works.append(dist.isend(torch.ones(1_000_000), other, group=group))
+            for work in works:
+                work.wait()
+            poller = group._engine.executor._poller
+            assert mpi.poll(functools.partial(getattr, poller, "is_idle"), 10, longest_pause=0.01)
+    dist.destroy_process_group(group)
+    assert poller is None or not poller._thread.is_alive()
