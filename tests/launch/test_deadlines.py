@@ -47,6 +47,7 @@ CALLS = {
     "async": "dist.all_reduce(tensor, group=group, async_op=True).wait(datetime.timedelta(seconds=0.5))",
     "raise": "dist.all_reduce(tensor, group=group)",
     "raise-async": "dist.all_reduce(tensor, group=group, async_op=True).wait()",
+    "raise-own": "group.allreduce([tensor], timeout=datetime.timedelta(seconds=0.5)).wait()",
 }
 
 
@@ -57,7 +58,7 @@ def test_an_exception_names_who_has_not_come(how: str, debug: str) -> None:
     env = {"MPICOMM_TIMEOUT": "raise" if "raise" in how else "abort", "MPICOMM_DEBUG": debug}
     outcome = run_ranks(SIZE, SCRIPT.replace("CALL", CALLS[how]), env=env)
     first, *others = [line for line in outcome.stdout.splitlines() if re.match(r"rank \d [MT]", line)]
-    seconds = "1" if "raise" in how else "0.5"
+    seconds = "1" if how in ("raise", "raise-async") else "0.5"
     assert first.startswith("rank 0 TimeoutError: "), outcome
     assert " #2, " in first, outcome
     assert first.endswith(f": 2 of 3 ranks did not come within the timeout of {seconds} s: ranks 1, 2."), outcome
@@ -69,23 +70,24 @@ def test_an_exception_names_who_has_not_come(how: str, debug: str) -> None:
 
 
 ENDS = {
-    "sync": ("dist.all_reduce(tensor, group=group)", "all_reduce #2, float32[4]"),
-    "async": ("dist.all_reduce(tensor, group=group, async_op=True).wait()", "all_reduce #2, float32[4]"),
-    "recv": ("dist.recv(tensor, 1, group=group)", "recv from rank 1, float32[4]"),
+    "sync": ("dist.all_reduce(tensor, group=group)", "all_reduce #2, float32[4]", 1),
+    "async": ("dist.all_reduce(tensor, group=group, async_op=True).wait()", "all_reduce #2, float32[4]", 1),
+    "own": ("group.allreduce([tensor], timeout=datetime.timedelta(seconds=3)).wait()", "all_reduce #2, float32[4]", 3),
+    "recv": ("dist.recv(tensor, 1, group=group)", "recv from rank 1, float32[4]", 1),
 }
 
 
 @pytest.mark.parametrize("how", list(ENDS))
 def test_elsewhere_the_job_ends_with_a_table(how: str) -> None:
-    call, shown = ENDS[how]
+    call, shown, seconds = ENDS[how]
     outcome = run_ranks(SIZE, SCRIPT.replace("CALL", call))
     assert outcome.status != 0, outcome
     assert " ends\n" not in outcome.stdout, outcome
-    assert len(re.findall(r"^\[mpicomm\].* for the timeout of 1 s; the job ends", outcome.stderr, re.MULTILINE)) == 1, (
-        outcome
-    )
+    told = rf"^\[mpicomm\].* for the timeout of {seconds} s; the job ends"
+    assert len(re.findall(told, outcome.stderr, re.MULTILINE)) == 1, outcome
     assert f"rank 0 of {SIZE} on " in outcome.stderr, outcome
-    row = rf"\n  rank 0 +in {re.escape(shown)}, in the group of ranks 0-2, at <string>:\d+ \(<lambda>\), for [12] s"
+    waited = f"for [{seconds}-{seconds + 1}] s"
+    row = rf"\n  rank 0 +in {re.escape(shown)}, in the group of ranks 0-2, at <string>:\d+ \(<lambda>\), {waited}"
     assert re.search(row, outcome.stderr), outcome
-    assert re.search(r"\n  ranks 1, 2 +in barrier #1, at <string>:\d+, for [12] s", outcome.stderr), outcome
+    assert re.search(rf"\n  ranks 1, 2 +in barrier #1, at <string>:\d+, {waited}", outcome.stderr), outcome
     assert outcome.seconds < 30, outcome
