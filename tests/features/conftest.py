@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import mpicomm
 
 
-@pytest.fixture(scope="session", autouse=True)
-def everywhere(world: mpicomm.World) -> None:
-    """Give every test a world, also one that does not name it."""
+@pytest.fixture(autouse=True)
+def groups_go(world: mpicomm.World) -> Iterator[None]:
+    """Destroy at the end of a test the groups that were made in it: a mesh makes some, and never destroys them.
+
+    DTensor remembers by which operation it came to which placements, and with them a mesh; the next that is equal would
+    get the groups of one that is gone.
+    """
+    before = set(dist.distributed_c10d._world.pg_map)
+    yield
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in before]:
+        dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()
+
+
+@pytest.fixture
+def mesh(world: mpicomm.World) -> dist.DeviceMesh:
+    """A mesh of all ranks in a row."""
+    return dist.init_device_mesh("cpu", (world.size,))

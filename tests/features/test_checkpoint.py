@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 import mpicomm
-from tests.features.sharding import temporary_groups
 
 FEATURES, BATCH = 6, 3
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # the optimizer's state, too, has one name per value
@@ -61,12 +60,6 @@ class Training:
             name: copy.deepcopy(value.full_tensor() if isinstance(value, DTensor) else value)
             for name, value in (state["model"] | state["optimizer"]).items()
         }
-
-
-@pytest.fixture(autouse=True)
-def groups_go() -> Iterator[None]:
-    with temporary_groups():
-        yield
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from torch.distributed.tensor import (
 )
 
 import mpicomm
-from tests.features.sharding import shard_of, temporary_groups
+from tests.features.sharding import shard_of
 
 SHAPE = (7, 5)  # no number of ranks divides it; of 5 rows or columns in chunks of 2, the fourth rank has nothing
 PARTIALS = {
@@ -33,17 +31,6 @@ WHOLE = [Replicate(), Shard(0), Shard(1)]  # what can be redistributed to
 PLACEMENTS = [*WHOLE, *map(Partial, PARTIALS)]
 EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
-
-
-@pytest.fixture(autouse=True)
-def groups_go() -> Iterator[None]:
-    with temporary_groups():
-        yield
-
-
-@pytest.fixture
-def mesh(world: mpicomm.World) -> DeviceMesh:
-    return init_device_mesh("cpu", (world.size,))
 
 
 @pytest.fixture

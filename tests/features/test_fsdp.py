@@ -6,7 +6,6 @@ FSDP2 averages float32 and bf16 gradients by AVG, and float64 ones by SUM with a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,21 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 import mpicomm
 from tests.features.problem import FEATURES, batches, loss_of, sgd
-from tests.features.sharding import shard_of, temporary_groups
+from tests.features.sharding import shard_of
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
 BF16_STEP = {"rtol": 2**-8, "atol": 0.0}  # from one bf16 number to the next
-
-
-@pytest.fixture(autouse=True)
-def groups_go() -> Iterator[None]:
-    with temporary_groups():
-        yield
-
-
-@pytest.fixture
-def mesh(world: mpicomm.World) -> dist.DeviceMesh:
-    return dist.init_device_mesh("cpu", (world.size,))
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,17 +11,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import mpicomm
-from tests.features.sharding import temporary_groups
 from tests.worlds import Group
 
 MEGABYTE = 2**20
 SHAPES = [(5,), (2, 3), (0,), (1, 4, 1)]
-
-
-@pytest.fixture(autouse=True)
-def groups_go() -> Iterator[None]:
-    with temporary_groups():
-        yield
 
 
 def object_of(rank: int) -> dict[str, object]:

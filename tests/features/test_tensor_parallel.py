@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import mpicomm
-from tests.features.sharding import temporary_groups
 
 FEATURES, HIDDEN, CLASSES = 12, 24, 12  # 1, 2, 3 and 4 ranks divide them
 BATCH, LENGTH = 2, 12
@@ -38,17 +36,6 @@ class Block(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs + self.narrow(torch.nn.functional.gelu(self.widen(self.norm(inputs))))
-
-
-@pytest.fixture(autouse=True)
-def groups_go() -> Iterator[None]:
-    with temporary_groups():
-        yield
-
-
-@pytest.fixture
-def mesh(world: mpicomm.World) -> dist.DeviceMesh:
-    return init_device_mesh("cpu", (world.size,))
 
 
 @pytest.fixture
