@@ -6,6 +6,7 @@ host tensor by the caller's thread and, where the operation writes, unpacked by 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,11 @@ def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         # The stream of this thread need not be the one on which the caller reads the tensor.
         torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Return the mode in which a tensor may be written: whoever finishes its operation may be in another."""
+    return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

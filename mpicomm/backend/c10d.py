@@ -57,6 +57,7 @@ __all__ = [
     "reduce_op_name",
     "start_event",
     "tag_of",
+    "with_leash",
 ]
 
 _SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
@@ -176,6 +177,11 @@ def prepare_thread_for_events(device: torch.device) -> None:
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
+def with_leash(timeout: datetime.timedelta) -> datetime.timedelta:
+    """Return the timeout that an inner back end is given for one of ours."""
+    return timeout + _LEASH
+
+
 def make_nccl(
     name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: datetime.timedelta, nccl_options: Any
 ) -> Any:
@@ -190,7 +196,7 @@ def make_nccl(
     if not dist.is_nccl_available():
         raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
     nccl = nccl_options or dist.ProcessGroupNCCL.Options()
-    nccl._timeout = timeout + _LEASH
+    nccl._timeout = with_leash(timeout)
     nccl.global_ranks_in_group = list(ranks)
     nccl.group_name = name
     return dist.ProcessGroupNCCL(store, rank, len(ranks), nccl)

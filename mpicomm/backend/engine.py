@@ -237,7 +237,6 @@ class Engine:
 
     def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
         """Wait for every rank; rank 0 names those that do not come, and the group stays usable."""
-        self.executor.drain()
         operation = self.executor.note_own("monitored_barrier")
         try:
             self._monitored.wait(seconds, names_all=names_all)
@@ -264,7 +263,8 @@ class Engine:
 
         def arrived(status: Any) -> None:
             _check_count(status, dense)
-            buffers.unpack(dense, tensor)
+            with buffers.mode_of(tensor):
+                buffers.unpack(dense, tensor)
 
         source = mpi.api().ANY_SOURCE if src is None else src
         request = wire.receive(self.comm, dense, source, tag)

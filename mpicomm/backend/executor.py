@@ -100,6 +100,8 @@ class Executor:
             inputs: What the profiler is told that the operation reads; the subjects if left out.
         """
         self._check_open()
+        if results and results[0].is_inference():
+            call = _inferring(call)
         if c10d.is_profiling():
             call = self._profiled(call, name, subjects if inputs is None else inputs)
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
@@ -122,9 +124,9 @@ class Executor:
         return self._start(operation, _nothing, [], opts.asyncOp, "barrier", seconds, runs_here)
 
     def note_own(self, name: str) -> Operation:
-        """Record a collective that the caller runs himself, and that ends in its own time."""
+        """Record what the caller does with messages of his own, and ends in its own time; it has no number."""
         self._check_open()
-        operation = recorder.note(self._record, name, None, 0, None, False, True, 3)
+        operation = recorder.note(self._record, name, None, 0, None, True, True, 3)
         operation.limit = None
         return operation
 
@@ -238,6 +240,10 @@ class Executor:
             f"Look at what they do there, or allow more time. The group cannot be used any more."
         )
 
+    def submitted(self) -> int:
+        """Return how many operations were queued so far."""
+        return 0 if self._worker is None else self._worker.submitted
+
     def run_what_is_before(self, work: QueuedWork) -> None:
         """On the worker's own thread, where waiting would wait for itself, run what is queued until `work` is done."""
         if self._worker is not None and self._worker.is_current_thread:
@@ -255,10 +261,10 @@ class Executor:
         if len(self._in_flight) >= self._reap_at:
             self._reap()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
-        self._in_flight.add(work)
-        self._let_advance(work)
         if c10d.is_profiling():
             self._events[work] = c10d.start_event(f"{self.title}:{name}", work.result())
+        self._in_flight.add(work)
+        self._let_advance(work)
         self.remember(work)
         return work
 
@@ -332,9 +338,14 @@ class Executor:
             watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")
         if self._poller is not None:
             self._poller.stop()
+        error = MpicommError(f"group {self._record.name} was aborted before the operation ended.\nEnd the job.")
+        if self._worker is not None:
+            self._worker.give_up(error)
         if self._in_flight or not self._is_at_rest():
             mpi.abandon()
-        _abandoned.extend(self._in_flight)
+        for message in list(self._in_flight):
+            message.give_up(error)
+        _abandoned.extend(self._in_flight)  # MPI may still read and write their memory
 
     def is_stuck(self) -> bool:
         """Tell whether an operation that did not end in time has not ended yet, and may never."""
@@ -357,6 +368,7 @@ class Executor:
     def _runs_here(self, is_async: bool) -> bool:
         worker = self._worker
         if worker is not None and worker.is_current_thread:
+            worker.run_to_horizon()
             return True  # a callback that queued an operation and waited for it would wait for itself
         return not is_async and (worker is None or worker.is_idle)
 
@@ -402,6 +414,16 @@ class Executor:
                 stacklevel=4,
             )
             _abandoned.extend(self._in_flight)
+
+
+def _inferring(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a call that may write inference tensors, on whatever thread."""
+
+    def inferring() -> None:
+        with torch.inference_mode():
+            call()
+
+    return inferring
 
 
 def _nothing() -> None:

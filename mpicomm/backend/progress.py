@@ -22,6 +22,10 @@ class Worker:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], QueuedWork] | None] = queue.SimpleQueue()
         self._count = threading.Condition()
         self._pending = 0
+        self._open: set[QueuedWork] = set()
+        self.submitted = 0
+        self._begun = 0
+        self._horizon = 0  # of the operation whose callbacks run
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -39,6 +43,8 @@ class Worker:
         """Queue a call; `work` is finished after it."""
         with self._count:
             self._pending += 1
+            self.submitted += 1
+            self._open.add(work)
         self._jobs.put((call, work))
 
     def wait_until_idle(self) -> None:
@@ -48,9 +54,18 @@ class Worker:
 
     def stop(self) -> None:
         """Run what is queued, then end the thread."""
+        if self.is_current_thread:  # a callback that destroys the group
+            self.run_until(lambda: self._begun == self.submitted)
         self._jobs.put(_STOP)
         if not self.is_current_thread:
             self._thread.join()
+
+    def give_up(self, error: Exception) -> None:
+        """End the works of all that has not ended with an error; a call that does not come back is left behind."""
+        with self._count:
+            works, self._open = list(self._open), set()
+        for work in works:
+            work.finish(error)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Run what is queued until `done`; for a callback, on this thread, that waits for what is queued behind it."""
@@ -61,6 +76,14 @@ class Worker:
                 return
             self._run_job(*job)
 
+    def run_to_horizon(self) -> None:
+        """For a callback, on this thread: run what was queued when its future was asked for, before what it calls.
+
+        Where the operation had ended by then, the callback ran at once, and its call came behind these too.
+        """
+        horizon = self._horizon
+        self.run_until(lambda: self._begun >= horizon)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not _STOP:
             self._run_job(*job)
@@ -68,13 +91,21 @@ class Worker:
 
     def _run_job(self, call: Callable[[], None], work: QueuedWork) -> None:
         error: BaseException | None = None
+        self._begun += 1
         try:
-            call()
+            if work in self._open:
+                call()
         except Exception as caught:  # noqa: BLE001  raised by wait(), on the thread that asks
             error = caught
+        with self._count:
+            is_given_up = work not in self._open
+            self._open.discard(work)
+        outer, self._horizon = self._horizon, work.horizon
         try:
-            work.finish(error)
+            if not is_given_up:
+                work.finish(error)
         finally:
+            self._horizon = outer
             # Only now: what the callbacks call comes before what another thread calls next.
             with self._count:
                 self._pending -= 1
@@ -104,8 +135,11 @@ class Poller:
     def watch(self, work: MessageWork) -> None:
         """Finish `work`, whose future somebody holds, when its message is through."""
         with self._changed:
-            self._watched.append(work)
-            self._changed.notify()
+            if not self._stopping:
+                self._watched.append(work)
+                self._changed.notify()
+                return
+        work.finish()
 
     def rouse(self) -> None:
         """Look at what is in flight again."""

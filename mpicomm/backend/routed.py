@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,19 @@ class RoutedProcessGroup(MPIProcessGroup):
         if self._device_type == "cuda":
             torch.cuda.current_stream().synchronize()
         return super().barrier(opts, timeout)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Give every operation that is called from now on so much time; the inner back end's end a little later."""
+        super().set_timeout(timeout)
+        self._inner.set_timeout(c10d.with_leash(timeout))
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Give both back ends up at once."""
+        self._inner.abort()
+        self._stream.close()
+        super().abort()
 
     def shutdown(self) -> None:
         """End the inner back end, then this one (collective)."""

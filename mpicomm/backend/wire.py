@@ -193,7 +193,7 @@ def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
     requests = [receive(comm, room, src, tag) for src, room in receives.items()]
     requests += [send(comm, part, dst, tag) for dst, part in sends.items()]
     if here is not None and mine is not None:
-        here.view(-1).copy_(mine.view(-1))
+        here.view(-1).detach().copy_(mine.detach().view(-1))
     mpi.api().Request.Waitall(requests)
 
 

@@ -29,6 +29,9 @@ class Keeper(Protocol):
     def timeout_of_messages(self) -> float | None:
         """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
 
+    def submitted(self) -> int:
+        """Return how many operations were queued so far."""
+
     def run_what_is_before(self, work: QueuedWork) -> None:
         """On the worker's own thread, run what is queued until `work` is done."""
 
@@ -97,6 +100,8 @@ class QueuedWork(_Work):
         self._keeper = keeper
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._error: BaseException | None = None
+        self.horizon = 0
+        """How many operations were queued when the future was asked for: what callbacks call comes behind these."""
 
     def finish(self, error: BaseException | None) -> None:
         """Settle the future; its callbacks run here, on the worker thread."""
@@ -130,6 +135,7 @@ class QueuedWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future that completes when the operation does."""
+        self.horizon = max(self.horizon, self._keeper.submitted())
         return self._future
 
 
@@ -160,6 +166,7 @@ class MessageWork(_Work):
         self._arrived = arrived
         self._status = mpi.api().Status()
         self._lock = threading.Lock()  # MPI forbids two threads to complete one request
+        self._asking = threading.Lock()  # for the future
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -203,6 +210,13 @@ class MessageWork(_Work):
         finally:
             self._lock.release()
 
+    def give_up(self, error: Exception) -> None:
+        """End with an error what may never be through; not if somebody is inside MPI with it."""
+        if self._lock.acquire(blocking=False):
+            if not self._done:
+                self._error, self._done = error, True
+            self._lock.release()
+
     def exception(self) -> BaseException | None:
         """Return the error with which the operation ended, if it did."""
         return self._error
@@ -215,10 +229,13 @@ class MessageWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes with the message, driven by the group's poller thread."""
-        with self._lock:
+        with self._asking:  # not the lock, which whoever waits holds until the message is through
             if self._future is None:
                 self._future = torch.futures.Future()
-                self._keeper.watch(self)
+                if self._done:
+                    self.finish()
+                else:
+                    self._keeper.watch(self)
             return self._future
 
     def finish(self) -> None:

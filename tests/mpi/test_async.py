@@ -165,3 +165,27 @@ def test_asynchronous_barrier(group: Group) -> None:
     work = dist.barrier(group=group.handle, async_op=True)
     assert work.wait()
     assert work.is_success()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inference_tensors(group: Group, dtype: torch.dtype) -> None:
+    """They may be written in inference mode alone, in which the worker is not."""
+    with torch.inference_mode():
+        dense = torch.full((3,), 1.0 + group.rank, dtype=dtype)
+        strided = torch.full((3, 2), 1.0 + group.rank, dtype=dtype)[:, 0]
+        gathered, parts = (
+            torch.empty(3 * group.size, dtype=dtype),
+            [torch.empty(3, dtype=dtype) for _ in range(group.size)],
+        )
+        works = [dist.all_gather_single(gathered, dense, group=group.handle, async_op=True)]
+        works.append(dist.all_gather(parts, dense, group=group.handle, async_op=True))
+        works += [
+            dist.all_reduce(each, dist.ReduceOp.AVG, group=group.handle, async_op=True) for each in (dense, strided)
+        ]
+    for work in works:
+        work.wait()
+    expected = torch.arange(1, group.size + 1).repeat_interleave(3).to(dtype)
+    assert torch.equal(gathered, expected)
+    assert torch.equal(torch.cat(parts), expected)
+    for each in (dense, strided):
+        assert torch.equal(each, torch.full((3,), (group.size + 1) / 2).to(dtype))

@@ -283,3 +283,18 @@ def test_what_lets_messages_advance_sleeps_when_there_are_none(world: mpicomm.Wo
             assert mpi.poll(functools.partial(getattr, poller, "is_idle"), 10, longest_pause=0.01)
     dist.destroy_process_group(group)
     assert poller is None or not poller._thread.is_alive()
+
+
+@needs_two
+def test_the_future_of_a_message_that_is_through(world: mpicomm.World) -> None:
+    """It is done at once, also when the group and its poller are gone."""
+    group = dist.new_group(list(range(world.size)))
+    works = []
+    if world.rank < 2:
+        works = [dist.irecv(torch.empty(3), 1 - world.rank, group=group)]
+        works.append(dist.isend(torch.ones(3), 1 - world.rank, group=group))
+        works[0].get_future().wait()
+        for work in works:
+            work.wait()
+    dist.destroy_process_group(group)
+    assert all(work.get_future().done() for work in works)

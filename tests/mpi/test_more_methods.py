@@ -321,6 +321,23 @@ def test_the_monitored_barrier_names_who_is_missing(world: mpicomm.World, names_
     dist.destroy_process_group(group)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_the_monitored_barrier_does_not_wait_for_what_is_queued(world: mpicomm.World) -> None:
+    group = dist.new_group(list(range(world.size)))
+    tensor = torch.ones(1)
+    if world.rank == 0:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier"):
+            group.monitored_barrier(datetime.timedelta(seconds=0.3))
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        dist.all_reduce(tensor, group=group)
+    assert tensor.item() == world.size
+    dist.destroy_process_group(group)
+
+
 # -- the profiler ----------------------------------------------------------------------------------------------------
 
 
@@ -338,3 +355,14 @@ def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: 
     if group.size > 1 and group.rank < 2:
         expected["mpicomm:send" if group.rank == 0 else "mpicomm:recv"] = [[4]]
     assert seen == expected
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_profiler_keeps_nothing_of_messages_that_are_through(world: mpicomm.World) -> None:
+    with torch.profiler.profile():
+        for _ in range(10):
+            works = [dist.isend(torch.ones(1), (world.rank + 1) % world.size)]
+            works.append(dist.irecv(torch.ones(1), (world.rank - 1) % world.size))
+            for work in works:
+                work.wait()
+    assert not dist.group.WORLD._engine.executor._events
