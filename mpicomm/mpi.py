@@ -29,6 +29,8 @@ IN_A_CHILD = (
     "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
 )
 
+_SPINS = 200  # looks without a pause
+
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
 _is_abandoned = False
@@ -137,13 +139,14 @@ def serves_threads() -> bool:
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
 
-def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float, spins: int = 0) -> bool:
-    """Call `done` until it is true, ever less often, and tell whether that was within `seconds`.
+def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float = 1e-3) -> bool:
+    """Call `done` until it is true, at first without a pause, then ever less often; tell whether it was in time.
 
     Args:
-        spins: How often to look without a pause at first.
+        seconds: How long to wait.
+        longest_pause: Seconds between two looks at the most.
     """
-    for _ in range(spins):
+    for _ in range(_SPINS):
         if done():
             return True
     deadline = time.monotonic() + seconds

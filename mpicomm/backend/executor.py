@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _REAP_ABOVE = 32  # messages in flight, above which the finished ones are looked for
 _LAST_MESSAGES_SECONDS = 1.0
 _LATE_SECONDS = 1.0  # in which an operation that did not end in time may end after all, when its group is destroyed
-_LONGEST_PAUSE, _SPINS = 1e-3, 200  # between two looks at a barrier, in seconds, and looks without a pause
 
 _KEPT, _FEW = 64, 64  # works that live on, and the most elements that their tensors have
 
@@ -68,7 +67,7 @@ class Executor:
         self._events: dict[MessageWork, Any] = {}  # the profiler's spans of messages in flight
         self.title = "mpicomm"  # how the profiler calls the back end
         self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
-        self._batch: list[Any] | None = None  # the works of what torch's coalescing manager groups
+        self._batch = threading.local()  # in `works`, those of what torch's coalescing manager groups on a thread
         self._is_open = True
 
     @property
@@ -216,9 +215,7 @@ class Executor:
             MpicommError: If another rank did not wait that long.
         """
         request = self._comm.Ibarrier()
-        is_late = not mpi.poll(
-            lambda: request.Test() or bool(self._record.broken), seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS
-        )
+        is_late = not mpi.poll(lambda: request.Test() or bool(self._record.broken), seconds)
         if is_late or self._record.broken:
             self._outstanding.append(request)
             self._check_open()
@@ -289,17 +286,17 @@ class Executor:
 
     def start_batch(self) -> None:
         """Remember the works of what is called from now on."""
-        self._batch = []
+        self._batch.works = []
 
     def end_batch(self) -> list[Any]:
         """Return the works since `start_batch` of what had not ended within its call."""
-        works, self._batch = self._batch or [], None
-        return works
+        return self._batch.__dict__.pop("works", [])
 
     def remember(self, work: Any) -> None:
         """Take a work into the batch, if one is being put together."""
-        if self._batch is not None:
-            self._batch.append(work)
+        works = self._batch.__dict__.get("works")
+        if works is not None:
+            works.append(work)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -349,7 +346,7 @@ class Executor:
 
     def is_stuck(self) -> bool:
         """Tell whether an operation that did not end in time has not ended yet, and may never."""
-        return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS, longest_pause=_LONGEST_PAUSE)
+        return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
 
     def _take_down(self) -> None:
         self._kept.clear()

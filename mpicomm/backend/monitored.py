@@ -12,8 +12,6 @@ from mpicomm.backend import wire
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-_LONGEST_PAUSE, _SPINS = 1e-3, 200  # between two looks at a message, in seconds, and looks without a pause
-
 
 class MonitoredBarrier:
     """The monitored barriers of one group. The group stays usable when one fails."""
@@ -78,7 +76,7 @@ class MonitoredBarrier:
         while number[0] < self._number:
             request = self._comm.Irecv(number, rank, wire.tag_of_barrier())
             remaining = deadline - time.monotonic()
-            if not mpi.poll(request.Test, remaining, longest_pause=_LONGEST_PAUSE, spins=_SPINS):
+            if not mpi.poll(request.Test, remaining):
                 request.Cancel()
                 request.Wait()
                 return False

@@ -6,6 +6,7 @@ Both generations of torch's method names are there: `_allgather_base` became `al
 
 from __future__ import annotations
 
+import collections
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._size = engine.comm.size
         self._name = name
         self._description = "undefined"
+        self._parts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._backend_name = backend_name
 
     # -- who this is ---------------------------------------------------------------------------------------------
@@ -138,13 +140,18 @@ class MPIProcessGroup(dist.ProcessGroup):
             return None
         seconds = self._engine.record.timeout if timeout is None else timeout.total_seconds()
         of_job = [self._engine.record.ranks[rank] for rank in members]
-        name = group_name or f"{self._name}:split:{'-'.join(map(str, members))}"
+        name = group_name or self._name_of_part(members)
         store = dist.PrefixStore(f"{name}/", self._store)
         group = self._make_part(groups.make(name, of_job, seconds), name, store)
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
 
     split_group = splitGroup
+
+    def _name_of_part(self, members: list[int]) -> str:
+        """Return a name on which the members agree, who have split off as many groups of just them as each other."""
+        self._parts[tuple(members)] += 1
+        return f"{self._name}:split:{'-'.join(map(str, members))}:{self._parts[tuple(members)]}"
 
     def _make_part(self, engine: Engine, name: str, store: dist.Store) -> MPIProcessGroup:
         return MPIProcessGroup(engine, name, self._backend_name, store)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -204,14 +205,18 @@ def _root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> 
     """Tell whether the root has more than MPI can count (collective, where that can be)."""
     if largest_count() > _INT_MAX:
         return False
-    return comm.bcast(memory is not None and memory.numel() > largest_count(), root)
+    answer = array("i", [memory is not None and memory.numel() > largest_count()])
+    comm.Bcast(answer, root)
+    return bool(answer[0])
 
 
 def _somebody_sees_more(comm: Intracomm, count: int) -> bool:
     """Tell whether a rank has more than MPI can count (collective, where that can be)."""
     if largest_count() > _INT_MAX:
         return False
-    return comm.allreduce(count > largest_count(), mpi.api().LOR)
+    answer = array("i", [count > largest_count()])
+    comm.Allreduce(mpi.api().IN_PLACE, answer, mpi.api().MAX)
+    return bool(answer[0])
 
 
 # -- what MPI is told of memory ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +19,8 @@ from mpicomm.faults.recorder import Operation
 if TYPE_CHECKING:
     from mpi4py.MPI import Request
 
-_LONGEST_PAUSE = 1e-3  # seconds between two looks at an operation that is waited for with a timeout
-_SPINS = 200  # looks without a pause
+
+_LEAST_SECONDS = 1e-3  # a timeout of zero would mean none
 
 
 class Keeper(Protocol):
@@ -119,7 +120,7 @@ class QueuedWork(_Work):
         """
         self._keeper.run_what_is_before(self)
         seconds = _seconds(timeout)
-        if seconds is not None and not mpi.poll(self._future.done, seconds, longest_pause=_LONGEST_PAUSE):
+        if seconds is not None and not mpi.poll(self._future.done, seconds):
             raise self._keeper.time_out(self._operation, seconds)
         # torch's future waits without the GIL, which the worker needs to come to its end.
         self._future.wait()
@@ -190,7 +191,7 @@ class MessageWork(_Work):
 
     def _wait(self, seconds: float | None) -> None:
         if seconds is not None:
-            if not mpi.poll(self.is_completed, seconds, longest_pause=_LONGEST_PAUSE, spins=_SPINS):
+            if not mpi.poll(self.is_completed, seconds):
                 raise self._late(seconds)
         elif self._future is not None:
             self._future.wait()
@@ -297,8 +298,12 @@ class JointWork(_Work):
         Raises:
             TimeoutError: If one has not after `timeout`.
         """
+        seconds = _seconds(timeout)
+        if seconds is None:
+            return all(work.wait() for work in self._works)
+        deadline = time.monotonic() + seconds
         for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
+            work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), _LEAST_SECONDS)))
         return True
 
     def is_completed(self) -> bool:

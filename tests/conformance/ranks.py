@@ -28,7 +28,6 @@ from tests.conformance.upstream import Suite
 from tests.conformance.verdicts import Verdict
 
 _PATIENCE = 15.0  # seconds that a failed rank waits for the others; PyTorch's own barrier gives up after 10
-_LONGEST_PAUSE = 1e-3
 
 
 class Ranks:
@@ -68,7 +67,7 @@ class Ranks:
         """Return the verdict of all ranks, once all have theirs."""
         arrival = self._comm.Ibarrier()
         has_failed = mine.outcome == verdicts.FAIL
-        if not mpi.poll(arrival.Test, _PATIENCE if has_failed else self._limit, longest_pause=_LONGEST_PAUSE):
+        if not mpi.poll(arrival.Test, _PATIENCE if has_failed else self._limit):
             reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks stand still)"
             self._journal.end(label, name, Verdict(verdicts.FAIL, reason))
             self._comm.Abort(1)

@@ -265,11 +265,13 @@ def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> No
     assert torch.equal(tensor, torch.full((2,), float(sum(1 + rank for rank in members))))
     group.get_group_store().set(f"from-{group.rank()}", "here")
     assert group.get_group_store().get("from-0") == b"here"
-    again = group.split_group([0])
-    assert (again is not None) == (group.rank() == 0)
-    if again is not None:
-        assert again.size() == 1
-        again.shutdown()
+    parts = [group.split_group([0]) for _ in range(2)]
+    assert [part is not None for part in parts] == [group.rank() == 0] * 2
+    if group.rank() == 0:
+        assert parts[0].group_name != parts[1].group_name
+        for part in parts:
+            assert part.size() == 1
+            part.shutdown()
     group.shutdown()
 
 
