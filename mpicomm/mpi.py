@@ -29,6 +29,8 @@ IN_A_CHILD = (
     "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
 )
 
+# By these Open MPI and MPICH leave their core to others while they wait; MPICH's own way of yielding does not.
+_GIVE_WAY = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 _SPINS = 200  # looks without a pause
 
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
@@ -78,8 +80,8 @@ def initialize(local_size: int = 1, patience: float = 600.0) -> Intracomm:
     """Initialise MPI if nobody has, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
     Args:
-        local_size: How many ranks share this node, as far as the launcher told; where they outnumber its cores, Open
-            MPI is asked to yield while it waits.
+        local_size: How many ranks share this node, as far as the launcher told; where they outnumber its cores, MPI is
+            asked to leave them to others while it waits.
         patience: Seconds after which the process ends if the other ranks have not come.
 
     Raises:
@@ -93,7 +95,8 @@ def initialize(local_size: int = 1, patience: float = 600.0) -> Intracomm:
         raise MpicommError("MPI is finalized, and cannot be started again in this process.\nStart a new process.")
     if not mpi.Is_initialized():
         if local_size > _cores_of_node():
-            os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+            for name, value in _GIVE_WAY.items():
+                os.environ.setdefault(name, value)
         atexit.register(finalize)  # before anything that uses MPI registers its own end, so that this comes last
         with warnings.catch_warnings():  # launchers.py says the same, with the remedy
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")

@@ -11,7 +11,10 @@ PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
 TIMEOUTS = ("abort", "raise")
 DEBUGS = ("0", "1")
+GPU_TENSORS = ("direct", "staged")
 _HANG_SECONDS = 60.0
+# Long enough for a copy to reach its full speed, short enough for three to stay in the cache.
+_GPU_CHUNK_KIB = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,13 @@ class Settings:
     dump_dir: str | None = None
     """Where the ranks write their last operations and stacks when the job ends badly; none: nowhere."""
 
+    gpu_tensors: str | None = None
+    """How tensors on GPUs get to MPI: by their address (direct), or by way of the host (staged); by their address where
+    MPI proves to take it, if unset. NCCL's tensors are not concerned."""
+
+    gpu_chunk_kib: str | None = None
+    """How much of a tensor is with MPI while the next is copied from the GPU, in KiB; 4096."""
+
     @property
     def raises_timeouts(self) -> bool:
         """Whether a timeout is an exception."""
@@ -51,6 +61,11 @@ class Settings:
     def seconds_to_report(self) -> float:
         """How long an operation may take before the ranks are asked where they are."""
         return _HANG_SECONDS if self.hang_seconds is None else float(self.hang_seconds)
+
+    @property
+    def gpu_chunk_bytes(self) -> int:
+        """How much of a tensor is with MPI while the next is copied from the GPU."""
+        return 1024 * (_GPU_CHUNK_KIB if self.gpu_chunk_kib is None else int(self.gpu_chunk_kib))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -74,7 +89,9 @@ class Settings:
             )
         settings._check_one_of("timeout", TIMEOUTS)
         settings._check_one_of("debug", DEBUGS)
+        settings._check_one_of("gpu_tensors", GPU_TENSORS)
         settings._check_seconds()
+        settings._check_chunk()
         return settings
 
     def _check_one_of(self, field: str, values: tuple[str, ...]) -> None:
@@ -91,4 +108,11 @@ class Settings:
         if not is_good:
             raise LaunchError(
                 f"MPICOMM_HANG_SECONDS={self.hang_seconds} is no time.\nSet it to a number of seconds, or unset it."
+            )
+
+    def _check_chunk(self) -> None:
+        given = self.gpu_chunk_kib
+        if given is not None and not (given.isdecimal() and int(given) > 0):
+            raise LaunchError(
+                f"MPICOMM_GPU_CHUNK_KIB={given} is no size.\nSet it to a whole number of KiB, or unset it."
             )

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, Group]]:
-    """Every kind of group: the world, a copy of it, one rank alone, the even and the odd ranks."""
+    """Every kind of group: the world, a copy, one rank alone, the even and the odd ranks, one as if on GPUs."""
     import torch.distributed as dist
 
     with mpicomm.bootstrap("mpi", abort_on_error=False) as world:
@@ -46,6 +46,8 @@ def groups() -> Iterator[dict[str, Group]]:
             "alone": dist.new_subgroups_by_enumeration([[rank] for rank in everyone])[0],
             "parity": dist.new_subgroups_by_enumeration([ranks for ranks in parity if ranks])[0],
         }
+        handles["staged"] = dist.new_group(everyone)
+        _stage(handles["staged"])
         yield {name: _describe(handle) for name, handle in handles.items()}
 
 
@@ -54,9 +56,16 @@ def world(groups: dict[str, Group]) -> mpicomm.World:
     return mpicomm.bootstrap()
 
 
-@pytest.fixture(params=["world", "copy", "alone", "parity"])
+@pytest.fixture(params=["world", "copy", "alone", "parity", "staged"])
 def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
     return groups[request.param]
+
+
+def _stage(handle: dist.ProcessGroup) -> None:
+    """Let a group's tensors go to MPI as those on GPUs do."""
+    from tests.movers import FewChunks
+
+    handle._engine.route = FewChunks(handle.size())  # type: ignore[attr-defined]
 
 
 def _describe(handle: dist.ProcessGroup) -> Group:

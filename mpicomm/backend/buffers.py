@@ -1,7 +1,7 @@
-"""From tensors to memory that MPI reads and writes, and back.
+"""From tensors to dense memory, and back.
 
-MPI wants dense memory on the host. A tensor that is that already is used as it is; any other is packed into a dense
-host tensor by the caller's thread and, where the operation writes, unpacked by the thread that ran it.
+MPI wants dense memory. A tensor that is dense already is used as it is; any other is packed into a dense one by the
+caller's thread and, where the operation writes, unpacked by the thread that ran it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ Tensors = Sequence[torch.Tensor]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor's elements lie in host memory as MPI would read them."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Tell whether the tensor's elements lie in memory as MPI would read them."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's content in dense host memory: the tensor itself where it is that already.
-
-    From a GPU, the copy waits for the work queued on the current stream.
-    """
+    """Return the tensor's content in dense memory: the tensor itself where it is dense already."""
     if is_dense(tensor):
         return tensor
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def room(tensor: torch.Tensor) -> torch.Tensor:
-    """Return dense host memory to receive the tensor's content: the tensor itself where it can."""
+    """Return dense memory to receive the tensor's content: the tensor itself where it can."""
     if is_dense(tensor):
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the user's default device is
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -41,8 +38,12 @@ def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     if dense is tensor:
         return
     tensor.detach().copy_(dense)
+    settle(tensor)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Wait until what this thread has queued on the tensor's GPU is done: MPI knows nothing of streams."""
     if tensor.is_cuda:
-        # The stream of this thread need not be the one on which the caller reads the tensor.
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
@@ -71,7 +72,7 @@ def counts(tensors: Tensors) -> list[int]:
 
 
 def pack_all(tensors: Tensors) -> torch.Tensor:
-    """Return all tensors' content one after the other in dense host memory: their own where it lies so."""
+    """Return all tensors' content one after the other in dense memory: their own where it lies so."""
     flat = _common_memory(tensors)
     if flat is None:
         flat = _memory_for(tensors)
@@ -81,7 +82,7 @@ def pack_all(tensors: Tensors) -> torch.Tensor:
 
 
 def room_for_all(tensors: Tensors) -> torch.Tensor:
-    """Return dense host memory to receive all tensors' content: their own where they lie one after the other."""
+    """Return dense memory to receive all tensors' content: their own where they lie one after the other."""
     flat = _common_memory(tensors)
     return _memory_for(tensors) if flat is None else flat
 
@@ -95,14 +96,12 @@ def unpack_all(flat: torch.Tensor, tensors: Tensors) -> None:
 
 
 def _memory_for(tensors: Tensors) -> torch.Tensor:
-    return torch.empty(sum(counts(tensors)), dtype=tensors[0].dtype, device="cpu")
+    return torch.empty(sum(counts(tensors)), dtype=tensors[0].dtype, device=tensors[0].device)
 
 
 def _common_memory(tensors: Tensors) -> torch.Tensor | None:
     """Return the memory in which the tensors lie one after the other, as the chunks of one tensor do."""
     first = tensors[0]
-    if not first.is_cpu:
-        return None
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for each in tensors:
         if not is_dense(each) or each.storage_offset() != place or each.untyped_storage().data_ptr() != storage:

@@ -45,6 +45,7 @@ __all__ = [
     "arrived",
     "completed_future",
     "end_event",
+    "future_of",
     "hide_from_compiler",
     "inner_method",
     "is_capturing",
@@ -123,10 +124,15 @@ def end_event(event: Any) -> None:
     other.join()
 
 
-def completed_future(value: Any) -> torch.futures.Future[Any]:
+def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+    """Return a future that may hold these tensors: torch wants to know on which GPUs they are."""
+    return torch.futures.Future(devices=list(dict.fromkeys(each.device for each in tensors if each.is_cuda)))
+
+
+def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     """Return a future that is done."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
+    future = future_of(tensors)
+    future.set_result(tensors)
     return future
 
 

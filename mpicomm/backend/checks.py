@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpicomm.backend import c10d, dtypes, wire
+from mpicomm.errors import MpicommError
 
 T = TypeVar("T")
 
@@ -64,6 +65,15 @@ def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
             f"{what}: expected a tensor on cpu or cuda, got one on {value.device}.\nMove it with tensor.cpu() first."
         )
     return value
+
+
+def outside_of_graphs(value: torch.Tensor) -> None:
+    """Check that the tensor's stream runs what it is given, and does not record it."""
+    if c10d.is_capturing(value):
+        raise MpicommError(
+            "a CUDA graph is being recorded, and MPI cannot be part of one.\n"
+            "Call the operation outside of it, or use NCCL (backend='cpu:mpi,cuda:nccl')."
+        )
 
 
 def written(value: Any, what: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,26 @@ from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.executor import Executor, Options
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.reductions import Reduction
+from mpicomm.backend.routes import Route
+from mpicomm.backend.staging import Call, Use
 from mpicomm.backend.work import MessageWork
 from mpicomm.faults import recorder
 from mpicomm.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+
+_READ = (Use(reads=True, writes=False),)
+_WRITTEN = (Use(reads=False, writes=True),)
+_IN_PLACE = (Use(reads=True, writes=True),)
+_SPREAD_READ = (Use(reads=True, writes=False, is_spread=True),)
+_SPREAD_WRITTEN = (Use(reads=False, writes=True, is_spread=True),)
+# Of an output and an input:
+_GATHERED = (*_SPREAD_WRITTEN, *_READ)
+_SCATTERED = (*_WRITTEN, *_SPREAD_READ)
+_EXCHANGED = (*_SPREAD_WRITTEN, *_SPREAD_READ)
+_WHOLE = (*_WRITTEN, *_READ)
 
 
 class Engine:
@@ -29,25 +44,32 @@ class Engine:
     of several tensors make one call of MPI for each.
     """
 
-    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings) -> None:
+    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings, route: Route) -> None:
         self.comm = comm
         self.record = record
         self.executor = Executor(comm, record, settings)
+        self.route = route
         self._monitored = MonitoredBarrier(comm)
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensors: Tensors, reductions: Sequence[Reduction], opts: Options) -> Any:
         """Reduce each tensor in place, on all ranks."""
-        jobs = [_Job(tensor, reduction, keep=False) for tensor, reduction in zip(tensors, reductions, strict=True)]
+        calls = [
+            self.route.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
+            for tensor, reduction in zip(tensors, reductions, strict=True)
+        ]
+        return self.executor.launch("all_reduce", _joint(calls), tensors, opts, tensors, also=reductions[0].name)
+
+    def _all_reduce(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
+        job = _Job(tensor, reduction, keep=False)
 
         def call() -> None:
-            for job in jobs:
-                for piece, dense in job.loaded():
-                    wire.all_reduce(self.comm, dense, job.reduction.datatype, job.reduction.op)
-                    job.reduction.store(dense, piece)
+            for piece, dense in job.loaded():
+                wire.all_reduce(self.comm, dense, reduction.datatype, reduction.op)
+                reduction.store(dense, piece)
 
-        return self.executor.launch("all_reduce", call, tensors, opts, tensors, also=reductions[0].name)
+        return call
 
     def all_reduce_sparse(self, tensor: torch.Tensor, reduction: Reduction, opts: Options) -> Any:
         """Add up sparse tensors in place, on all ranks: everybody gathers all entries and adds those of one place."""
@@ -64,6 +86,7 @@ class Engine:
             reduction.store(total.values(), sums)
             with torch.no_grad():  # detach() gives a sparse tensor that has its own entries
                 tensor.copy_(torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True))
+            buffers.settle(tensor)
 
         also = f"{reduction.name} sparse"
         return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=also)
@@ -77,6 +100,11 @@ class Engine:
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, opts: Options) -> Any:
         """Reduce in place on `root`; the others' tensors keep their content."""
+        make = functools.partial(self._reduce, reduction, root)
+        call = self.route.prepare(make, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
+        return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
+
+    def _reduce(self, reduction: Reduction, root: int, tensor: torch.Tensor) -> Call:
         is_root = self.comm.rank == root
         job = _Job(tensor, reduction, keep=not is_root)
 
@@ -86,33 +114,39 @@ class Engine:
                 if is_root:
                     reduction.store(dense, piece)
 
-        return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
+        return call
 
     def reduce_scatter(self, outputs: Tensors, sources: Tensors, reductions: Sequence[Reduction], opts: Options) -> Any:
         """Reduce each source (size times its output) and leave each rank its block."""
-        memory = [reduction.load(source, keep=True) for source, reduction in zip(sources, reductions, strict=True)]
-        rooms = [
-            _reduced_room(reduction, output, dense)
-            for reduction, output, dense in zip(reductions, outputs, memory, strict=True)
+        calls = [
+            self.route.prepare(
+                functools.partial(self._reduce_scatter, reduction, None), pair, _SCATTERED, height=self.comm.size
+            )
+            for *pair, reduction in zip(outputs, sources, reductions, strict=True)
         ]
+        return self.executor.launch("reduce_scatter", _joint(calls), outputs, opts, sources, also=reductions[0].name)
 
-        def call() -> None:
-            for output, reduction, dense, result in zip(outputs, reductions, memory, rooms, strict=True):
-                wire.reduce_scatter(self.comm, dense, None, result, reduction.datatype, reduction.op)
-                reduction.store(result, output)
-
-        return self.executor.launch("reduce_scatter", call, outputs, opts, sources, also=reductions[0].name)
-
-    def reduce_scatter_list(self, output: torch.Tensor, sources: Tensors, reduction: Reduction, opts: Options) -> Any:
-        """Reduce every rank's `sources[r]` into rank r's output; the sizes may differ from rank to rank."""
-        flat = buffers.pack_all(sources)
-        dense, counts = reduction.load(flat, keep=True), _uneven(sources)
+    def _reduce_scatter(
+        self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
+    ) -> Call:
+        dense = reduction.load(source, keep=True)
         result = _reduced_room(reduction, output, dense)
 
         def call() -> None:
             wire.reduce_scatter(self.comm, dense, counts, result, reduction.datatype, reduction.op)
             reduction.store(result, output)
 
+        return call
+
+    def reduce_scatter_list(self, output: torch.Tensor, sources: Tensors, reduction: Reduction, opts: Options) -> Any:
+        """Reduce every rank's `sources[r]` into rank r's output; the sizes may differ from rank to rank."""
+        counts = _uneven(sources)
+
+        def make(output: torch.Tensor, *sources: torch.Tensor) -> Call:
+            return self._reduce_scatter(reduction, counts, output, buffers.pack_all(sources))
+
+        uses = [*_WRITTEN, *_READ * len(sources)]
+        call = self.route.prepare(make, (output, *sources), uses, height=None if counts else self.comm.size)
         return self.executor.launch("reduce_scatter", call, [output], opts, sources, also=reduction.name)
 
     # -- movement ------------------------------------------------------------------------------------------------
@@ -120,41 +154,63 @@ class Engine:
     def broadcast(self, tensor: torch.Tensor, root: int, opts: Options) -> Any:
         """Copy `root`'s tensor into everybody's."""
         is_root = self.comm.rank == root
-        dense = buffers.pack(tensor) if is_root else buffers.room(tensor)
+        make = self._broadcast_mine if is_root else functools.partial(self._receive_broadcast, root)
+        call = self.route.prepare(make, (tensor,), _READ if is_root else _WRITTEN)
+        return self.executor.launch("broadcast", call, [tensor], opts, [tensor], root=root)
+
+    def _broadcast_mine(self, tensor: torch.Tensor) -> Call:
+        return functools.partial(wire.broadcast, self.comm, buffers.pack(tensor), self.comm.rank)
+
+    def _receive_broadcast(self, root: int, tensor: torch.Tensor) -> Call:
+        dense = buffers.room(tensor)
 
         def call() -> None:
             wire.broadcast(self.comm, dense, root)
-            if not is_root:
-                buffers.unpack(dense, tensor)
+            buffers.unpack(dense, tensor)
 
-        return self.executor.launch("broadcast", call, [tensor], opts, [tensor], root=root)
+        return call
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: Options) -> Any:
         """Gather everybody's source into the output (size times the source), in the order of ranks; for each pair."""
-        memory = [buffers.pack(source) for source in sources]
-        rooms = [buffers.room(output) for output in outputs]
+        calls = [
+            self.route.prepare(self._all_gather, pair, _GATHERED, height=self.comm.size)
+            for pair in zip(outputs, sources, strict=True)
+        ]
+        return self.executor.launch("all_gather", _joint(calls), outputs, opts, sources)
+
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Call:
+        dense, result = buffers.pack(source), buffers.room(output)
 
         def call() -> None:
-            for output, dense, result in zip(outputs, memory, rooms, strict=True):
-                self._put(dense, result, self.comm.rank * dense.numel())
-                wire.all_gather(self.comm, result, None)
-                buffers.unpack(result, output)
+            self._put(dense, result, self.comm.rank * dense.numel())
+            wire.all_gather(self.comm, result, None)
+            buffers.unpack(result, output)
 
-        return self.executor.launch("all_gather", call, outputs, opts, sources)
+        return call
 
     def all_gather_list(self, outputs: Sequence[Tensors], sources: Tensors, opts: Options) -> Any:
         """Gather rank r's `sources[i]` into `outputs[i][r]`; the sizes may differ from rank to rank."""
-        memory = [buffers.pack(source) for source in sources]
-        rooms = [buffers.room_for_all(targets) for targets in outputs]
+        calls = [
+            self.route.prepare(
+                self._all_gather_list,
+                (source, *targets),
+                [*_READ, *_WRITTEN * len(targets)],
+                height=None if _uneven(targets) else self.comm.size,
+            )
+            for targets, source in zip(outputs, sources, strict=True)
+        ]
+        results = [each for targets in outputs for each in targets]
+        return self.executor.launch("all_gather", _joint(calls), results, opts, results, inputs=sources)
+
+    def _all_gather_list(self, source: torch.Tensor, *targets: torch.Tensor) -> Call:
+        dense, flat, counts = buffers.pack(source), buffers.room_for_all(targets), _uneven(targets)
 
         def call() -> None:
-            for targets, dense, flat in zip(outputs, memory, rooms, strict=True):
-                self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))
-                wire.all_gather(self.comm, flat, _uneven(targets))
-                buffers.unpack_all(flat, targets)
+            self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))
+            wire.all_gather(self.comm, flat, counts)
+            buffers.unpack_all(flat, targets)
 
-        results = [each for targets in outputs for each in targets]
-        return self.executor.launch("all_gather", call, results, opts, results, inputs=sources)
+        return call
 
     def _put(self, dense: torch.Tensor, result: torch.Tensor, start: int) -> None:
         """Copy this rank's part to its place, where it may be already, as FSDP has it."""
@@ -164,39 +220,57 @@ class Engine:
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int, opts: Options) -> Any:
         """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty elsewhere."""
-        flat, counts = (buffers.room_for_all(outputs), buffers.counts(outputs)) if outputs else (None, [])
-        dense = buffers.apart(buffers.pack(source), flat)
 
-        def call() -> None:
-            wire.gather(self.comm, dense, flat, counts, root)
-            if flat is not None:
-                buffers.unpack_all(flat, outputs)
+        def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
+            flat, counts = (buffers.room_for_all(outputs), buffers.counts(outputs)) if outputs else (None, [])
+            dense = buffers.apart(buffers.pack(source), flat)
 
+            def call() -> None:
+                wire.gather(self.comm, dense, flat, counts, root)
+                if flat is not None:
+                    buffers.unpack_all(flat, outputs)
+
+            return call
+
+        uses = [*_READ, *_WRITTEN * len(outputs)]
+        call = self.route.prepare(make, (source, *outputs), uses, height=None)
         return self.executor.launch("gather", call, outputs, opts, [source], root=root, any_size=True)
 
     def gather_single(self, outputs: Tensors, source: torch.Tensor, root: int, opts: Options) -> Any:
         """Gather everybody's source into `outputs[0]` on `root`, by rank; `outputs` is empty elsewhere."""
-        result = buffers.room(outputs[0]) if outputs else None
-        dense = buffers.apart(buffers.pack(source), result)
-        counts = [dense.numel()] * self.comm.size
 
-        def call() -> None:
-            wire.gather(self.comm, dense, result, counts, root)
-            if result is not None:
-                buffers.unpack(result, outputs[0])
+        def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
+            result = buffers.room(outputs[0]) if outputs else None
+            dense = buffers.apart(buffers.pack(source), result)
+            counts = [dense.numel()] * self.comm.size
 
+            def call() -> None:
+                wire.gather(self.comm, dense, result, counts, root)
+                if result is not None:
+                    buffers.unpack(result, outputs[0])
+
+            return call
+
+        uses = [*_READ, *_SPREAD_WRITTEN * len(outputs)]
+        call = self.route.prepare(make, (source, *outputs), uses, height=self.comm.size)
         return self.executor.launch("gather", call, outputs, opts, [source], root=root)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int, opts: Options) -> Any:
         """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty elsewhere."""
-        result = buffers.room(output)
-        flat = buffers.apart(buffers.pack_all(sources), result) if sources else None
-        counts = buffers.counts(sources)
 
-        def call() -> None:
-            wire.scatter(self.comm, flat, counts, result, root)
-            buffers.unpack(result, output)
+        def make(output: torch.Tensor, *sources: torch.Tensor) -> Call:
+            result = buffers.room(output)
+            flat = buffers.apart(buffers.pack_all(sources), result) if sources else None
+            counts = buffers.counts(sources)
 
+            def call() -> None:
+                wire.scatter(self.comm, flat, counts, result, root)
+                buffers.unpack(result, output)
+
+            return call
+
+        uses = [*_WRITTEN, *_READ * len(sources)]
+        call = self.route.prepare(make, (output, *sources), uses, height=None)
         return self.executor.launch("scatter", call, [output], opts, [output], root=root, any_size=True, inputs=sources)
 
     def all_to_all(
@@ -212,27 +286,41 @@ class Engine:
         Args:
             counts: None, as `source_counts`, on all ranks or on none, if all blocks of all ranks are equally long.
         """
-        result = buffers.room(output)
-        dense = buffers.apart(buffers.pack(source), result)
 
-        def call() -> None:
-            wire.all_to_all(self.comm, dense, source_counts, result, counts)
-            buffers.unpack(result, output)
+        def make(output: torch.Tensor, source: torch.Tensor) -> Call:
+            result = buffers.room(output)
+            dense = buffers.apart(buffers.pack(source), result)
+
+            def call() -> None:
+                wire.all_to_all(self.comm, dense, source_counts, result, counts)
+                buffers.unpack(result, output)
+
+            return call
 
         is_even = counts is None
         also = "even" if is_even else "uneven"
+        call = self.route.prepare(
+            make, (output, source), _EXCHANGED if is_even else _WHOLE, height=self.comm.size if is_even else None
+        )
         return self.executor.launch("all_to_all", call, [output], opts, [source], also=also, any_size=not is_even)
 
     def all_to_all_list(self, outputs: Tensors, sources: Tensors, opts: Options) -> Any:
         """Send `sources[r]` to rank r, and receive what rank r sends into `outputs[r]`."""
-        flat = buffers.room_for_all(outputs)
-        dense = buffers.apart(buffers.pack_all(sources), flat)
-        counts, source_counts = buffers.counts(outputs), buffers.counts(sources)
 
-        def call() -> None:
-            wire.all_to_all(self.comm, dense, source_counts, flat, counts)
-            buffers.unpack_all(flat, outputs)
+        def make(*tensors: torch.Tensor) -> Call:
+            outputs, sources = tensors[: self.comm.size], tensors[self.comm.size :]
+            flat = buffers.room_for_all(outputs)
+            dense = buffers.apart(buffers.pack_all(sources), flat)
+            counts, source_counts = buffers.counts(outputs), buffers.counts(sources)
 
+            def call() -> None:
+                wire.all_to_all(self.comm, dense, source_counts, flat, counts)
+                buffers.unpack_all(flat, outputs)
+
+            return call
+
+        uses = [*_WRITTEN * len(outputs), *_READ * len(sources)]
+        call = self.route.prepare(make, (*outputs, *sources), uses, height=None)
         return self.executor.launch("all_to_all", call, outputs, opts, sources, also="list", any_size=True)
 
     def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
@@ -252,24 +340,36 @@ class Engine:
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Start sending; the work is done when the tensor may be written again."""
         operation = self.executor.note_message("send", tensor, dst)
-        dense = buffers.pack(tensor)
+        dense = self.route.fetch(tensor)
         request = wire.send(self.comm, dense, dst, tag)
         return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from whoever sends first if it is None."""
         operation = self.executor.note_message("recv", tensor, src)
-        dense = buffers.room(tensor)
+        dense, bring = self.route.expect(tensor)
 
         def arrived(status: Any) -> None:
             _check_count(status, dense)
             with buffers.mode_of(tensor):
-                buffers.unpack(dense, tensor)
+                bring()
 
         source = mpi.api().ANY_SOURCE if src is None else src
         request = wire.receive(self.comm, dense, source, tag)
         work = MessageWork([tensor], request, dense, operation, self.executor, arrived)
         return self.executor.track("recvAnySource" if src is None else "recv", work)  # as torch calls it
+
+
+def _joint(calls: Sequence[Call]) -> Call:
+    """Return what makes all calls, one after the other."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    return call
 
 
 class _Job:
@@ -295,7 +395,7 @@ class _Job:
 def _reduced_room(reduction: Reduction, output: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     """Return memory for a reduced block; the output may be this rank's block of the input, which MPI forbids."""
     result = reduction.room(output)
-    return torch.empty_like(result, device="cpu") if buffers.overlap(dense, result) else result
+    return torch.empty_like(result) if buffers.overlap(dense, result) else result
 
 
 def _uneven(tensors: Tensors) -> list[int] | None:

@@ -15,7 +15,8 @@ from mpicomm.backend.routed import RoutedProcessGroup
 
 def create(options: Any, backend_name: str) -> MPIProcessGroup:
     """Make a group over MPI under a name (collective over its ranks)."""
-    return MPIProcessGroup(_make_engine(options), options.group_id, backend_name, options.store)
+    engine = _make_engine(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
+    return MPIProcessGroup(engine, options.group_id, backend_name, options.store)
 
 
 def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> RoutedProcessGroup:
@@ -25,11 +26,14 @@ def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> R
         timeout = datetime.timedelta(seconds=engine.record.timeout)
         return c10d.make_nccl(name, store, engine.comm.rank, engine.record.ranks, timeout, backend_options)
 
-    return RoutedProcessGroup(_make_engine(options), options.group_id, backend_name, options.store, "cuda", make_inner)
+    engine = _make_engine(options, takes_gpu_tensors=RoutedProcessGroup.takes_gpu_tensors)
+    return RoutedProcessGroup(engine, options.group_id, backend_name, options.store, "cuda", make_inner)
 
 
-def _make_engine(options: Any) -> Engine:
+def _make_engine(options: Any, *, takes_gpu_tensors: bool) -> Engine:
     seconds = options.timeout.total_seconds()
     if ranks := list(options.global_ranks_in_group):
-        return groups.make(options.group_id, ranks, seconds)
-    return groups.make_world(options.group_id, seconds, options.group_rank, options.group_size)
+        return groups.make(options.group_id, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
+    return groups.make_world(
+        options.group_id, seconds, options.group_rank, options.group_size, takes_gpu_tensors=takes_gpu_tensors
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
-from mpicomm.backend import c10d
+from mpicomm.backend import c10d, routes
 from mpicomm.backend.engine import Engine
 from mpicomm.errors import MpicommError
 from mpicomm.faults import recorder
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # made and looked at on the main thread
 
 
-def make_world(name: str, seconds: float, rank: int, size: int) -> Engine:
+def make_world(name: str, seconds: float, rank: int, size: int, *, takes_gpu_tensors: bool) -> Engine:
     """Make the engine of the group of all ranks (collective).
 
     Args:
         seconds: How long an operation may take.
         rank: What torch was told of this rank; -1 for nothing.
         size: What torch was told of the number of ranks; -1 for nothing.
+        takes_gpu_tensors: Whether tensors on GPUs are for MPI too.
 
     Raises:
         MpicommError: If torch was told something else than MPI knows.
@@ -38,28 +39,31 @@ def make_world(name: str, seconds: float, rank: int, size: int) -> Engine:
             f"Call mpicomm.bootstrap() and leave rank and world_size to it."
         )
     record = recorder.Group(name, range(world.size), seconds, is_world=True)
-    return _make(record, world.Dup)
+    return _make(record, world.Dup, takes_gpu_tensors)
 
 
-def make(name: str, ranks: Sequence[int], seconds: float) -> Engine:
+def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: bool) -> Engine:
     """Make the engine of a group of some ranks (collective over these alone).
 
     Args:
         ranks: The members' ranks in the job, in the order of the group.
         seconds: How long an operation may take.
+        takes_gpu_tensors: Whether tensors on GPUs are for MPI too.
     """
     record = recorder.Group(name, ranks, seconds, is_world=False)
-    return _make(record, lambda: _make_comm(name, ranks))
+    return _make(record, lambda: _make_comm(name, ranks), takes_gpu_tensors)
 
 
-def _make(record: recorder.Group, make_comm: Callable[[], Intracomm]) -> Engine:
+def _make(record: recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Engine:
+    settings = Settings.from_environ(os.environ)
     record.sequence = -1  # a group's own making is its number 0: a rank may never come to that
     operation = recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=3)
     try:
         comm = make_comm()
+        route = routes.choose(comm, settings) if takes_gpu_tensors else routes.AS_THEY_ARE
     finally:
         operation.finish()
-    engine = Engine(comm, record, Settings.from_environ(os.environ))
+    engine = Engine(comm, record, settings, route)
     _engines.add(engine)
     return engine
 

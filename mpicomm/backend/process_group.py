@@ -29,6 +29,9 @@ class MPIProcessGroup(dist.ProcessGroup):
     Every method is torch's own contract; see `torch.distributed` for what the operations mean.
     """
 
+    takes_gpu_tensors = True
+    """Whether tensors on GPUs are for MPI too."""
+
     def __init__(self, engine: Engine, name: str, backend_name: str, store: dist.Store) -> None:
         super().__init__(engine.comm.rank, engine.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
         self._store = store
@@ -142,7 +145,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         of_job = [self._engine.record.ranks[rank] for rank in members]
         name = group_name or self._name_of_part(members)
         store = dist.PrefixStore(f"{name}/", self._store)
-        group = self._make_part(groups.make(name, of_job, seconds), name, store)
+        group = self._make_part(
+            groups.make(name, of_job, seconds, takes_gpu_tensors=self.takes_gpu_tensors), name, store
+        )
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
 

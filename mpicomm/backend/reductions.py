@@ -70,7 +70,7 @@ class Reduction:
         return tensor.detach().view(-1).split(_PIECE)
 
     def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """Return dense host memory that holds this rank's contribution, the tensor's own where that will do.
+        """Return dense memory that holds this rank's contribution, the tensor's own where that will do.
 
         Args:
             keep: The tensor's content must survive: the operation writes its result elsewhere, or not at all here.
@@ -81,13 +81,13 @@ class Reduction:
         if self.factor is not None:
             if keep and dense is tensor:
                 dense = dense.detach().clone()
-            dense.detach().mul_(self._factor_on_host())
+            dense.detach().mul_(self._factor_on(dense.device))
         return dense
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return dense host memory for a result that goes to `tensor`."""
+        """Return dense memory for a result that goes to `tensor`."""
         if self.wide is not None:
-            return torch.empty(tensor.shape, dtype=self.wide, device="cpu")
+            return torch.empty(tensor.shape, dtype=self.wide, device=tensor.device)
         return buffers.room(tensor)
 
     def store(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -96,14 +96,14 @@ class Reduction:
             raw = dense.detach()
             if raw.dtype.is_floating_point or raw.dtype.is_complex:
                 raw.div_(self.divisor)
-            elif raw.dtype == torch.uint64:  # torch cannot divide it on the CPU
-                raw.numpy()[...] //= self.divisor
+            elif raw.dtype == torch.uint64:  # torch cannot divide it
+                raw.copy_(torch.from_numpy(raw.cpu().numpy() // self.divisor))
             else:
                 raw.div_(self.divisor, rounding_mode="trunc")
         buffers.unpack(dense, tensor)
 
-    def _factor_on_host(self) -> Any:
-        return self.factor.detach().to("cpu") if isinstance(self.factor, torch.Tensor) else self.factor
+    def _factor_on(self, device: torch.device) -> Any:
+        return self.factor.detach().to(device) if isinstance(self.factor, torch.Tensor) else self.factor
 
 
 def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool = False) -> Reduction:

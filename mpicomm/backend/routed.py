@@ -26,6 +26,8 @@ class RoutedProcessGroup(MPIProcessGroup):
     dispatched to itself.
     """
 
+    takes_gpu_tensors = False
+
     def __init__(
         self, engine: Engine, name: str, backend_name: str, store: dist.Store, device_type: str, make_inner: MakeInner
     ) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import dtypes
+from mpicomm.backend import buffers, dtypes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Intracomm, Op, Request
@@ -224,6 +224,7 @@ def _somebody_sees_more(comm: Intracomm, count: int) -> bool:
 
 def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return the buffer specification of a dense tensor for mpi4py; the tensor must outlive its use."""
+    buffers.settle(dense)
     memory = mpi.api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
     return (memory, dense.numel(), datatype or dtypes.carrier(dense.dtype))
 

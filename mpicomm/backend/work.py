@@ -99,7 +99,7 @@ class QueuedWork(_Work):
         super().__init__(tensors)
         self._operation = operation
         self._keeper = keeper
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future = c10d.future_of(tensors)
         self._error: BaseException | None = None
         self.horizon = 0
         """How many operations were queued when the future was asked for: what callbacks call comes behind these."""
@@ -232,7 +232,7 @@ class MessageWork(_Work):
         """Return a future that completes with the message, driven by the group's poller thread."""
         with self._asking:  # not the lock, which whoever waits holds until the message is through
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = c10d.future_of(self._tensors)
                 if self._done:
                     self.finish()
                 else:

@@ -57,7 +57,7 @@ def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(reductions, "_PIECE", 10)
 
 
-@pytest.fixture(params=["world", "parity"])
+@pytest.fixture(params=["world", "parity", "staged"])
 def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
     return groups[request.param]
 

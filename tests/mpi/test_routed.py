@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm.backend import routes
 from mpicomm.backend.engine import Engine
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.backend.routed import RoutedProcessGroup
@@ -54,7 +55,7 @@ def routed(world: mpicomm.World, request: pytest.FixtureRequest) -> Iterator[tup
     store = dist.PrefixStore(f"routed-{request.node.name}", dist.distributed_c10d._get_default_store())
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
     record = recorder.Group("routed", range(world.size), 60, is_world=False)
-    engine = Engine(world.comm.Dup(), record, Settings())
+    engine = Engine(world.comm.Dup(), record, Settings(), routes.AS_THEY_ARE)
     group = RoutedProcessGroup(engine, "routed", "mpicomm_nccl", store, request.param, lambda *_: gloo)
     yield group, gloo, request.param == "cpu"
     if request.param == "cuda":

@@ -9,7 +9,14 @@ import pytest
 from mpicomm.errors import LaunchError
 from mpicomm.settings import LAUNCHERS, PREFIX, Settings
 
-VALID = {"launcher": "mpi", "timeout": "raise", "hang_seconds": "2.5", "debug": "1"}
+VALID = {
+    "launcher": "mpi",
+    "timeout": "raise",
+    "hang_seconds": "2.5",
+    "debug": "1",
+    "gpu_tensors": "staged",
+    "gpu_chunk_kib": "512",
+}
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
 
@@ -42,10 +49,19 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("TIMEOUT", "never"), ("DEBUG", "yes"), ("HANG_SECONDS", "0"), ("HANG_SECONDS", "soon")]
+    ("name", "text"),
+    [
+        ("TIMEOUT", "never"),
+        ("DEBUG", "yes"),
+        ("HANG_SECONDS", "0"),
+        ("HANG_SECONDS", "soon"),
+        ("GPU_TENSORS", "maybe"),
+        ("GPU_CHUNK_KIB", "0"),
+        ("GPU_CHUNK_KIB", "4M"),
+    ],
 )
 def test_what_means_nothing_is_refused(name: str, text: str) -> None:
-    with pytest.raises(LaunchError, match=f"^{PREFIX}{name}={text} (means nothing|is no time)"):
+    with pytest.raises(LaunchError, match=f"^{PREFIX}{name}={text} (means nothing|is no time|is no size)"):
         Settings.from_environ({PREFIX + name: text})
 
 
@@ -54,6 +70,8 @@ def test_what_the_variables_mean() -> None:
     assert (quiet.raises_timeouts, quiet.compares_calls, quiet.seconds_to_report) == (False, False, 60)
     assert (loud.raises_timeouts, loud.compares_calls, loud.seconds_to_report) == (True, True, 2.5)
     assert not Settings(timeout="abort", debug="0").raises_timeouts
+    assert quiet.gpu_chunk_bytes == 2**22
+    assert Settings(gpu_chunk_kib="512").gpu_chunk_bytes == 2**19
 
 
 def test_unknown_variables_are_refused_by_name_with_those_that_exist() -> None:

@@ -1,0 +1,291 @@
+"""GPU tensors by way of host memory, for an MPI that cannot reach into a GPU.
+
+An operation is cut into chunks: while MPI has one, the next is copied from the GPU, and the last one back to it. What
+the ranks give to MPI must fit together, so all ranks of a group cut alike, also those whose tensors are on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mpicomm.backend import buffers, checks
+from mpicomm.backend.buffers import Tensors
+
+_DEPTH = 3  # chunks at once: one is read, one is with MPI, one is written back
+
+Call = Callable[[], None]
+Make = Callable[..., Call]
+"""Takes tensors, and returns what is to be called to run the operation on them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What an operation does with a tensor."""
+
+    reads: bool
+    writes: bool
+    is_spread: bool = False
+    """It holds an equal part for each rank."""
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+
+class Mover(Protocol):
+    """Copies between one device and the host, in two streams of its own."""
+
+    is_host: bool
+
+    def mark(self) -> Any:
+        """Return the point that the caller's own stream has come to."""
+
+    def follow(self, mark: Any) -> None:
+        """Let all copies from now on come after a mark."""
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Start to copy from the device: (to, from) each; return the end of it."""
+
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Start to copy to the device: (to, from) each; return the end of it."""
+
+    def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory that the device can reach."""
+
+
+class HostMover:
+    """Copies within the host, at once."""
+
+    is_host = True
+
+    def mark(self) -> None:
+        """Return nothing: there is no stream."""
+
+    def follow(self, mark: None) -> None:
+        """Do nothing: what was called before has been done."""
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Copy (to, from) each."""
+        for to, source in pairs:
+            to.copy_(source)
+        return _DONE
+
+    put = fetch
+
+    def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory."""
+        return torch.empty(count, dtype=dtype, device="cpu")
+
+
+class CudaMover:
+    """Copies from and to one GPU, through pinned memory, which torch pools."""
+
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._fetching, self._putting = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """Return the point that the current stream has come to."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        """Let all copies from now on come after a mark."""
+        self._fetching.wait_event(mark)
+        self._putting.wait_event(mark)
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Start to copy from the GPU: (to, from) each."""
+        return self._copy(pairs, self._fetching)
+
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Start to copy to the GPU: (to, from) each."""
+        return self._copy(pairs, self._putting)
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> Event:
+        with torch.cuda.stream(stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory; what is let go of while a copy uses it is not lent again before its end."""
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
+
+
+class _Done:
+    """The end of what was done at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+_DONE = _Done()
+
+
+def make_mover(device: torch.device) -> Mover:
+    """Return what copies between a device and the host."""
+    return HostMover() if device.type == "cpu" else CudaMover(device)
+
+
+class Staged:
+    """The way of a group's tensors to MPI, where some of them are on GPUs."""
+
+    def __init__(self, size: int, chunk_bytes: int, make_mover: Callable[[torch.device], Mover] = make_mover) -> None:
+        """Remember how to cut.
+
+        Args:
+            size: The number of ranks.
+            chunk_bytes: How much of a tensor is with MPI at once; the same on all ranks.
+            make_mover: Makes what copies from and to a device.
+        """
+        self._size = size
+        self._chunk_bytes = chunk_bytes
+        self._mover = functools.cache(make_mover)
+
+    def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
+        """Return what runs an operation, which `make` knows how to do on host memory.
+
+        Copies come after what the caller's stream holds now, and have ended when the operation has.
+
+        Args:
+            uses: What the operation does with each tensor.
+            height: How many parts for ranks a tensor has at the most, on any rank; None if the operation cannot be cut,
+                since not all ranks know its size.
+        """
+        chunks = [slice(None)] if height is None else self._cut(tensors[0], uses[0], height)
+        if len(chunks) == 1 and all(self._mover(tensor.device).is_host for tensor in tensors):
+            return make(*tensors)
+        parts = [self._part(tensor, use) for tensor, use in zip(tensors, uses, strict=True)]
+        return functools.partial(_run, make, parts, chunks)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's content in dense host memory, when it is there."""
+        if self._mover(tensor.device).is_host:
+            return buffers.pack(tensor)
+        part = self._part(tensor, Use(reads=True, writes=False))
+        part.start()
+        part.fetch(0, slice(None))
+        return part.host(0)
+
+    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
+        """Return dense host memory to receive a tensor's content, and what brings it from there to the tensor."""
+        if self._mover(tensor.device).is_host:
+            room = buffers.room(tensor)
+            return room, functools.partial(buffers.unpack, room, tensor)
+        part = self._part(tensor, Use(reads=False, writes=True))
+        part.fetch(0, slice(None))
+
+        def put() -> None:
+            part.start()
+            part.put(0, slice(None))
+            part.end()
+
+        return part.host(0), put
+
+    def _part(self, tensor: torch.Tensor, use: Use) -> _Part:
+        checks.outside_of_graphs(tensor)
+        return _Part(tensor, use, self._size if use.is_spread else 1, self._mover(tensor.device))
+
+    def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
+        """Return the columns of each chunk. All tensors are as wide as this one, so all ranks come to the same."""
+        width = tensor.numel() // (self._size if use.is_spread else 1)
+        step = max(self._chunk_bytes // (height * tensor.itemsize), 1)
+        return [slice(start, min(start + step, width)) for start in range(0, max(width, 1), step)]
+
+
+def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:
+    """Run an operation chunk by chunk; copies of one chunk overlap with MPI's work on another."""
+    try:
+        for part in parts:
+            part.start()
+        for part in parts:
+            part.fetch(0, chunks[0])
+        for number, columns in enumerate(chunks):
+            if number + 1 < len(chunks):
+                for part in parts:
+                    part.fetch(number + 1, chunks[number + 1])
+            make(*[part.host(number) for part in parts])()
+            for part in parts:
+                part.put(number, columns)
+        for part in parts:
+            part.end()
+    finally:
+        for part in parts:
+            part.settle()
+
+
+class _Part:
+    """One tensor of a staged operation: on its device as rows, on the host as some chunks of these."""
+
+    def __init__(self, tensor: torch.Tensor, use: Use, height: int, mover: Mover) -> None:
+        self._tensor = tensor.detach()
+        self._use = use
+        self._mover = mover
+        self._dense = buffers.pack(self._tensor) if use.reads else buffers.room(self._tensor)
+        self._rows = self._dense.view(height, tensor.numel() // height)
+        self._mark = mover.mark()  # on the caller's stream, behind the packing
+        self._hosts: list[torch.Tensor] = [self._dense] * _DEPTH
+        self._memory: list[torch.Tensor | None] = [None] * _DEPTH
+        self._fetched: list[Event] = [_DONE] * _DEPTH
+        self._put: list[Event] = [_DONE] * _DEPTH
+
+    def start(self) -> None:
+        """Let the copies come after what the caller had queued."""
+        self._mover.follow(self._mark)
+
+    def fetch(self, number: int, columns: slice) -> None:
+        """Start to copy a chunk to the host, if the operation reads it; find memory for it in any case."""
+        place = number % _DEPTH
+        chunk = self._rows[:, columns]
+        if self._is_there(chunk):
+            self._hosts[place] = chunk.view(-1)
+            return
+        self._put[place].synchronize()  # it is read from the same memory
+        host = self._memory_for(place, chunk)
+        self._hosts[place] = host.view(-1)
+        if self._use.reads:
+            self._fetched[place] = self._mover.fetch(zip(host, chunk, strict=True))
+
+    def host(self, number: int) -> torch.Tensor:
+        """Return a chunk in host memory, when it is there."""
+        self._fetched[number % _DEPTH].synchronize()
+        return self._hosts[number % _DEPTH]
+
+    def put(self, number: int, columns: slice) -> None:
+        """Start to copy a chunk back, if the operation writes it."""
+        chunk = self._rows[:, columns]
+        if self._use.writes and not self._is_there(chunk):
+            host = self._hosts[number % _DEPTH].view(chunk.shape)
+            self._put[number % _DEPTH] = self._mover.put(zip(chunk, host, strict=True))
+
+    def end(self) -> None:
+        """Wait until the tensor holds what was put there."""
+        if self._use.writes and self._dense is not self._tensor:
+            self._put.append(self._mover.put([(self._tensor, self._dense.view(self._tensor.shape))]))
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until no copy is on its way."""
+        for event in (*self._fetched, *self._put):
+            event.synchronize()
+
+    def _is_there(self, chunk: torch.Tensor) -> bool:
+        """Tell whether a chunk is dense memory of the host itself."""
+        return self._mover.is_host and len(chunk) == 1
+
+    def _memory_for(self, place: int, chunk: torch.Tensor) -> torch.Tensor:
+        """Return memory of the shape of a chunk; the first is the widest."""
+        memory = self._memory[place]
+        if memory is None:
+            memory = self._memory[place] = self._mover.memory(chunk.numel(), chunk.dtype)
+        return memory[: chunk.numel()].view(chunk.shape)

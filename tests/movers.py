@@ -1,0 +1,109 @@
+"""A device on the host that copies as late as it may: what does not wait for a copy reads garbage."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from collections.abc import Callable, Iterable
+
+import torch
+
+from mpicomm.backend.staging import Event, Staged, Use
+
+Copy = Callable[[], None]
+
+CHUNK_BYTES = 24
+"""Few enough that small tensors have several chunks; three elements of most dtypes."""
+_MOST_CHUNKS = 20
+
+
+class FewChunks(Staged):
+    """Cuts small tensors into chunks of a few elements, and large ones into a few chunks."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, CHUNK_BYTES, lambda _: LateMover())
+
+    def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
+        chunks = super()._cut(tensor, use, height)
+        starts = [chunk.start for chunk in chunks[:: len(chunks) // _MOST_CHUNKS + 1]]
+        return [slice(start, end) for start, end in itertools.pairwise([*starts, chunks[-1].stop])]
+
+
+class Stream:
+    """Copies that end in the order in which they were started, when somebody waits for one, or at once."""
+
+    def __init__(self, is_late: Callable[[], bool]) -> None:
+        self._is_late = is_late
+        self._waiting: collections.deque[tuple[int, Copy]] = collections.deque()
+        self._count = 0
+
+    def start(self, copy: Copy) -> Event:
+        self._count += 1
+        self._waiting.append((self._count, copy))
+        event = _End(self, self._count)
+        if not self._is_late():
+            event.synchronize()
+        return event
+
+    def run_to(self, number: int) -> None:
+        while self._waiting and self._waiting[0][0] <= number:
+            self._waiting.popleft()[1]()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+
+class _End:
+    def __init__(self, stream: Stream, number: int) -> None:
+        self._stream, self._number = stream, number
+
+    def synchronize(self) -> None:
+        self._stream.run_to(self._number)
+
+
+class LateMover:
+    """Stands in for a GPU whose tensors are on the host."""
+
+    is_host = False
+
+    def __init__(self, seed: int = 0) -> None:
+        """Choose at random, but as the seed says, which copies are late."""
+        draws = random.Random(seed)
+        self._fetching, self._putting = (Stream(lambda: draws.random() < 0.8) for _ in range(2))
+        self._marks = 0
+        self._followed = 0
+        self.allocations = 0
+
+    def mark(self) -> int:
+        self._marks += 1
+        return self._marks
+
+    def follow(self, mark: int) -> None:
+        self._followed = max(self._followed, mark)
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        return self._start(self._fetching, pairs)
+
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        return self._start(self._putting, pairs)
+
+    def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.allocations += 1
+        return torch.full((count * dtype.itemsize,), 0xAB, dtype=torch.uint8).view(dtype)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no copy is on its way."""
+        return self._fetching.is_empty and self._putting.is_empty
+
+    def _start(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        assert self._followed, "a copy does not come after what the caller had queued"
+        pairs = list(pairs)
+
+        def copy() -> None:
+            for to, source in pairs:
+                to.copy_(source)
+
+        return stream.start(copy)

@@ -1,0 +1,232 @@
+"""GPU tensors by way of the host: chunks, order, memory, failures. The device is one on the host that copies late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpicomm.backend.staging import Call, Staged, Use
+from tests.movers import LateMover
+
+READ, WRITTEN, IN_PLACE = Use(reads=True, writes=False), Use(reads=False, writes=True), Use(reads=True, writes=True)
+SPREAD_READ = Use(reads=True, writes=False, is_spread=True)
+SPREAD_WRITTEN = Use(reads=False, writes=True, is_spread=True)
+DTYPES = [
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def staged(size: int, chunk_bytes: int, seed: int = 0) -> tuple[Staged, LateMover]:
+    mover = LateMover(seed)
+    return Staged(size, chunk_bytes, lambda _: mover), mover
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist()
+
+
+def of_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    limit = 2 if dtype == torch.bool else 256
+    raw = torch.randint(limit, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype)
+
+
+def inverted(tensor: torch.Tensor) -> Call:
+    """What MPI does in these tests to a tensor in place."""
+
+    def call() -> None:
+        raw = tensor.view(-1).view(torch.uint8)
+        raw.copy_(1 - raw if tensor.dtype == torch.bool else 255 - raw)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 6, 7, 8, 31, 32, 33])
+def test_every_dtype_and_size_in_place(dtype: torch.dtype, count: int) -> None:
+    route, mover = staged(size=3, chunk_bytes=4 * dtype.itemsize)
+    tensor = of_bits(count, dtype, seed=count)
+    before = bits(tensor)
+    route.prepare(inverted, [tensor], [IN_PLACE])()
+    assert bits(tensor) == [(1 if dtype == torch.bool else 255) - each for each in before]
+    assert mover.is_quiet
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 5),
+    width=st.integers(0, 40),
+    chunk=st.integers(1, 64),
+    seed=st.integers(0, 2**16),
+    is_dense=st.booleans(),
+)
+def test_a_gather_of_any_width_in_chunks_of_any_length(
+    size: int, width: int, chunk: int, seed: int, is_dense: bool
+) -> None:
+    route, mover = staged(size, chunk, seed)
+    source = of_bits(width, torch.float32, seed)
+    output = torch.zeros(size * width) if is_dense else torch.zeros(size * width, 2)[:, 0]
+    lengths = []
+
+    def make(output: torch.Tensor, source: torch.Tensor) -> Call:
+        lengths.append(len(source))
+        return lambda: output.view(size, -1).copy_(source)
+
+    route.prepare(make, [output, source], [SPREAD_WRITTEN, READ], height=size)()
+    assert bits(output) == size * bits(source)
+    assert mover.is_quiet
+    assert sum(lengths) == width
+    assert max(lengths) <= max(chunk // (4 * size), 1)
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 5), width=st.integers(0, 40), chunk=st.integers(1, 64), seed=st.integers(0, 2**16))
+def test_an_exchange_within_one_tensor(size: int, width: int, chunk: int, seed: int) -> None:
+    route, mover = staged(size, chunk, seed)
+    tensor = of_bits(size * width, torch.float32, seed)
+    before = tensor.clone()
+
+    def make(output: torch.Tensor, source: torch.Tensor) -> Call:
+        return lambda: output.view(size, -1).copy_(source.clone().view(size, -1).flip(0))
+
+    route.prepare(make, [tensor, tensor], [SPREAD_WRITTEN, SPREAD_READ], height=size)()
+    assert bits(tensor) == bits(before.view(size, width).flip(0))
+    assert mover.is_quiet
+
+
+def test_parts_of_uneven_sizes_are_one_chunk() -> None:
+    route, mover = staged(size=3, chunk_bytes=4)
+    outputs = [torch.zeros(count) for count in (3, 0, 2)]
+    source = torch.arange(5.0)
+    calls = []
+
+    def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
+        calls.append(source)
+        return lambda: [part.copy_(of) for part, of in zip(outputs, source.split([3, 0, 2]), strict=True)]  # type: ignore[return-value]
+
+    route.prepare(make, [source, *outputs], [READ, *[WRITTEN] * 3], height=None)()
+    assert [each.tolist() for each in outputs] == [[0, 1, 2], [], [3, 4]]
+    assert len(calls) == 1
+    assert mover.is_quiet
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 100])
+def test_three_chunks_of_memory_are_enough(chunks: int) -> None:
+    route, mover = staged(size=1, chunk_bytes=64)
+    tensor = torch.zeros(16 * chunks)
+    route.prepare(inverted, [tensor], [IN_PLACE])()
+    assert mover.allocations == min(chunks, 3)
+
+
+def test_what_is_only_written_is_not_read() -> None:
+    route, _ = staged(size=1, chunk_bytes=64)
+    seen = []
+
+    def make(host: torch.Tensor) -> Call:
+        seen.append(bits(host))
+        return host.zero_  # type: ignore[return-value]
+
+    route.prepare(make, [torch.ones(16)], [WRITTEN])()
+    assert seen == [[0xAB] * 64]
+
+
+def test_what_is_only_read_is_not_written() -> None:
+    route, _ = staged(size=1, chunk_bytes=8)
+    tensor = torch.ones(16)
+    route.prepare(inverted, [tensor], [READ])()
+    assert tensor.tolist() == [1.0] * 16
+
+
+def test_the_next_chunk_is_on_its_way_while_mpi_has_one() -> None:
+    started, route = [], Staged(1, 8, lambda _: Watched(started))
+
+    def make(host: torch.Tensor) -> Call:
+        return lambda: started.append("mpi")
+
+    route.prepare(make, [torch.ones(8)], [IN_PLACE])()
+    assert started == [
+        "mark", "follow", "fetch", "fetch", "mpi", "put", "fetch", "mpi", "put", "fetch", "mpi", "put", "mpi", "put"
+    ]  # fmt: skip
+
+
+class Watched(LateMover):
+    """Writes down what it starts."""
+
+    def __init__(self, started: list[str]) -> None:
+        super().__init__()
+        self._started = started
+
+    def mark(self) -> int:
+        self._started.append("mark")
+        return super().mark()
+
+    def follow(self, mark: int) -> None:
+        self._started.append("follow")
+        super().follow(mark)
+
+    def fetch(self, pairs):  # type: ignore[no-untyped-def]
+        self._started.append("fetch")
+        return super().fetch(pairs)
+
+    def put(self, pairs):  # type: ignore[no-untyped-def]
+        self._started.append("put")
+        return super().put(pairs)
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None:
+    route, mover = staged(size=1, chunk_bytes=8)
+    tensor, chunks = torch.zeros(8), []
+
+    def make(host: torch.Tensor) -> Call:
+        chunks.append(host)
+        if len(chunks) > failing:
+            raise OSError("the wire is cut")
+        return inverted(host)
+
+    with pytest.raises(OSError, match="the wire is cut"):
+        route.prepare(make, [tensor], [IN_PLACE])()
+    assert mover.is_quiet
+    assert torch.equal(tensor.isnan(), torch.arange(8) < 2 * failing)
+    route.prepare(inverted, [tensor], [IN_PLACE])()
+    assert torch.equal(tensor.isnan(), torch.arange(8) >= 2 * failing)
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_message_goes_out_and_comes_in(is_dense: bool) -> None:
+    route, mover = staged(size=2, chunk_bytes=8)
+    tensor = torch.arange(5.0) if is_dense else torch.arange(10.0)[::2] / 2
+    assert route.fetch(tensor).tolist() == [0, 1, 2, 3, 4]
+    target = torch.zeros(5) if is_dense else torch.zeros(10)[::2]
+    room, put = route.expect(target)
+    room.copy_(torch.arange(5.0))
+    put()
+    assert target.tolist() == [0, 1, 2, 3, 4]
+    assert mover.is_quiet
+
+
+@pytest.mark.parametrize("use", [IN_PLACE, SPREAD_READ])
+def test_tensors_of_the_host_are_cut_as_the_others_are(use: Use) -> None:
+    size, chunk_bytes = 4, 32
+    lengths: dict[str, list[int]] = {"device": [], "host": []}
+
+    def noting(name: str) -> Callable[[torch.Tensor], Call]:
+        def make(host: torch.Tensor) -> Call:
+            lengths[name].append(len(host))
+            return lambda: None
+
+        return make
+
+    staged(size, chunk_bytes)[0].prepare(
+        noting("device"), [torch.ones(20)], [use], height=size if use.is_spread else 1
+    )()
+    Staged(size, chunk_bytes).prepare(noting("host"), [torch.ones(20)], [use], height=size if use.is_spread else 1)()
+    assert lengths["host"] == lengths["device"]
+    assert len(lengths["host"]) > 1
