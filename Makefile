@@ -16,7 +16,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # N ranks with a thread for every core each would spend their time taking turns.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone conformance limits lint clean
+.PHONY: help env demo test test-full test-alone test-gpu conformance limits lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -43,6 +43,14 @@ test-%: $(ENVS) ## test on N ranks, with both MPIs
 features-%: $(ENVS) ## test what torch builds on a back end on N ranks, with both MPIs
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi tests/features
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features
+
+test-gpu: $(ENVS) ## test tensors on GPUs, on two ranks and four, which may share one, and measure their way to MPI
+	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
+	$(openmpi) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
+	$(mpich) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
+	$(mpich) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
+	$(openmpi) $(limited) mpirun -n 2 python -m tests.gpu.throughput
+	$(mpich) $(limited) mpirun -n 2 python -m tests.gpu.throughput
 
 conformance: $(ENVS) ## run PyTorch's own tests and Gloo's beside, and write docs/conformance.md
 	$(openmpi) $(limited) python -m tests.conformance --at-least 100 --write

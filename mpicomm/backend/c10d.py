@@ -68,9 +68,13 @@ _GLOO_THREAD = "pt_gloo_runloop"
 _GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # the most that its threads are waited for, and between two looks
 
 
+_OPS = dist.ReduceOp.RedOpType.__members__
+_OP_NAMES = sorted(_OPS, key=lambda name: _OPS[name].value)
+
+
 def reduce_op_name(op: Any) -> str:
     """Return the name of a `ReduceOp`, which may be the enumeration's member or an object around it."""
-    return getattr(op, "op", op).name
+    return _OP_NAMES[getattr(op, "op", op)]  # pybind looks an enumeration's name up by going through all
 
 
 def premul_factor(op: Any) -> Any:
@@ -83,7 +87,7 @@ def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **
 
     torch's groups take options or, in their older form, what is in them.
     """
-    if isinstance(opts, kind):
+    if type(opts) is kind:
         return opts
     made = kind()
     for name, value in given.items():
@@ -126,7 +130,8 @@ def end_event(event: Any) -> None:
 
 def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     """Return a future that may hold these tensors: torch wants to know on which GPUs they are."""
-    return torch.futures.Future(devices=list(dict.fromkeys(each.device for each in tensors if each.is_cuda)))
+    on_gpus = [each.device for each in tensors if each.is_cuda]
+    return torch.futures.Future(devices=list(dict.fromkeys(on_gpus))) if on_gpus else torch.futures.Future()
 
 
 def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:

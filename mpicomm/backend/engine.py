@@ -53,7 +53,12 @@ class Engine:
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensors: Tensors, reductions: Sequence[Reduction], opts: Options) -> Any:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, opts: Options) -> Any:
+        """Reduce in place, on all ranks."""
+        call = self.route.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
+        return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=reduction.name)
+
+    def all_reduce_coalesced(self, tensors: Tensors, reductions: Sequence[Reduction], opts: Options) -> Any:
         """Reduce each tensor in place, on all ranks."""
         calls = [
             self.route.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
@@ -62,6 +67,8 @@ class Engine:
         return self.executor.launch("all_reduce", _joint(calls), tensors, opts, tensors, also=reductions[0].name)
 
     def _all_reduce(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
+        if reduction.is_mpis_own and buffers.is_dense(tensor):
+            return functools.partial(wire.all_reduce, self.comm, tensor, reduction.datatype, reduction.op)
         job = _Job(tensor, reduction, keep=False)
 
         def call() -> None:

@@ -35,6 +35,7 @@ _REAP_ABOVE = 32  # messages in flight, above which the finished ones are looked
 _LAST_MESSAGES_SECONDS = 1.0
 _LATE_SECONDS = 1.0  # in which an operation that did not end in time may end after all, when its group is destroyed
 
+_NO_TIME = datetime.timedelta(0)
 _KEPT, _FEW = 64, 64  # works that live on, and the most elements that their tensors have
 
 _abandoned: list[MessageWork] = []
@@ -108,8 +109,8 @@ class Executor:
         runs_here = self._runs_here(opts.asyncOp)
         # Above this method are one of the engine's, and two of the face's or one and torch's.
         operation = recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here, 4)
-        if (seconds := opts.timeout.total_seconds()) > 0:
-            operation.limit = seconds
+        if (timeout := opts.timeout) > _NO_TIME:
+            operation.limit = timeout.total_seconds()
         return self._start(operation, call, list(results), opts.asyncOp, said, self._patience(operation), runs_here)
 
     def barrier(self, opts: Options) -> Any:
@@ -176,9 +177,9 @@ class Executor:
             operation.begin()
             self._run(operation, call, said, patience)
 
-        self._get_worker().submit(in_turn, work)
         self._keep(work)
         self.remember(work)
+        self._get_worker().submit(in_turn, work)  # last, since the worker will want the GIL
         if not is_async:
             work.wait()
         return work

@@ -183,13 +183,13 @@ class MPIProcessGroup(dist.ProcessGroup):
             return self._engine.all_reduce_sparse(tensor, reduction, opts)
         tensor = checks.written(value, "all_reduce")
         reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "all_reduce")
-        return self._engine.all_reduce([tensor], [reduction], opts)
+        return self._engine.all_reduce(tensor, reduction, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in place on all ranks."""
         what, opts = "all_reduce_coalesced", c10d.options(c10d.AllreduceCoalescedOptions, opts)
         tensors = [checks.written(each, what) for each in checks.some(tensors, what)]
-        return self._engine.all_reduce(tensors, self._plans(opts.reduceOp, tensors, what), opts)
+        return self._engine.all_reduce_coalesced(tensors, self._plans(opts.reduceOp, tensors, what), opts)
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Timeout = None, *, root: int | None = None

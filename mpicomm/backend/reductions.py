@@ -63,6 +63,11 @@ class Reduction:
     divisor: int = 1
     """The result is divided by this last (AVG)."""
 
+    @functools.cached_property
+    def is_mpis_own(self) -> bool:
+        """Whether MPI's operation on the tensor itself is all there is to it."""
+        return self.wide is None and self.factor is None and self.divisor == 1
+
     def pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the tensor in pieces that are reduced one by one, lest all of it be there once more, and wide."""
         if self.wide is None or tensor.numel() <= _PIECE or not buffers.is_dense(tensor):

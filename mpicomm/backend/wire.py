@@ -224,7 +224,8 @@ def _somebody_sees_more(comm: Intracomm, count: int) -> bool:
 
 def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return the buffer specification of a dense tensor for mpi4py; the tensor must outlive its use."""
-    buffers.settle(dense)
+    if dense.is_cuda:
+        buffers.settle(dense)
     memory = mpi.api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
     return (memory, dense.numel(), datatype or dtypes.carrier(dense.dtype))
 

@@ -76,6 +76,10 @@ class _Work(dist.Work):
 class CompletedWork(_Work):
     """An operation that was finished before its call returned."""
 
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        dist.Work.__init__(self)  # not by way of _Work: most operations come here
+        self._tensors = tensors
+
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002  torch's signature
         """Return at once."""
         return True

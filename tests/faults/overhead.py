@@ -7,24 +7,18 @@ Rounds with and without take turns in one run, since the machine is noisy; the f
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import mpi
 from mpicomm.backend.executor import Executor
 from mpicomm.faults import recorder, watchdog
+from tests import figures as results
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ROUNDS, CALLS = 101, 500
 
 
@@ -49,29 +43,8 @@ def main() -> None:
         tensor = torch.zeros(count)
         figures[label] = _measure(lambda tensor=tensor: dist.all_reduce(tensor), calls, rounds)
     if world.rank == 0:
-        _write(world.size, figures)
-
-
-def _write(size: int, figures: dict[str, dict[str, float]]) -> None:
-    library = mpi.library()
-    found = {
-        "command": f"mpirun -n {size} python -m tests.faults.overhead",
-        "what": "microseconds of a synchronous float32 all_reduce, medians of interleaved rounds",
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores",
-        "versions": {
-            library.vendor: library.version,
-            "mpi4py": importlib.metadata.version("mpi4py"),
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-        },
-        "ranks": size,
-        "microseconds": figures,
-    }
-    text = json.dumps(found, indent=1) + "\n"
-    path = RESULTS / f"overhead-{size}-{library.vendor.replace(' ', '').lower()}.json"
-    path.write_text(text)
-    sys.stdout.write(text)
+        what = "of a synchronous float32 all_reduce, medians of interleaved rounds"
+        results.write(f"overhead-{world.size}", world.size, "tests.faults.overhead", what=what, microseconds=figures)
 
 
 def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, float]:

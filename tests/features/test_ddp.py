@@ -75,6 +75,28 @@ def test_training_equals_training_alone(world: mpicomm.World, options: dict) -> 
     assert_identical_on_all_ranks(model)
 
 
+def test_buckets_in_flight_give_the_same_bits_as_one_after_the_other(world: mpicomm.World) -> None:
+    def in_the_call(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        averaged = bucket.buffer().div_(world.size)
+        dist.all_reduce(averaged)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(averaged)
+        return done
+
+    in_the_call.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+    data = batches(world, steps=10).float()
+    torch.manual_seed(0)
+    deep = torch.nn.Sequential(*[torch.nn.Linear(FEATURES, FEATURES) for _ in range(40)])
+    in_flight, one_by_one = (
+        DistributedDataParallel(copy.deepcopy(deep), bucket_cap_mb=SMALL_BUCKETS) for _ in range(2)
+    )
+    one_by_one.register_comm_hook(None, in_the_call)
+    for parallel in (in_flight, one_by_one):
+        train(parallel, sgd(parallel), data[:, world.rank])
+    for mine, right in zip(in_flight.parameters(), one_by_one.parameters(), strict=True):
+        assert torch.equal(mine, right)
+
+
 def test_the_start_is_rank_0s(world: mpicomm.World) -> None:
     torch.manual_seed(world.rank)
     parallel = DistributedDataParallel(torch.nn.Linear(3, 3))

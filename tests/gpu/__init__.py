@@ -1,0 +1,1 @@
+"""Tests of tensors on GPUs, and how fast they go."""

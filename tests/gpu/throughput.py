@@ -1,0 +1,69 @@
+"""How fast GPU tensors go by way of the host: `mpirun -n 2 python -m tests.gpu.throughput`.
+
+Beside an all_reduce and a broadcast of tensors on GPUs are those on the host, and plain copies through pinned memory:
+what overlaps perfectly takes as long as the slowest of these alone. Rank 0 writes docs/results/gpu-<ranks>-<MPI>.json.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.errors import DeviceError
+from tests import figures
+
+ROUNDS = 7
+MEBIBYTES = (1, 4, 16, 64, 256)
+
+
+def main() -> None:
+    """Measure, and write what was found."""
+    with mpicomm.bootstrap("mpi") as world:
+        if world.device.type != "cuda":
+            raise DeviceError("there is no GPU.\nRun this where there is one.")
+        found = {f"{size} MiB": _measure(size, world.device) for size in MEBIBYTES}
+        if world.rank == 0:
+            route = type(dist.group.WORLD._engine.route).__name__
+            machine = f", {torch.cuda.get_device_name(world.device)}, {route}"
+            figures.write(f"gpu-{world.size}", world.size, "tests.gpu.throughput", machine, gibibytes_per_second=found)
+
+
+def _measure(mebibytes: int, device: torch.device) -> dict[str, float]:
+    """Return GiB/s, the best of interleaved rounds (collective)."""
+    count = mebibytes * 2**20 // 4
+    on_gpu, on_host = torch.ones(count, device=device), torch.ones(count)
+    narrow, pinned = torch.ones(2 * count, dtype=torch.bfloat16, device=device), torch.empty(count, pin_memory=True)
+    cases: dict[str, Callable[[], object]] = {
+        "all_reduce, GPU": lambda: dist.all_reduce(on_gpu),
+        "all_reduce, GPU, bfloat16": lambda: dist.all_reduce(narrow),
+        "all_reduce, host": lambda: dist.all_reduce(on_host),
+        "broadcast, GPU": lambda: dist.broadcast(on_gpu, 0),
+        "broadcast, host": lambda: dist.broadcast(on_host, 0),
+        "plain copy from the GPU": lambda: pinned.copy_(on_gpu, non_blocking=True),
+        "plain copy to the GPU": lambda: on_gpu.copy_(pinned, non_blocking=True),
+    }
+    least = dict.fromkeys(cases, float("inf"))
+    for _ in range(ROUNDS):
+        for name, case in cases.items():
+            dist.barrier()
+            least[name] = min(least[name], _time(case))
+        on_gpu.fill_(1)
+        on_host.fill_(1)
+        narrow.fill_(1)
+    return {name: round(mebibytes / 1024 / seconds, 2) for name, seconds in least.items()}
+
+
+def _time(case: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    case()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Costs of the back end under load, measured: not tests, since a busy machine would fail them."""

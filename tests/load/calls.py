@@ -1,0 +1,115 @@
+"""What asynchronous operations cost: the call, the wait, and how much of them hides behind the caller's own work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 7
+Group = dist.ProcessGroup
+
+
+def measure(ours: Group, gloo: Group) -> dict[str, float]:
+    """Return microseconds of calls, the least of interleaved rounds, and fractions (collective)."""
+    small, large = torch.ones(16), torch.ones(4 * 2**20)
+    figures = _least(
+        {
+            "async call, 64 B": lambda: _call(small, ours),
+            "async call, 64 B, Gloo": lambda: _call(small, gloo),
+            "async call + wait, 64 B": lambda: _call_and_wait(small, ours),
+            "async call + wait, 64 B, Gloo": lambda: _call_and_wait(small, gloo),
+            "sync, 64 B": lambda: _in_step(lambda: dist.all_reduce(small, group=ours), 200),
+            "async call + wait, 16 MiB": lambda: _in_step(lambda: _wait(large, ours), 4),
+            "async call + wait, 16 MiB, Gloo": lambda: _in_step(lambda: _wait(large, gloo), 4),
+        }
+    )
+    for name, work in {"a sleep": _sleep, "a kernel of torch's": _multiply, "a loop in Python": _loop}.items():
+        figures |= _overlap(name, work, large, ours)
+    return figures
+
+
+def _least(cases: dict[str, Callable[[], float]]) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(ROUNDS):
+        for name, case in cases.items():
+            dist.barrier()
+            times[name].append(case())
+    return {name: round(min(each), 1) for name, each in times.items()}
+
+
+def _call(tensor: torch.Tensor, group: Group) -> float:
+    """Return the time of the call alone, while the worker is awake and idle."""
+    total = 0.0
+    for _ in range(100):
+        start = time.perf_counter()
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        total += time.perf_counter() - start
+        work.wait()
+    return 1e6 * total / 100
+
+
+def _call_and_wait(tensor: torch.Tensor, group: Group) -> float:
+    return _in_step(lambda: _wait(tensor, group), 100)
+
+
+def _wait(tensor: torch.Tensor, group: Group) -> None:
+    dist.all_reduce(tensor, group=group, async_op=True).wait()
+
+
+def _in_step(call: Callable[[], object], count: int) -> float:
+    call()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return 1e6 * (time.perf_counter() - start) / count
+
+
+def _overlap(name: str, work: Callable[[int], None], tensor: torch.Tensor, group: Group) -> dict[str, float]:
+    """Return the share of an operation that hides behind equally long work of the caller, by OSU's method."""
+    rounds = []
+    for _ in range(ROUNDS):
+        alone = _in_step(lambda: _wait(tensor, group), 3)
+        amount = _amount_for(work, alone)
+        own = _in_step(lambda amount=amount: work(amount), 3)
+        both = _in_step(lambda amount=amount: _both(work, amount, tensor, group), 3)
+        rounds.append((both, own, alone))
+        dist.barrier()
+    both, own, alone = min(rounds)
+    hidden = max(0.0, 1 - (both - own) / alone)
+    return {
+        f"16 MiB beside {name}: together": round(both, 1),
+        f"16 MiB beside {name}: that alone": round(own, 1),
+        f"16 MiB beside {name}: the operation alone": round(alone, 1),
+        f"16 MiB beside {name}: share hidden": round(hidden, 2),
+    }
+
+
+def _both(work: Callable[[int], None], amount: int, tensor: torch.Tensor, group: Group) -> None:
+    operation = dist.all_reduce(tensor, group=group, async_op=True)
+    work(amount)
+    operation.wait()
+
+
+def _amount_for(work: Callable[[int], None], microseconds: float) -> int:
+    return max(1, round(200 * microseconds / _in_step(lambda: work(200), 3)))
+
+
+def _sleep(amount: int) -> None:
+    """Do what a GPU's work is to the host: nothing, for so many times 10 us."""
+    time.sleep(1e-5 * amount)
+
+
+_MATRIX = torch.ones(128, 128)
+
+
+def _multiply(amount: int) -> None:
+    for _ in range(amount):
+        _MATRIX @ _MATRIX
+
+
+def _loop(amount: int) -> None:
+    for _ in range(100 * amount):
+        pass
