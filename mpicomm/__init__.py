@@ -18,15 +18,63 @@ if TYPE_CHECKING:
     from mpicomm.errors import DeviceError, LaunchError, MismatchError, MpicommError, MPINotFoundError, RendezvousError
     from mpicomm.runtime import World, bootstrap, dump, shutdown
     from mpicomm.training.hooks import bf16_compression_hook
-    from mpicomm.verbs.collectives import barrier
+    from mpicomm.verbs.collectives import (
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        all_to_all,
+        all_to_all_object,
+        barrier,
+        broadcast,
+        broadcast_object,
+        gather,
+        gather_object,
+        reduce,
+        reduce_scatter,
+    )
+    from mpicomm.verbs.handles import Handle, as_completed, wait_all
+    from mpicomm.verbs.pairs import (
+        irecv,
+        isend,
+        recv,
+        recv_object,
+        scatter,
+        scatter_object,
+        send,
+        send_object,
+        sendrecv,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "barrier": "mpicomm.verbs.collectives",
+    "all_reduce": "mpicomm.verbs.collectives",
+    "reduce": "mpicomm.verbs.collectives",
+    "reduce_scatter": "mpicomm.verbs.collectives",
+    "broadcast": "mpicomm.verbs.collectives",
+    "gather": "mpicomm.verbs.collectives",
+    "all_gather": "mpicomm.verbs.collectives",
+    "all_to_all": "mpicomm.verbs.collectives",
+    "broadcast_object": "mpicomm.verbs.collectives",
+    "gather_object": "mpicomm.verbs.collectives",
+    "all_gather_object": "mpicomm.verbs.collectives",
+    "all_to_all_object": "mpicomm.verbs.collectives",
+    "send": "mpicomm.verbs.pairs",
+    "isend": "mpicomm.verbs.pairs",
+    "recv": "mpicomm.verbs.pairs",
+    "irecv": "mpicomm.verbs.pairs",
+    "sendrecv": "mpicomm.verbs.pairs",
+    "scatter": "mpicomm.verbs.pairs",
+    "send_object": "mpicomm.verbs.pairs",
+    "recv_object": "mpicomm.verbs.pairs",
+    "scatter_object": "mpicomm.verbs.pairs",
+    "Handle": "mpicomm.verbs.handles",
+    "wait_all": "mpicomm.verbs.handles",
+    "as_completed": "mpicomm.verbs.handles",
     "bootstrap": "mpicomm.runtime",
     "shutdown": "mpicomm.runtime",
     "World": "mpicomm.runtime",
-    "barrier": "mpicomm.verbs.collectives",
     "dump": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",
     "MpicommError": "mpicomm.errors",
@@ -39,6 +87,7 @@ _HOMES = {
 
 __all__ = [
     "DeviceError",
+    "Handle",
     "LaunchError",
     "MPINotFoundError",
     "MismatchError",
@@ -46,11 +95,33 @@ __all__ = [
     "RendezvousError",
     "World",
     "__version__",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_object",
+    "as_completed",
     "barrier",
     "bf16_compression_hook",
     "bootstrap",
+    "broadcast",
+    "broadcast_object",
     "dump",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "recv_object",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+    "send_object",
+    "sendrecv",
     "shutdown",
+    "wait_all",
 ]
 
 

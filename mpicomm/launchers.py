@@ -32,8 +32,14 @@ class Launcher:
     local_rank: str | None = None
     local_size: str | None = None
 
+    # Few launchers say these, and no rule compares them: MPI and rank 0 find them out.
+    node_rank: str | None = None
+    num_nodes: str | None = None
+    master_addr: str | None = None
+    master_port: str | None = None
+
     def variables(self) -> list[str]:
-        """Return the names of the variables that this launcher sets."""
+        """Return the names of the variables that the rules compare."""
         return [name for name in (self.rank, self.size, self.local_rank, self.local_size) if name]
 
 
@@ -52,7 +58,11 @@ MVAPICH = Launcher(
     local_size="MV2_COMM_WORLD_LOCAL_SIZE",
 )
 PALS = Launcher(  # says no size
-    "PALS mpiexec", rank="PALS_RANKID", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"
+    "PALS mpiexec",
+    rank="PALS_RANKID",
+    local_rank="PALS_LOCAL_RANKID",
+    local_size="PALS_LOCAL_SIZE",
+    node_rank="PALS_NODEID",
 )
 JSRUN = Launcher("jsrun", rank="JSM_NAMESPACE_RANK", size="JSM_NAMESPACE_SIZE", local_rank="JSM_NAMESPACE_LOCAL_RANK")
 FLUX = Launcher("Flux", rank="FLUX_TASK_RANK", size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID")
@@ -67,8 +77,28 @@ PMIX = Launcher("a PMIx launcher", rank="PMIX_RANK")
 
 # Most specific first: Open MPI and PALS set PMIX_* or PMI_* beside their own.
 MPI_LAUNCHERS = (OPEN_MPI, MVAPICH, PALS, JSRUN, FLUX, PMI, PMIX)
-TORCHRUN = Launcher("torchrun", rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE")
-SLURM = Launcher("srun", rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID")
+TORCHRUN = Launcher(
+    "torchrun",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node_rank="GROUP_RANK",
+    num_nodes="GROUP_WORLD_SIZE",
+    master_addr="MASTER_ADDR",
+    master_port="MASTER_PORT",
+)
+SLURM = Launcher(
+    "srun",
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    node_rank="SLURM_NODEID",
+    num_nodes="SLURM_STEP_NUM_NODES",
+)
+
+# A file of host names, one line for each process to be: all that PBS says. The mpirun in its jobs says the ranks.
+PBS_HOSTS = "PBS_NODEFILE"
 
 
 @dataclasses.dataclass(frozen=True)

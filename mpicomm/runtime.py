@@ -84,6 +84,9 @@ class World:
     hosts: tuple[str, ...]
     """The host of every rank, by rank."""
 
+    nodes: tuple[int, ...]
+    """The node of every rank, by rank."""
+
     device: torch.device
     """The device that this rank is to use; the current one, if it is a GPU."""
 
@@ -243,6 +246,17 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
     world = _session.world
     where = directory or _session.dumps or Path(_DUMPS)
     return files.write(where, world.rank, {"size": world.size, "host": world.hostname})
+
+
+def nodes() -> tuple[int, ...]:
+    """Return the node of every rank, by rank.
+
+    Raises:
+        MpicommError: If there is no job.
+    """
+    if _session is None or not _session.is_open:
+        raise MpicommError("there is no job.\nCall mpicomm.bootstrap() first.")
+    return _session.world.nodes
 
 
 def _leave(watch: Watchdog) -> None:
@@ -464,7 +478,8 @@ def _join_by_environ(request: _Request, launch: Launch) -> _Session:
     has_gpu = device.type == "cuda"
     backend = backends.choose(request.backend, has_mpi=False, gpu_each=has_gpu, has_nccl=dist.is_nccl_available())
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    session = _Session(_world(rank, size, where, device, backend, launch, address, port, None), store)
+    world = _world(rank, size, where, device, backend, launch, address, port, None)
+    session = _Session(world, store)
     _export(session)
     _make_group(session, request)
     return session

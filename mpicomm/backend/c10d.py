@@ -44,10 +44,13 @@ __all__ = [
     "ScatterOptions",
     "arrived",
     "completed_future",
+    "current_gpu",
     "end_event",
+    "enter_thread",
     "future_of",
     "hide_from_compiler",
     "inner_method",
+    "is_alive",
     "is_capturing",
     "is_profiling",
     "let_gloo_finish",
@@ -58,6 +61,7 @@ __all__ = [
     "reduce_op_name",
     "start_event",
     "tag_of",
+    "takes_host_tensors",
     "with_leash",
 ]
 
@@ -141,6 +145,16 @@ def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[An
     return future
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Tell whether torch knows a group, which has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def takes_host_tensors(group: dist.ProcessGroup) -> bool:
+    """Tell whether a group has a back end for tensors on the host."""
+    return any(torch.device(device).type == "cpu" for device in group._device_types)
+
+
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor behind one that a functional collective may still be filling."""
     functional = sys.modules.get("torch.distributed._functional_collectives")
@@ -184,8 +198,26 @@ def prepare_thread_for_events(device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # or asking would open a context on the first GPU
+    if torch.version.hip:
+        return
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+
+def current_gpu() -> torch.device | None:
+    """Return the GPU that the calling thread works on, if it works on any."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+
+def enter_thread(device: torch.device | None) -> None:
+    """Let the calling thread, which runs operations, work on a GPU in a stream of its own.
+
+    The stream that threads begin with is the same for all, so that waiting for it would be waiting for the main thread.
+    """
+    if device is not None:
+        prepare_thread_for_events(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+        torch.cuda.current_stream(device).synchronize()  # or the thread has no context yet
 
 
 def with_leash(timeout: datetime.timedelta) -> datetime.timedelta:

@@ -382,12 +382,14 @@ def _joint(calls: Sequence[Call]) -> Call:
 class _Job:
     """A tensor that is reduced in place: loaded by the caller, or piece by piece where it is large."""
 
-    __slots__ = ("_dense", "_keep", "_pieces", "reduction")
+    __slots__ = ("_dense", "_keep", "_packed", "_pieces", "_tensor", "reduction")
 
     def __init__(self, tensor: torch.Tensor, reduction: Reduction, *, keep: bool) -> None:
         self.reduction = reduction
         self._keep = keep
-        self._pieces = reduction.pieces(tensor)
+        self._tensor = tensor
+        self._packed = buffers.pack(tensor) if reduction.is_cut(tensor) else tensor
+        self._pieces = reduction.pieces(self._packed)
         self._dense = reduction.load(tensor, keep=keep) if len(self._pieces) == 1 else None
 
     def loaded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -397,6 +399,8 @@ class _Job:
             return
         for piece in self._pieces:
             yield piece, self.reduction.load(piece, keep=self._keep)
+        if not self._keep:
+            buffers.unpack(self._packed, self._tensor)
 
 
 def _reduced_room(reduction: Reduction, output: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

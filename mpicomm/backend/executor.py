@@ -201,12 +201,17 @@ class Executor:
                     self._meet(operation, patience)
                 if self._agreement is not None:
                     self._agreement.check(said, operation)
-                call()
-        except mpi.api().Exception as error:
-            self._record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
-            raise
+                self._call(call, operation)
         finally:
             operation.finish()
+
+    def _call(self, call: Callable[[], None], operation: Operation) -> None:
+        """Run a collective; if it fails here, whatever this rank called next could meet what the others still do."""
+        try:
+            call()
+        except Exception as error:
+            self._record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+            raise
 
     def _meet(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank, interruptibly.

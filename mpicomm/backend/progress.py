@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from mpicomm.backend import c10d
 from mpicomm.backend.work import MessageWork, QueuedWork
 
 _STOP = None
@@ -26,6 +27,7 @@ class Worker:
         self.submitted = 0
         self._begun = 0
         self._horizon = 0  # of the operation whose callbacks run
+        self._gpu = c10d.current_gpu()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -37,7 +39,7 @@ class Worker:
     @property
     def is_current_thread(self) -> bool:
         """Tell whether the caller is this worker: a callback of one of its operations."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident  # current_thread() makes up threads that C++ has started
 
     def submit(self, call: Callable[[], None], work: QueuedWork) -> None:
         """Queue a call; `work` is finished after it."""
@@ -85,6 +87,7 @@ class Worker:
         self.run_until(lambda: self._begun >= horizon)
 
     def _run(self) -> None:
+        c10d.enter_thread(self._gpu)
         while (job := self._jobs.get()) is not _STOP:
             self._run_job(*job)
             del job  # or the last operation's tensors would live until the next
@@ -129,6 +132,7 @@ class Poller:
         self._watched: list[MessageWork] = []
         self._stopping = False
         self.is_idle = False
+        self._gpu = c10d.current_gpu()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -151,12 +155,13 @@ class Poller:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._thread.ident:
             self._thread.join()
         for work in self._watched:
             work.finish()
 
     def _run(self) -> None:
+        c10d.enter_thread(self._gpu)
         pause, quiet_since = _SHORTEST_PAUSE, time.monotonic()
         while not self._stopping:
             start = time.monotonic()

@@ -70,9 +70,13 @@ class Reduction:
 
     def pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the tensor in pieces that are reduced one by one, lest all of it be there once more, and wide."""
-        if self.wide is None or tensor.numel() <= _PIECE or not buffers.is_dense(tensor):
+        if not self.is_cut(tensor):
             return (tensor,)
         return tensor.detach().view(-1).split(_PIECE)
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is reduced in pieces; it must be dense then."""
+        return self.wide is not None and tensor.numel() > _PIECE
 
     def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """Return dense memory that holds this rank's contribution, the tensor's own where that will do.
@@ -130,7 +134,13 @@ def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool =
     if is_sparse and name not in _SUMS:
         raise ValueError(f"{what}: {name} has no meaning for sparse tensors.\nFor these there are {', '.join(_SUMS)}.")
     base = _plan(name, dtype, size, what)
-    return dataclasses.replace(base, factor=c10d.premul_factor(op)) if name == "PREMUL_SUM" else base
+    return dataclasses.replace(base, factor=_factor(op)) if name == "PREMUL_SUM" else base
+
+
+def _factor(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM as it is now; a tensor on a GPU is read on the caller's stream."""
+    factor = c10d.premul_factor(op)
+    return factor.detach().cpu() if isinstance(factor, torch.Tensor) else factor
 
 
 @functools.cache

@@ -125,6 +125,8 @@ def _route(name: str, inner_name: str) -> None:
             return None
         if not c10d.is_capturing(tensor):  # what a CUDA graph holds runs later, and must not be looked at now
             self._stream.started(operation, work)
+        else:
+            operation.finish()
         self._engine.executor.remember(work)
         return work
 

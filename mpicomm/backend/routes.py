@@ -111,7 +111,8 @@ _has_passed = False  # whether this rank and all others of a group have stood th
 def choose(comm: Intracomm, settings: Settings) -> Route:
     """Agree on the way of a new group's tensors (collective)."""
     has_gpu = torch.cuda.is_available()
-    may_try = not has_gpu or _wants_addresses(settings)
+    # Not where nobody uses the GPUs: the test would be the first to.
+    may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
     no_gpu, all_may_try, all_have_passed, chunk_bytes = _least(
         comm, [not has_gpu, may_try, _has_passed, settings.gpu_chunk_bytes]
     )

@@ -151,6 +151,7 @@ class Staged:
         self._size = size
         self._chunk_bytes = chunk_bytes
         self._mover = functools.cache(make_mover)
+        self._mover_of_messages = functools.cache(make_mover)  # whose copies may have to wait for other things
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
         """Return what runs an operation, which `make` knows how to do on host memory.
@@ -165,24 +166,26 @@ class Staged:
         chunks = [slice(None)] if height is None else self._cut(tensors[0], uses[0], height)
         if len(chunks) == 1 and all(self._mover(tensor.device).is_host for tensor in tensors):
             return make(*tensors)
-        parts = [self._part(tensor, use) for tensor, use in zip(tensors, uses, strict=True)]
+        parts = [self._part(each, use, self._mover(each.device)) for each, use in zip(tensors, uses, strict=True)]
         return functools.partial(_run, make, parts, chunks)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's content in dense host memory, when it is there."""
-        if self._mover(tensor.device).is_host:
+        mover = self._mover_of_messages(tensor.device)
+        if mover.is_host:
             return buffers.pack(tensor)
-        part = self._part(tensor, Use(reads=True, writes=False))
+        part = self._part(tensor, Use(reads=True, writes=False), mover)
         part.start()
         part.fetch(0, slice(None))
         return part.host(0)
 
     def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
         """Return dense host memory to receive a tensor's content, and what brings it from there to the tensor."""
-        if self._mover(tensor.device).is_host:
+        mover = self._mover_of_messages(tensor.device)
+        if mover.is_host:
             room = buffers.room(tensor)
             return room, functools.partial(buffers.unpack, room, tensor)
-        part = self._part(tensor, Use(reads=False, writes=True))
+        part = self._part(tensor, Use(reads=False, writes=True), mover)
         part.fetch(0, slice(None))
 
         def put() -> None:
@@ -192,9 +195,9 @@ class Staged:
 
         return part.host(0), put
 
-    def _part(self, tensor: torch.Tensor, use: Use) -> _Part:
+    def _part(self, tensor: torch.Tensor, use: Use, mover: Mover) -> _Part:
         checks.outside_of_graphs(tensor)
-        return _Part(tensor, use, self._size if use.is_spread else 1, self._mover(tensor.device))
+        return _Part(tensor, use, self._size if use.is_spread else 1, mover)
 
     def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
         """Return the columns of each chunk. All tensors are as wide as this one, so all ranks come to the same."""

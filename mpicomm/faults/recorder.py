@@ -360,7 +360,15 @@ def line_of(code: types.CodeType, instruction: int) -> str:
 def line_of_main_thread() -> str:
     """Return where the main thread is in the user's program; empty if it has ended."""
     thread = threading.main_thread()
-    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+    return _line_of_user(sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None)
+
+
+def line_of_caller() -> str:
+    """Return where the calling thread is in the user's program; empty if it is not from there."""
+    return _line_of_user(_getframe(1))
+
+
+def _line_of_user(frame: types.FrameType | None) -> str:
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
     return line_of(frame.f_code, frame.f_lasti) if frame else ""

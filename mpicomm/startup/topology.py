@@ -28,6 +28,9 @@ class Topology:
     hosts: tuple[str, ...]
     """The host of every rank, by rank."""
 
+    nodes: tuple[int, ...]
+    """The node of every rank, by rank."""
+
 
 def discover(comm: Intracomm) -> Topology:
     """Find out who shares a node with whom (collective)."""
@@ -59,6 +62,7 @@ def from_nodes(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topolog
         num_nodes=len(order),
         hostname=hosts[rank],
         hosts=tuple(hosts),
+        nodes=tuple(order[node] for node in nodes),
     )
 
 

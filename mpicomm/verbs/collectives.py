@@ -1,15 +1,29 @@
-"""Collective verbs."""
+"""Collective verbs: what all ranks of a group call together, on tensors, arrays, numbers and containers of them.
+
+All of them take `group` (a group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out; ranks
+are counted within the group) and `async_op`, with which they return a `Handle` at once. They compare the ranks' calls
+first: what does not fit together is a `MismatchError` on every rank. Results are new; `data` are left as they are.
+"""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from mpicomm.backend import process_group
+from mpicomm.verbs import leaves, moving, reducing
+from mpicomm.verbs.handles import Steps
+from mpicomm.verbs.leaves import Data
+from mpicomm.verbs.members import Members, resolve
+from mpicomm.verbs.pairs import check_one_each
+from mpicomm.verbs.reducing import Op
+from mpicomm.verbs.starting import Mode, start
 
 
-def barrier(group: dist.ProcessGroup | None = None, *, timeout: float | datetime.timedelta | None = None) -> None:
+def barrier(group: Any = None, *, timeout: float | datetime.timedelta | None = None) -> None:
     """Wait until every rank of the group has come here (collective).
 
     Args:
@@ -22,4 +36,273 @@ def barrier(group: dist.ProcessGroup | None = None, *, timeout: float | datetime
     """
     if isinstance(timeout, datetime.timedelta):
         timeout = timeout.total_seconds()
-    process_group.barrier_within(group or dist.group.WORLD, timeout)
+    process_group.barrier_within(resolve(group, "barrier").handle, timeout)
+
+
+def all_reduce(
+    data: Any,
+    op: str | dist.ReduceOp = "sum",
+    *,
+    group: Any = None,
+    async_op: bool = False,
+    inplace: bool = False,
+) -> Any:
+    """Return the reduction of all ranks' data, on every rank (collective, differentiable for "sum" and "mean").
+
+    Leaves of one dtype and device travel together, as one tensor. Numbers are reduced in 64 bits.
+
+    Args:
+        data: A tensor, an array, a number, or a container of them; of one structure on all ranks.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or one of torch's.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+        inplace: Write the result into the tensors and arrays of `data`, and return these.
+
+    Raises:
+        ValueError: If the operation is unknown, or has no meaning for a dtype.
+        MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or kind of device.
+    """
+    members, taken, how = _reduction(data, op, group, "all_reduce")
+    if inplace:
+        leaves.check_writable(taken)
+
+    def steps(mode: Mode) -> Steps:
+        return reducing.reduce_everywhere(mode, members, taken, how, inplace=inplace)
+
+    return start(steps, "all_reduce", members, async_op, taken.tensors)
+
+
+def reduce(
+    data: Any, dst: int = 0, op: str | dist.ReduceOp = "sum", *, group: Any = None, async_op: bool = False
+) -> Any:
+    """Return the reduction of all ranks' data on `dst`, None elsewhere (collective).
+
+    Errors are those of `all_reduce`.
+
+    Args:
+        data: A tensor, an array, a number, or a container of them.
+        dst: The rank that it goes to, within the group.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or one of torch's.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+    """
+    members, taken, how = _reduction(data, op, group, "reduce")
+    members.global_rank(dst, "reduce", "dst")
+
+    def steps(mode: Mode) -> Steps:
+        return reducing.reduce_to_one(mode, members, taken, how, dst)
+
+    return start(steps, "reduce", members, async_op, taken.tensors)
+
+
+def reduce_scatter(data: Any, op: str | dist.ReduceOp = "sum", *, group: Any = None, async_op: bool = False) -> Any:
+    """Return this rank's part of the reduction of all ranks' data (collective, differentiable for "sum" and "mean").
+
+    Each leaf is cut along its first dimension into as many parts as there are ranks; where that does not divide, the
+    first ranks get one row more, as by `torch.tensor_split`.
+
+    Errors are those of `all_reduce`; every leaf needs a first dimension.
+
+    Args:
+        data: A tensor, an array, a number, or a container of them.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or one of torch's.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+    """
+    members, taken, how = _reduction(data, op, group, "reduce_scatter")
+    if any(tensor.dim() == 0 for tensor in taken.tensors):
+        raise ValueError("reduce_scatter: a number or a scalar cannot be cut.\nReduce it with all_reduce.")
+
+    def steps(mode: Mode) -> Steps:
+        return reducing.reduce_and_scatter(mode, members, taken, how)
+
+    return start(steps, "reduce_scatter", members, async_op, taken.tensors)
+
+
+def broadcast(data: Any = None, src: int = 0, *, group: Any = None, async_op: bool = False, out: Any = None) -> Any:
+    """Return `src`'s data on every rank (collective, differentiable).
+
+    Ranks other than `src` need not know what comes: dtype, shape, structure and kind of device travel ahead.
+
+    Args:
+        data: The data; they matter on `src` alone, and may be None elsewhere.
+        src: The rank that it comes from, within the group.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+        out: Tensors or arrays that the data are written into, on all ranks or on none. Nothing travels ahead then; on
+            `src`, they are what is sent if `data` is None.
+
+    Raises:
+        MismatchError: On every rank, if their `out` differ.
+    """
+    members = resolve(group, "broadcast")
+    members.global_rank(src, "broadcast", "src")
+    is_source = members.rank == src
+    if out is not None:
+        return _broadcast_into(members, data if is_source else None, out, src, async_op)
+    return _broadcast(members, _to_send(data) if is_source else None, src, async_op)
+
+
+def gather(data: Any, dst: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
+    """Return a list of all ranks' data on `dst`, None elsewhere (collective).
+
+    Leaves may be of any length in their first dimension.
+
+    Args:
+        data: A tensor, an array, a number, or a container of them.
+        dst: The rank that it goes to, within the group.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+
+    Raises:
+        MismatchError: On every rank, if the ranks' data differ otherwise.
+    """
+    members = resolve(group, "gather")
+    members.global_rank(dst, "gather", "dst")
+    return _gather(members, leaves.take(data, "gather"), dst, async_op)
+
+
+def all_gather(data: Any, *, group: Any = None, async_op: bool = False) -> Any:
+    """Return a list of all ranks' data on every rank (collective, differentiable).
+
+    Leaves may be of any length in their first dimension.
+
+    Args:
+        data: A tensor, an array, a number, or a container of them.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+
+    Raises:
+        MismatchError: On every rank, if the ranks' data differ otherwise.
+    """
+    return _all_gather(resolve(group, "all_gather"), leaves.take(data, "all_gather"), async_op)
+
+
+def all_to_all(items: Sequence[Any], *, group: Any = None, async_op: bool = False) -> Any:
+    """Send `items[r]` to rank r, and return a list of what every rank sent here (collective, differentiable).
+
+    Args:
+        items: For each rank, data of any structure and length.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+
+    Raises:
+        ValueError: If there is not one item for each rank.
+    """
+    members = resolve(group, "all_to_all")
+    check_one_each(items, members, "all_to_all")
+    return _all_to_all(members, [leaves.take(item, "all_to_all") for item in items], async_op)
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------
+
+
+def broadcast_object(thing: Any = None, src: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
+    """Return `src`'s object, pickled on the way, on every rank (collective).
+
+    Args:
+        thing: Any object that can be pickled.
+        src: The rank that it comes from, within the group.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+    """
+    members = resolve(group, "broadcast_object")
+    members.global_rank(src, "broadcast_object", "src")
+    return _broadcast(members, leaves.pickled(thing) if members.rank == src else None, src, async_op)
+
+
+def gather_object(thing: Any, dst: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
+    """Return a list of all ranks' objects, pickled on the way, on `dst`, None elsewhere (collective).
+
+    Args:
+        thing: Any object that can be pickled.
+        dst: The rank that it goes to, within the group.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+    """
+    members = resolve(group, "gather_object")
+    members.global_rank(dst, "gather_object", "dst")
+    return _gather(members, leaves.pickled(thing), dst, async_op)
+
+
+def all_gather_object(thing: Any, *, group: Any = None, async_op: bool = False) -> Any:
+    """Return a list of all ranks' objects, pickled on the way, on every rank (collective).
+
+    Args:
+        thing: Any object that can be pickled.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+    """
+    return _all_gather(resolve(group, "all_gather_object"), leaves.pickled(thing), async_op)
+
+
+def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool = False) -> Any:
+    """Send the object `items[r]`, pickled, to rank r, and return a list of what every rank sent here (collective).
+
+    Args:
+        items: On `src`, an object for each rank; None elsewhere.
+        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        async_op: Return a `Handle` at once.
+    """
+    members = resolve(group, "all_to_all_object")
+    check_one_each(items, members, "all_to_all_object")
+    return _all_to_all(members, [leaves.pickled(item) for item in items], async_op)
+
+
+# -- what the forms share ----------------------------------------------------------------------------------------------
+
+
+def _reduction(data: Any, op: Any, group: Any, what: str) -> tuple[Members, Data, Op]:
+    members, how = resolve(group, what), Op.of(op, what)
+    taken = reducing.numbers_widened(leaves.take(data, what), how)
+    how.check(taken, members.size, what)
+    return members, taken, how
+
+
+def _to_send(data: Any) -> Data | Exception:
+    """Return data taken apart, or why that cannot be: the others wait, and are told."""
+    try:
+        if data is None:
+            raise ValueError("broadcast: there are no data on src.\nPass what is to be sent.")
+        return leaves.take(data, "broadcast")
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def _broadcast(members: Members, taken: Data | Exception | None, src: int, async_op: bool) -> Any:
+    def steps(mode: Mode) -> Steps:
+        return moving.send_to_all(mode, members, taken, src)
+
+    return start(steps, "broadcast", members, async_op, taken.tensors if isinstance(taken, Data) else None)
+
+
+def _broadcast_into(members: Members, data: Any, out: Any, src: int, async_op: bool) -> Any:
+    room = leaves.take(out, "broadcast")
+    leaves.check_writable(room)
+    taken = None if data is None else leaves.take(data, "broadcast")
+
+    def steps(mode: Mode) -> Steps:
+        return moving.send_to_all_into(mode, members, taken, room, src, out)
+
+    return start(steps, "broadcast", members, async_op, room.tensors)
+
+
+def _gather(members: Members, taken: Data, dst: int, async_op: bool) -> Any:
+    def steps(mode: Mode) -> Steps:
+        return moving.gather_at_one(mode, members, taken, dst)
+
+    return start(steps, "gather", members, async_op, taken.tensors)
+
+
+def _all_gather(members: Members, taken: Data, async_op: bool) -> Any:
+    def steps(mode: Mode) -> Steps:
+        return moving.gather_everywhere(mode, members, taken)
+
+    return start(steps, "all_gather", members, async_op, taken.tensors)
+
+
+def _all_to_all(members: Members, taken: list[Data], async_op: bool) -> Any:
+    def steps(mode: Mode) -> Steps:
+        return moving.exchange(mode, members, taken)
+
+    return start(steps, "all_to_all", members, async_op, [each for item in taken for each in item.tensors])

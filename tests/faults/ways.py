@@ -132,7 +132,13 @@ WAYS = [
     Way("segmentation fault", "ctypes.string_at(0)", AT_ONCE, _DIED, is_sudden=True),
     Way("os.abort()", "os.abort()", AT_ONCE, _DIED, is_sudden=True),
     Way("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)", AT_ONCE, _DIED, is_sudden=True),
-    Way("SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)", AT_ONCE, "was ended by SIGTERM"),
+    Way(
+        "SIGTERM",
+        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)",
+        AT_ONCE,
+        "was ended by SIGTERM",
+        is_sudden=True,
+    ),
     Way("SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)", DEADLINE, _NO_ANSWER + r"stopped by a signal \(SIGSTOP\)"),
     Way(
         "call in C that keeps the GIL",

@@ -206,4 +206,7 @@ def test_ddp_is_equal_to_one_process(group: Group, device: torch.device) -> None
 
 def stream_of(device: torch.device) -> torch.cuda.StreamContext:
     """Return a stream of the GPU beside its first one."""
-    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)  # type: ignore[arg-type]
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)  # type: ignore[arg-type]

@@ -122,7 +122,7 @@ def test_somebody_who_says_nothing_is_not_waited_for_long() -> None:
 
 
 def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -> None:
-    where = Topology(0, 1, 0, 3, "a", ("a", "b", "c"))
+    where = Topology(0, 1, 0, 3, "a", ("a", "b", "c"), (0, 1, 2))
     message = rendezvous._nowhere(
         [("10.0.0.1", 1), ("10.1.0.1", 2)], [[True, True], [True, False], [False, True]], where
     )

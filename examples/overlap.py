@@ -1,0 +1,90 @@
+"""Compute while communicating: an all_reduce in the background, and matrix products meanwhile.
+
+`dist.all_reduce(tensor, async_op=True)` returns at once, and the ranks do something else before they call `wait()`. How
+much of the communication that hides is measured as the OSU benchmarks do: the communication alone, then about as much
+computation alone, then both together, and
+
+    hidden = 1 - (together - computation) / communication, and not less than 0
+
+Communication over MPI is work too, for a thread of the rank's own: it needs a core that computes nothing, or a GPU that
+computes in the core's place. Two ranks on two cores hide nothing; they take turns. With two cores for each rank, start
+me with `mpirun -n 4 --map-by slot:PE=2` (Open MPI), and OMP_NUM_THREADS=1.
+
+    $ mpirun -n 4 python -m mpicomm.examples.overlap
+    communication     52.98 ms
+    computation       46.66 ms
+    both              86.14 ms
+    hidden            25.5%
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+COUNT = 4 * 1024 * 1024  # elements of float32, 16 MiB
+WIDTH = 384  # of the matrices
+TRIES = 3
+
+
+def main() -> None:
+    world = mpicomm.bootstrap()
+    if world.size == 1:
+        print("nobody to communicate with; start me with `mpirun -n 4 python -m mpicomm.examples.overlap`", flush=True)
+        return
+    tensor = torch.zeros(COUNT, device=world.device)
+    matrix = torch.full((WIDTH, WIDTH), 1 / WIDTH, device=world.device)  # its powers are all the same
+
+    communication = milliseconds(world, lambda: dist.all_reduce(tensor))
+    product = milliseconds(world, lambda: compute(matrix, 10)) / 10
+    products = max(1, round(communication / product))  # the same number on all ranks, as the times are
+    computation = milliseconds(world, lambda: compute(matrix, products))
+    together = milliseconds(world, lambda: compute_while_communicating(tensor, matrix, products))
+
+    if world.rank == 0:
+        print(f"communication  {communication:8.2f} ms")
+        print(f"computation    {computation:8.2f} ms")
+        print(f"both           {together:8.2f} ms")
+        print(f"hidden         {hidden(communication, computation, together):8.1%}", flush=True)
+
+
+def compute_while_communicating(tensor: torch.Tensor, matrix: torch.Tensor, products: int) -> None:
+    """Start an all_reduce, work on something else, and then wait for it (collective)."""
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None  # as it would be on a rank outside the group
+    compute(matrix, products)  # `tensor` is not to be touched before wait() returns
+    work.wait()
+
+
+def compute(matrix: torch.Tensor, products: int) -> None:
+    result = matrix
+    for _ in range(products):
+        result = result @ matrix
+
+
+def hidden(communication: float, computation: float, together: float) -> float:
+    """Return the part of the communication, from 0 to 1, that took no time beside the computation."""
+    return max(0.0, 1 - (together - computation) / communication)
+
+
+def milliseconds(world: mpicomm.World, action: Callable[[], object]) -> float:
+    """Return how long the action takes on the slowest rank, at best (collective)."""
+    times = torch.empty(TRIES, device=world.device)
+    for number in range(TRIES):
+        dist.barrier()
+        start = time.perf_counter()
+        action()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()  # a GPU works on after the call
+        times[number] = 1000 * (time.perf_counter() - start)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return times.min().item()
+
+
+if __name__ == "__main__":
+    main()

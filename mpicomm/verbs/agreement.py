@@ -1,0 +1,131 @@
+"""The members of a group compare what they call, before they do it: a mismatch is an error on all, with names."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.backend import dtypes
+from mpicomm.errors import MismatchError, everywhere
+from mpicomm.faults import report
+from mpicomm.verbs import containers
+from mpicomm.verbs.handles import Works
+from mpicomm.verbs.leaves import Data
+from mpicomm.verbs.members import Members
+from mpicomm.verbs.starting import Mode
+
+Said = tuple[Any, ...]
+"""What is compared: the verb with its arguments, the structure, and what is to be equal of each leaf."""
+
+_WORDS = 2  # of 63 bits each
+
+
+def of(data: Data, verb: str, *, any_length: bool = False) -> Said:
+    """Return what all ranks must say of their call and its data.
+
+    Args:
+        any_length: Leaves may differ in their first dimension.
+    """
+    start, grads = 1 if any_length else 0, torch.is_grad_enabled()
+    leaves = tuple(
+        [
+            (
+                kind,
+                each.dtype,
+                each.shape[start:] if start else each.shape,
+                each.dim(),
+                "cpu" if each.is_cpu else each.device.type,
+                grads and each.requires_grad,
+            )
+            for kind, each in zip(data.kinds, data.tensors, strict=True)
+        ]
+    )
+    return (verb, data.structure, leaves, any_length)
+
+
+def words(said: Said) -> tuple[int, int]:
+    """Return a digest of what a rank says, as integers of 63 bits."""
+    return _digest(said)
+
+
+def reached(members: Members, said: Said, mode: Mode) -> Generator[Works, None, None]:
+    """Compare what the members say (collective).
+
+    Raises:
+        MismatchError: On every member, if they do not all say the same.
+    """
+    if members.size == 1 or not mode.agrees:
+        return
+    digest = words(said)
+    extremes = torch.tensor([*digest, *[-word for word in digest]], dtype=torch.int64, device=members.control)
+    yield [dist.all_reduce(extremes, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
+    least = extremes.tolist()
+    if least[:_WORDS] != [-word for word in least[_WORDS:]]:
+        refuse(members, said)
+
+
+def refuse(members: Members, said: Said) -> None:
+    """Tell every member where they differ (collective).
+
+    Raises:
+        MismatchError: Always.
+    """
+    everybodys: list[Any] = [None] * members.size
+    dist.all_gather_object(everybodys, _shown(said), group=members.handle)
+    raise everywhere(MismatchError(_explain(members, everybodys)))
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(said: Said) -> tuple[int, int]:
+    raw = hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
+    return int.from_bytes(raw[:8], "big") >> 1, int.from_bytes(raw[8:], "big") >> 1
+
+
+def _shown(said: Said) -> tuple[str, list[tuple[str, str]]]:
+    """Return the verb, and of each leaf where it is and what it is, for people."""
+    verb, structure, leaves, any_length = said
+    return verb, [
+        (path, _shown_leaf(leaf, any_length)) for path, leaf in zip(containers.paths(structure), leaves, strict=True)
+    ]
+
+
+def _shown_leaf(leaf: Said, any_length: bool) -> str:
+    kind, dtype, shape, dims, device, has_gradient = leaf
+    first = ["*"] if any_length and dims else []
+    size = ", ".join([*first, *map(str, shape)])
+    gradient = ", with gradient" if has_gradient else ""
+    return f"{kind} {dtypes.short(dtype)}[{size}] on {device}{gradient}"
+
+
+def _explain(members: Members, everybodys: Sequence[tuple[str, list[tuple[str, str]]]]) -> str:
+    verbs = [verb for verb, _ in everybodys]
+    if len(set(verbs)) > 1:
+        return (
+            f"ranks call different verbs, or one with different arguments:\n{_table(members, verbs)}\n"
+            f"Make all ranks call the same verbs in the same order."
+        )
+    for number, leaves in enumerate(itertools.zip_longest(*[leaves for _, leaves in everybodys])):
+        if len(set(leaves)) > 1:
+            shown = ["nothing" if leaf is None else f"{leaf[0]} = {leaf[1]}" for leaf in leaves]
+            return (
+                f"{verbs[0]}: the ranks' data differ. The first leaf that does is number {number}:\n"
+                f"{_table(members, shown)}\nGive the verb data of one structure on all ranks."
+            )
+    return (
+        f"{verbs[0]}: the ranks' data have the same leaves in different containers.\n"
+        f"Give the verb data of one structure on all ranks."
+    )
+
+
+def _table(members: Members, said: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, each in zip(members.ranks, said, strict=True):
+        ranks.setdefault(each, []).append(rank)
+    rows = sorted(ranks.items(), key=lambda item: -len(item[1]))
+    return "\n".join(f"  {report.called(of_these)}: {each}" for each, of_these in rows)

@@ -1,0 +1,196 @@
+"""Containers of data: taken apart into leaves, told to others, and put together again.
+
+A container is a dict, OrderedDict, list, tuple, namedtuple or dataclass of containers; what else it holds are leaves,
+which `leaves.py` knows, and None. Its shape is told as plain nested tuples, in which a leaf is `None` in no list.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from mpicomm.errors import MpicommError
+
+Structure = tuple[Any, ...]
+"""(kind,), (kind, children), (kind, keys, children) or (kind, class, keys, children)."""
+
+LEAF: Structure = ("leaf",)
+_NONE: Structure = ("none",)
+_DEEPEST = 100
+_KEYS = (str, int, float, bool, type(None))
+_DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": collections.OrderedDict}
+
+
+def take_apart(data: Any, add: Callable[[Any], None], plain: Set[type], depth: int = 0) -> Structure:
+    """Give each leaf to `add`, in order, and return the structure around them.
+
+    Args:
+        plain: Types that are leaves; others may be too, and are looked at more closely.
+
+    Raises:
+        TypeError: If a container cannot be put together again elsewhere.
+        ValueError: If it is too deep, or holds itself.
+    """
+    kind: Any = type(data)
+    if kind in plain:
+        add(data)
+        return LEAF
+    if kind is dict or kind is collections.OrderedDict:
+        name = "dict" if kind is dict else "ordered"
+        keys = tuple(data)
+        _check_keys(keys)
+        children: Any = data.values()
+        head: tuple[Any, ...] = (name, keys)
+    elif kind is list or kind is tuple:
+        children, head = data, (kind.__name__,)
+    elif data is None:
+        return _NONE
+    elif isinstance(data, tuple) and hasattr(data, "_fields"):
+        children, head = data, ("namedtuple", _name_of(kind))
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        keys = tuple(field.name for field in dataclasses.fields(data))
+        children, head = [getattr(data, key) for key in keys], ("dataclass", _name_of(kind), keys)
+    elif isinstance(data, (Mapping, list, tuple, set, frozenset)):
+        raise TypeError(
+            f"a {kind.__name__} cannot be sent leaf by leaf.\n"
+            f"Use a dict, OrderedDict, list, tuple, namedtuple or dataclass, or the verb's `_object` form."
+        )
+    else:
+        add(data)
+        return LEAF
+    if depth >= _DEEPEST:
+        raise ValueError(f"the container is more than {_DEEPEST} deep.\nDoes it hold itself? Flatten it.")
+    return (*head, tuple([take_apart(child, add, plain, depth + 1) for child in children]))
+
+
+def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
+    """Return the container of a structure around some leaves.
+
+    Raises:
+        MpicommError: If a class of the sender's is not known here.
+    """
+    kind = structure[0]
+    if kind == "leaf":
+        return next(leaves)
+    if kind == "none":
+        return None
+    children = [put_together(child, leaves) for child in structure[-1]]
+    if kind == "list":
+        return children
+    if kind == "tuple":
+        return tuple(children)
+    if kind in _DICTS:
+        return _DICTS[kind](zip(structure[1], children, strict=True))
+    known = _class_of(structure[1])
+    if kind == "namedtuple":
+        return known(*children)
+    return _dataclass(known, dict(zip(structure[2], children, strict=True)))
+
+
+def paths(structure: Structure, here: str = "") -> Iterator[str]:
+    """Return where each leaf is, as one would write it in Python."""
+    kind = structure[0]
+    if kind == "leaf":
+        yield here or "the data"
+    elif kind != "none":
+        for place, child in zip(_places(structure), structure[-1], strict=True):
+            yield from paths(child, here + place)
+
+
+def from_plain(plain: Any, depth: int = 0) -> Structure:
+    """Return a structure that came as lists of lists, checked.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not isinstance(plain, list) or not plain or depth > _DEEPEST:
+        raise ValueError("no structure")
+    kind, *rest = plain
+    if kind in ("leaf", "none") and not rest:
+        return (kind,)
+    forms = {"list": 1, "tuple": 1, "dict": 2, "ordered": 2, "namedtuple": 2, "dataclass": 3}
+    if forms.get(kind) != len(rest) or not isinstance(rest[-1], list):
+        raise ValueError("no structure")
+    children = tuple([from_plain(child, depth + 1) for child in rest[-1]])
+    if kind in ("namedtuple", "dataclass") and not isinstance(rest[0], str):
+        raise ValueError("no structure")
+    if kind in ("dict", "ordered", "dataclass"):
+        keys = rest[-2]
+        if not isinstance(keys, list) or len(keys) != len(children) or any(type(key) not in _KEYS for key in keys):
+            raise ValueError("no structure")
+        return (kind, *rest[:-2], tuple(keys), children)
+    return (kind, *rest[:-1], children)
+
+
+def _places(structure: Structure) -> Sequence[str]:
+    kind = structure[0]
+    if kind in _DICTS:
+        return [f"[{key!r}]" for key in structure[1]]
+    if kind == "dataclass":
+        return [f".{key}" for key in structure[2]]
+    return [f"[{index}]" for index in range(len(structure[-1]))]
+
+
+def _check_keys(keys: Sequence[Any]) -> None:
+    for key in keys:
+        if type(key) not in _KEYS:
+            raise TypeError(
+                f"a dict has the key {key!r}, a {type(key).__name__}.\n"
+                f"Use keys that are text or numbers, or the verb's `_object` form."
+            )
+
+
+@functools.cache
+def _name_of(kind: Any) -> str:
+    """Return the name by which other ranks find a class.
+
+    Raises:
+        TypeError: If they cannot.
+    """
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _found(name) is not kind:
+        raise TypeError(
+            f"{kind.__qualname__} is not found in {kind.__module__} under that name, so other ranks cannot find it.\n"
+            f"Define it at the top of a module, not within a function."
+        )
+    return name
+
+
+def _class_of(name: str) -> Any:
+    """Return the class that a sender named.
+
+    Raises:
+        MpicommError: If there is no such namedtuple or dataclass here.
+    """
+    found = _found(name)
+    if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
+        return found
+    raise MpicommError(
+        f"the data hold a {name}, which is no namedtuple or dataclass here.\nDefine it where all ranks import it."
+    )
+
+
+def _found(name: str) -> Any:
+    """Return what a module has under a name; None if it has nothing."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return found
+
+
+def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return a dataclass with these fields; those that its constructor does not take are set afterwards."""
+    taken = {field.name for field in dataclasses.fields(kind) if field.init}
+    made = kind(**{name: value for name, value in values.items() if name in taken})
+    for name, value in values.items():
+        if name not in taken:
+            object.__setattr__(made, name, value)
+    return made

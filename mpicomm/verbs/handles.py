@@ -1,0 +1,199 @@
+"""Verbs in steps, run to their end at once or in the background.
+
+A verb is a generator: it starts operations, yields their works, and goes on when these have ended; what it returns is
+the verb's result. In the background the steps after the first run as callbacks of the one before where the group is of
+this back end: their place in the order of operations is then the same on all ranks, whatever these do meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import threading
+import time
+import warnings
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.faults import recorder
+
+Works = list[Any]
+"""What operations gave back; None of one that had ended within the call."""
+
+Steps = Generator[Works, None, Any]
+_LONGEST_PAUSE = 1e-3  # seconds between two looks at what has no future
+
+
+def run(steps: Steps) -> Any:
+    """Run a verb to its end, and return its result."""
+    try:
+        while True:
+            for work in next(steps):
+                if work is not None:
+                    work.wait()
+    except StopIteration as end:
+        return end.value
+
+
+class Handle:
+    """A verb that runs in the background. Its result comes from `wait()`, or from `await`."""
+
+    def __init__(self, steps: Steps, what: str, *, in_callbacks: bool, in_order: bool) -> None:
+        """Start the first step.
+
+        Args:
+            in_callbacks: Later steps run as callbacks of the one before, as well as by whoever waits.
+            in_order: They run as callbacks only, since their place among the operations matters.
+        """
+        self._steps = steps
+        self._what = what
+        self._where = recorder.line_of_caller()
+        self._in_callbacks = in_callbacks
+        self._in_order = in_order
+        self._lock = threading.RLock()
+        self._state: tuple[int, Works] = (0, [])  # how many steps were run, and what the last one started
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._was_asked = True
+        self._advance(0)
+        if self._error is not None:
+            raise self._error  # in the call: nothing has begun
+        self._was_asked = False
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> Any:
+        """Wait until the verb has ended, and return its result.
+
+        Args:
+            timeout: Seconds, or a timedelta; for ever if left out, or until the group's own timeout.
+
+        Raises:
+            TimeoutError: If it has not ended by then. It is still on its way, and can be waited for again.
+        """
+        self._was_asked = True
+        if isinstance(timeout, datetime.timedelta):
+            timeout = timeout.total_seconds()
+        if timeout is None:
+            self._finish()
+        elif not mpi.poll(self.done, timeout):
+            raise TimeoutError(
+                f"{self._what} from {self._where} has not ended within {timeout:g} s.\n"
+                f"Wait longer (it stays on its way), or find out what the other ranks do: mpicomm.dump()."
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """Tell whether the verb has ended, well or not; looking drives it on."""
+        while not self._ended.is_set():
+            step, works = self._state
+            if self._in_order or not all(work.is_completed() for work in works):
+                return False
+            self._advance(step)
+        self._was_asked = True
+        return True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait within an event loop, which goes on meanwhile."""
+        self._was_asked = True
+        while not self.done():
+            yield from asyncio.sleep(_LONGEST_PAUSE).__await__()
+        return self.wait()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_was_asked", True):
+            warnings.warn(
+                f"the handle of {self._what} from {self._where} was dropped before anybody waited for it. Call wait().",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _finish(self) -> None:
+        while not self._ended.is_set():
+            step, works = self._state
+            try:
+                for work in works:
+                    work.wait()
+            except BaseException as error:  # noqa: BLE001  raised by wait()
+                self._end(None, error)
+            if self._in_order:
+                self._ended.wait()
+            else:
+                self._advance(step)
+
+    def _advance(self, step: int) -> None:
+        """Run the step after `step` of them, if nobody has."""
+        with self._lock:
+            if self._state[0] != step or self._ended.is_set():
+                return
+            try:
+                works = [work for work in next(self._steps) if work is not None]
+            except StopIteration as end:
+                self._end(end.value, None)
+            except BaseException as error:  # noqa: BLE001  raised by wait(), on the thread that asks
+                self._end(None, error)
+            else:
+                self._state = (step + 1, works)
+                self._go_on_when_done(step + 1, works)
+
+    def _go_on_when_done(self, step: int, works: Works) -> None:
+        if not works:
+            self._advance(step)
+        elif self._in_callbacks:
+            futures = [work.get_future() for work in works]
+            joint = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+            joint.add_done_callback(lambda done: self._called_back(done, step))
+
+    def _called_back(self, future: torch.futures.Future[Any], step: int) -> None:
+        try:
+            future.value()
+        except BaseException as error:  # noqa: BLE001  as above
+            self._end(None, error)
+        else:
+            self._advance(step)
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._result, self._error, self._state = result, error, (-1, [])
+                self._ended.set()
+
+
+def wait_all(handles: Iterable[Handle], timeout: float | datetime.timedelta | None = None) -> list[Any]:
+    """Wait for all handles, and return their results in the order of the handles.
+
+    Args:
+        handles: What verbs gave back.
+        timeout: Seconds, or a timedelta, for all of them together.
+
+    Raises:
+        TimeoutError: If one has not ended by then.
+    """
+    handles = list(handles)
+    if timeout is None:
+        return [handle.wait() for handle in handles]
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    deadline = time.monotonic() + seconds
+    return [handle.wait(max(deadline - time.monotonic(), 0.0)) for handle in handles]
+
+
+def as_completed(handles: Iterable[Handle]) -> Iterator[Handle]:
+    """Give each handle when its verb has ended; the first first.
+
+    Args:
+        handles: What verbs gave back.
+    """
+    waiting = list(handles)
+
+    def some_are_done() -> bool:
+        return any(handle.done() for handle in waiting)
+
+    while waiting:
+        mpi.poll(some_are_done, float("inf"))
+        ended = [handle for handle in waiting if handle.done()]
+        waiting = [handle for handle in waiting if handle not in ended]
+        yield from ended

@@ -1,0 +1,151 @@
+"""Who takes part in a verb: what its `group=` means."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm import mpi, runtime
+from mpicomm.backend import c10d
+from mpicomm.backend.process_group import MPIProcessGroup
+
+NODE, LEADERS = "node", "leaders"
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """A group, and this rank's place in it. Ranks are those of the group."""
+
+    handle: Any
+    rank: int
+    size: int
+
+    ranks: tuple[int, ...]
+    """The members' ranks in the job."""
+
+    is_ours: bool
+    """Whether the group is this back end's: what follows an operation then runs in its place on all ranks."""
+
+    control: torch.device
+    """Where small tensors of the verbs' own must be: on the host, if the group takes such."""
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether tensors on GPUs go by another back end than ours."""
+        return not (self.is_ours and self.handle.takes_gpu_tensors)
+
+    def global_rank(self, rank: int, what: str, argument: str) -> int:
+        """Return the rank in the job of a rank of the group.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ValueError(
+                f"{what}: {argument}={rank!r} is no rank of the group, which has {self.size}.\n"
+                f"Pass one from 0 to {self.size - 1}, counted within the group."
+            )
+        return self.ranks[rank]
+
+
+_known: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
+_made: dict[tuple[str, tuple[int, ...]], Any] = {}
+"""The groups that were made for `"node"`, `"leaders"` and communicators, by kind and ranks."""
+
+
+def resolve(group: Any, what: str) -> Members:
+    """Return who takes part.
+
+    Args:
+        group: A group of torch's, an mpi4py communicator, "node" for the ranks that share this node, "leaders" for the
+            first rank of each; None for all ranks. Of the last three kinds the group is made at the first use
+            (collective over its members).
+
+    Raises:
+        ValueError: If this rank is not in the group, or it means nothing.
+    """
+    handle = group
+    if not isinstance(group, dist.ProcessGroup):
+        handle = _find(group, what)
+    members = _known.get(handle)
+    if members is None:
+        members = _known[handle] = _describe(handle)
+    return members
+
+
+def _find(group: Any, what: str) -> Any:
+    if group is None:
+        return _world(what)
+    if isinstance(group, str):
+        return _of_topology(group, what)
+    if hasattr(group, "Get_group"):
+        return _of_comm(group, what)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{what}: this rank is not in the group.\nCall it on the group's members only.")
+    raise ValueError(
+        f"{what}: group={group!r} is no group.\n"
+        f"Pass a group of torch's, an mpi4py communicator, {NODE!r} or {LEADERS!r}; or nothing, for all ranks."
+    )
+
+
+def _world(what: str) -> Any:
+    if not dist.is_initialized():
+        raise ValueError(f"{what}: there is no job yet.\nCall mpicomm.bootstrap() first.")
+    return dist.group.WORLD
+
+
+def _of_topology(name: str, what: str) -> Any:
+    nodes, mine = runtime.nodes(), dist.get_rank(_world(what))
+    leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    if name == NODE:
+        return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[mine]])
+    if name != LEADERS:
+        raise ValueError(f"{what}: group={name!r} is no group.\nThere are {NODE!r} and {LEADERS!r}.")
+    if leaders[nodes[mine]] != mine:
+        raise ValueError(
+            f"{what}: rank {mine} is not in the group {LEADERS!r}: rank {leaders[nodes[mine]]} is its node's first.\n"
+            f"Call it where world.local_rank == 0."
+        )
+    return _made_once(LEADERS, sorted(leaders.values()))
+
+
+def _of_comm(comm: Any, what: str) -> Any:
+    base, here = mpi.job_comm().Get_group(), comm.Get_group()
+    try:
+        ranks = list(here.Translate_ranks(None, base))
+    finally:
+        base.Free()
+        here.Free()
+    if comm.Is_inter() or mpi.api().UNDEFINED in ranks or ranks != sorted(ranks):
+        raise ValueError(
+            f"{what}: the communicator has the ranks {ranks} of the job.\n"
+            f"Pass an intracommunicator within the job, in the order of its ranks."
+        )
+    return _made_once("comm", ranks)
+
+
+def _made_once(kind: str, ranks: Sequence[int]) -> Any:
+    """Return the group of some ranks, made at the first use (collective over them)."""
+    key = (kind, tuple(ranks))
+    handle = _made.get(key)
+    if handle is None or not c10d.is_alive(handle):
+        handle = _made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return handle
+
+
+def _describe(handle: Any) -> Members:
+    is_ours = isinstance(handle, MPIProcessGroup)
+    on_host = is_ours or c10d.takes_host_tensors(handle)
+    return Members(
+        handle,
+        dist.get_rank(handle),
+        dist.get_world_size(handle),
+        tuple(dist.get_process_group_ranks(handle)),
+        is_ours,
+        torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device()),
+    )

@@ -1,0 +1,176 @@
+"""What is in a document that is run, and what the blocks in it mean.
+
+- A `python` block whose first line is `# name.py` is a file, and a `bash` block whose first line but `#!` is `# name`,
+  too: the document's commands find them in their working directory.
+- The first other `python` block of a document is its start: every section begins with it.
+- The other `python` blocks of a `##` section are one program, in their order. All ranks run it: two, or as many as the
+  comment `<!-- ranks: N -->` says below the section's heading.
+- A `text` block right after `python` blocks is what all ranks together print in them, their lines in any order.
+- `<!-- raises -->` before a `python` block: it raises on every rank, and the `text` block that follows has the message.
+- The commands of a `console` block are run; their output is shown as the README's is. `<!-- fails -->` before it: the
+  command fails, and every line that is shown is among its output. `<!-- elsewhere -->`: it needs a cluster.
+
+In what is shown, `...` stands for anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from tests.launching import ROOT
+
+GUIDE = ROOT / "docs" / "guide.md"
+SHARP_BITS = ROOT / "docs" / "sharp-bits.md"
+DOCUMENTS = (GUIDE, SHARP_BITS)
+
+RANKS = 2  # of a section that does not say how many
+_FENCE = re.compile(r"^```(\w*)$")
+_COMMENT = re.compile(r"^<!-- (.*) -->$")
+_RANKS = re.compile(r"^ranks: (\d+)$")
+MARKS = ("raises", "fails", "elsewhere")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    lines: tuple[str, ...]
+    first_line: int
+    """The number of its first line in the document, from 1."""
+
+    mark: str = ""
+    """What the comment before it says."""
+
+    @property
+    def text(self) -> str:
+        """The lines."""
+        return "".join(f"{line}\n" for line in self.lines)
+
+    @property
+    def file_name(self) -> str | None:
+        """What the file is called that the block is; None if it is none."""
+        lines = [line for line in self.lines if not line.startswith("#!")]
+        found = re.fullmatch(r"# ([\w-]+\.\w+)", lines[0]) if lines else None
+        return found[1] if found and self.language in ("python", "bash") else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A part of a section's program, and what is shown of it."""
+
+    code: Block
+    shown: tuple[str, ...] = ()
+
+    @property
+    def raises(self) -> bool:
+        """Whether it is shown how this fails."""
+        return self.code.mark == "raises"
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command and what is shown of its output."""
+
+    line: str
+    shown: tuple[str, ...]
+    mark: str
+
+
+@dataclasses.dataclass
+class Section:
+    """What is below one heading of the second level."""
+
+    title: str
+    ranks: int = RANKS
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+
+    def snippets(self) -> list[Step]:
+        """Return the parts of the program, each with the text that follows it."""
+        steps: list[Step] = []
+        for block in self.blocks:
+            if block.language == "python" and block.file_name is None:
+                steps.append(Step(block))
+            elif block.language == "text":
+                assert steps, f"line {block.first_line}: the output of nothing"
+                steps[-1] = Step(steps[-1].code, block.lines)
+        return steps
+
+
+@dataclasses.dataclass
+class Document:
+    """A document in its sections."""
+
+    path: Path
+    sections: list[Section]
+
+    @property
+    def start(self) -> Step:
+        """What every section begins with."""
+        return next(step for section in self.sections for step in section.snippets())
+
+    def files(self) -> dict[str, str]:
+        """Return the files that are in the document, by name."""
+        named = {block.file_name: block.text for section in self.sections for block in section.blocks}
+        return {name: text for name, text in named.items() if name is not None}
+
+    def commands(self) -> list[Command]:
+        """Return the commands in their order."""
+        found: list[Command] = []
+        for section in self.sections:
+            for block in section.blocks:
+                if block.language == "console":
+                    found += _commands(block)
+        return found
+
+    def with_snippets(self, ranks: int) -> list[Section]:
+        """Return the sections whose programs run on so many ranks."""
+        return [each for each in self.sections if each.ranks == ranks and self.program(each)]
+
+    def program(self, section: Section) -> list[Step]:
+        """Return a section's own steps: those after the document's start."""
+        return [step for step in section.snippets() if step != self.start]
+
+
+def read(path: Path) -> Document:
+    """Read a document."""
+    sections = [Section("")]
+    language, first_line, mark, lines = None, 0, "", []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        here = f"{path.name}, line {number}"
+        if language is not None:
+            if line == "```":
+                sections[-1].blocks.append(Block(language, tuple(lines), first_line, mark))
+                language, mark = None, ""
+            else:
+                lines.append(line)
+        elif fence := _FENCE.match(line):
+            language, first_line, lines = fence[1], number + 1, []
+            assert mark in ("", *MARKS), f"{here}: {mark} means nothing"
+        else:
+            assert mark not in MARKS, f"{here}: `{mark}` is to be right before a block"
+            comment = _COMMENT.match(line)
+            mark = comment[1] if comment else ""
+            if line.startswith("## "):
+                sections.append(Section(line[3:]))
+            elif ranks := _RANKS.match(mark):
+                sections[-1].ranks = int(ranks[1])
+    assert language is None, f"{path.name}: the block at line {first_line} has no end"
+    return Document(path, sections)
+
+
+def is_like(shown: str, real: str) -> bool:
+    """Tell whether a line is as it is shown; `...` stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), real) is not None
+
+
+def _commands(block: Block) -> list[Command]:
+    found: list[Command] = []
+    for line in block.lines:
+        if line.startswith("$ "):
+            found.append(Command(line[2:], (), block.mark))
+        else:
+            found[-1] = dataclasses.replace(found[-1], shown=(*found[-1].shown, line))
+    return found

@@ -1,0 +1,55 @@
+"""The program that a document's snippets are: `mpirun -n 2 python -m tests.docs.program docs/guide.md`.
+
+Runs, on each rank, the sections that are meant for so many ranks. Each has names of its own; the job is the same.
+Tracebacks name the document and its lines.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.docs import documents
+from tests.docs.documents import Document, Section, Step
+
+
+def main(path: Path) -> None:
+    import mpicomm
+
+    document = documents.read(path)
+    for section in document.with_snippets(mpicomm.bootstrap(timeout=30).size):
+        run(document, section)
+
+
+def run(document: Document, section: Section) -> None:
+    """Run what is in a section (collective)."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    execute(document, document.start, names)
+    for step in document.program(section):
+        if step.raises:
+            expect_failure(document, step, names)
+        else:
+            execute(document, step, names)
+
+
+def execute(document: Document, step: Step, names: dict[str, object]) -> None:
+    # Blank lines before it, so that line numbers are the document's.
+    code = "\n" * (step.code.first_line - 1) + step.code.text
+    exec(compile(code, str(document.path), "exec"), names)
+
+
+def expect_failure(document: Document, step: Step, names: dict[str, object]) -> None:
+    try:
+        execute(document, step, names)
+    except Exception as error:  # noqa: BLE001  which it is to be is in the document
+        real = f"{type(error).__name__}: {error}".splitlines()
+        where = f"{document.path.name}:{step.code.first_line}"
+        for shown in step.shown:
+            assert any(documents.is_like(shown, line) for line in real), f"{where}: {shown!r} is not in {real}"
+        assert step.shown, f"{where}: no message is shown"
+    else:
+        raise AssertionError(f"{document.path.name}:{step.code.first_line}: does not fail")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

@@ -1,0 +1,139 @@
+"""What the documents show is so: their snippets and commands are run, and their links lead somewhere.
+
+What the comments in a document mean is said in `tests.docs.documents`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.docs import documents
+from tests.docs.documents import DOCUMENTS, Command
+from tests.examples.test_examples import PROGRAMS, form
+from tests.launching import ROOT, Outcome, run_command, run_ranks
+
+READ = {path.name: documents.read(path) for path in DOCUMENTS}
+each_document = pytest.mark.parametrize("name", READ)
+OF_CLUSTERS = {"srun", "sbatch", "squeue", "scancel", "qsub"}
+SETTING = re.compile(r"(\w+)=(\S+)")
+
+
+# -- snippets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, ranks) for name, each in READ.items() for ranks in sorted({section.ranks for section in each.sections})],
+)
+def test_the_snippets_do_what_they_say(name: str, ranks: int) -> None:
+    document = READ[name]
+    steps = [step for section in document.with_snippets(ranks) for step in document.program(section)]
+    outcome = run_ranks(ranks, ["-m", "tests.docs.program", str(document.path)], timeout=120)
+    assert outcome.status == 0, outcome
+    shown = [line for step in steps if not step.raises for line in step.shown]
+    assert sorted(outcome.stdout.splitlines()) == sorted(shown), outcome
+    assert "Warning" not in outcome.stderr, outcome
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+def commands(*, elsewhere: bool) -> list[tuple[str, Command]]:
+    found = [(name, command) for name, each in READ.items() for command in each.commands()]
+    return [(name, command) for name, command in found if (command.mark == "elsewhere") == elsewhere]
+
+
+def run(line: str) -> Outcome:
+    """Run a command with the programs of this environment."""
+    words = shlex.split(line)
+    env = {}
+    while setting := SETTING.fullmatch(words[0]):
+        env[setting[1]] = setting[2]
+        words = words[1:]
+    return run_command([each for word in words for each in PROGRAMS.get(word, [word])], env=env, timeout=120)
+
+
+@pytest.fixture
+def files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's files, in the working directory."""
+    for file, text in READ[name].files().items():
+        (tmp_path / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [pytest.param(*each, id=each[1].line) for each in commands(elsewhere=False)]
+)
+def test_the_commands_do_what_they_say(name: str, command: Command, files: None) -> None:
+    outcome = run(command.line)
+    if command.mark == "fails":
+        assert outcome.status != 0, outcome
+        real = (outcome.stdout + outcome.stderr).splitlines()
+        for line in command.shown:
+            assert any(documents.is_like(anywhere(line), each) for each in real), f"{line}\nis not in\n{outcome}"
+    else:
+        assert outcome.status == 0, outcome
+        assert form(outcome.stdout) == form("\n".join(command.shown)), outcome
+
+
+def anywhere(line: str) -> str:
+    """Return what is equal in every run of what is shown: not the machine, the directory, the time, who was first."""
+    line = re.sub(r"(rank \d+ of \d+ on) \S+", r"\1 ...", line)
+    line = re.sub(r'File "/[^"]*/', 'File "...', line)
+    return re.sub(r"\b(rank )?\d+ (s\b|has waited)", r"\1... \2", line)
+
+
+def test_the_rest_needs_a_cluster() -> None:
+    programs = {command.line.split()[0] for _, command in commands(elsewhere=True)}
+    assert programs <= OF_CLUSTERS
+    for name, command in commands(elsewhere=True):
+        assert not command.shown, "nothing has seen this output"
+        if command.line.startswith(("sbatch", "qsub")):
+            assert command.line.split()[1] in READ[name].files()
+
+
+@each_document
+def test_the_files_are_used(name: str) -> None:
+    words = {word for command in READ[name].commands() for word in command.line.split()}
+    assert set(READ[name].files()) <= words
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [(file, text) for each in READ.values() for file, text in each.files().items() if not file.endswith(".py")],
+)
+def test_the_job_scripts_are_scripts(file: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    assert text.startswith("#!/bin/bash\n")
+    outcome = run_command(["bash", "-n", str(tmp_path / file)])
+    assert (outcome.status, outcome.stderr) == (0, ""), outcome
+    lines = text.splitlines()
+    # Slurm and PBS look for directives until the first command, and PBS takes a comment behind one for a part of it.
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [number for number, line in enumerate(lines) if line.startswith(("#SBATCH -", "#PBS -"))]
+    assert directives
+    assert max(directives) < first_command
+    assert not [lines[number] for number in directives if "#" in lines[number][1:]]
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the names that headings have in links."""
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each_document
+def test_links_lead_somewhere(name: str) -> None:
+    path = ROOT / "docs" / name
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)]*)\)", path.read_text()):
+        to = (path.parent / target).resolve() if target else path
+        assert to.exists(), target
+        assert not anchor or anchor in anchors(to), f"{target}#{anchor}"

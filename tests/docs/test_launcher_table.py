@@ -1,0 +1,70 @@
+"""The guide's table of launchers' variables is made of the tables that the library reads, and says what is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import mpicomm
+from mpicomm.launchers import OPEN_MPI, PMI, TORCHRUN, Launcher
+from tests.docs import launcher_table
+from tests.docs.documents import GUIDE
+from tests.launching import Outcome, run_command, run_ranks
+
+SIZE = 2
+# Prints the environment, a line for each rank.
+PROGRAM = "import json, os, sys; sys.stdout.write(json.dumps(dict(os.environ)) + chr(10))"
+
+
+def test_the_guide_has_the_table() -> None:
+    guide = GUIDE.read_text()
+    assert guide == launcher_table.inserted(guide), "python -m tests.docs.launcher_table --write"
+
+
+def test_it_has_what_a_world_has() -> None:
+    fields = {field.name for field in dataclasses.fields(mpicomm.World)}
+    assert set(launcher_table.FACTS.values()) <= fields
+
+
+def test_it_has_all_that_the_tables_say() -> None:
+    table = launcher_table.text()
+    for launcher in launcher_table.COLUMNS.values():
+        said = [value for name, value in dataclasses.asdict(launcher).items() if name != "title" and value]
+        assert [variable for variable in said if f"`{variable}`" not in table] == []
+
+
+def test_this_mpi_sets_what_the_table_says() -> None:
+    outcome = run_ranks(SIZE, PROGRAM)
+    environ = json.loads(outcome.stdout.splitlines()[0])
+    check(outcome, OPEN_MPI if OPEN_MPI.rank in environ else PMI)
+
+
+def test_torchrun_sets_what_the_table_says(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)]
+    outcome = run_command([*torchrun, str(tmp_path / "program.py")])
+    environs = check(outcome, TORCHRUN)
+    assert all(environ[TORCHRUN.master_addr] and int(environ[TORCHRUN.master_port]) for environ in environs)
+
+
+def check(outcome: Outcome, launcher: Launcher) -> list[dict[str, str]]:
+    """Compare what the ranks of one node were told with what the launcher's variables are said to be."""
+    assert outcome.status == 0, outcome
+    environs = [json.loads(line) for line in outcome.stdout.splitlines()]
+    told = {
+        fact: sorted(environ[variable] for environ in environs)
+        for fact in ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
+        if (variable := getattr(launcher, fact))
+    }
+    is_so = {
+        "rank": ["0", "1"],
+        "size": ["2", "2"],
+        "local_rank": ["0", "1"],
+        "local_size": ["2", "2"],
+        "node_rank": ["0", "0"],
+        "num_nodes": ["1", "1"],
+    }
+    assert told == {fact: is_so[fact] for fact in told}
+    return environs

@@ -1,0 +1,155 @@
+"""The reader of documents and the program of their snippets: what is wrong in a document is found, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs import documents, program
+from tests.docs.documents import Document
+
+TEXT = """\
+# A document
+
+```python
+import math
+```
+
+## One
+
+<!-- ranks: 4 -->
+
+Some words.
+
+```python
+number = math.floor(2.5)
+```
+
+```python
+print(number)
+```
+
+```text
+2
+```
+
+<!-- raises -->
+```python
+math.sqrt(-number)
+```
+
+```text
+ValueError: ...
+```
+
+## Two
+
+```python
+# name.py
+import sys
+```
+
+```bash
+#!/bin/bash
+# job.sh
+true
+```
+
+<!-- a comment -->
+
+<!-- fails -->
+```console
+$ python name.py
+one
+two
+$ python name.py --again
+```
+"""
+
+
+def document(folder: Path, text: str) -> Document:
+    path = folder / "text.md"
+    path.write_text(text)
+    return documents.read(path)
+
+
+def run(folder: Path, text: str) -> None:
+    read = document(folder, text)
+    for section in read.sections:
+        program.run(read, section)
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    read = document(tmp_path, TEXT)
+    assert [(section.title, section.ranks) for section in read.sections] == [("", 2), ("One", 4), ("Two", 2)]
+    assert read.start.code.lines == ("import math",)
+    steps = read.program(read.sections[1])
+    assert [(step.code.first_line, step.code.mark, step.shown) for step in steps] == [
+        (14, "", ()),
+        (18, "", ("2",)),
+        (27, "raises", ("ValueError: ...",)),
+    ]
+    assert [section.title for section in read.with_snippets(4)] == ["One"]
+    assert read.with_snippets(2) == []
+    assert read.files() == {"name.py": "# name.py\nimport sys\n", "job.sh": "#!/bin/bash\n# job.sh\ntrue\n"}
+    assert [(command.line, command.shown, command.mark) for command in read.commands()] == [
+        ("python name.py", ("one", "two"), "fails"),
+        ("python name.py --again", (), "fails"),
+    ]
+
+
+def test_a_section_runs_with_the_start_and_without_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, TEXT)
+    assert capsys.readouterr().out == "2\n"
+    with pytest.raises(NameError, match="number"):
+        run(tmp_path, TEXT + "\n```python\nnumber\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("-number", "number", "text.md:27: does not fail"),
+        ("ValueError: ...", "TypeError: ...", "text.md:27: 'TypeError: ...' is not in"),
+        ("\n```text\nValueError: ...\n```\n", "", "text.md:27: no message is shown"),
+    ],
+)
+def test_what_does_not_fail_as_it_should_is_found(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run(tmp_path, TEXT.replace(old, new))
+
+
+def test_tracebacks_name_the_document(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(tmp_path, TEXT.replace("print(number)", "number / 0"))
+    last = caught.traceback[-1]
+    assert (Path(last.path).name, last.lineno + 1) == ("text.md", 18)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- raise -->\n```python\n```\n", "line 2: raise means nothing"),
+        ("<!-- raises -->\n\n```python\n```\n", "line 2: `raises` is to be right before a block"),
+        ("```python\n", "the block at line 2 has no end"),
+    ],
+)
+def test_what_is_written_wrong_is_found(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        document(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "is_so"),
+    [
+        ("a [0] b", "a [0] b", True),
+        ("a ... b", "a 17 b", True),
+        ("a ...", "a ", True),
+        ("a", "a b", False),
+        ("a.b", "a-b", False),
+    ],
+)
+def test_dots_stand_for_anything(shown: str, real: str, is_so: bool) -> None:
+    assert documents.is_like(shown, real) is is_so

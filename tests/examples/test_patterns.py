@@ -1,0 +1,211 @@
+"""The examples of parallel programs: on other numbers of ranks, and what their docstrings claim beyond their output."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import types
+
+import pytest
+
+from mpicomm.examples import head_worker, model_parallel, overlap, spawn
+from tests.launching import Outcome, run_alone, run_ranks
+
+# In one job, one after the other, because starting one takes longer than these do.
+MODULES = ("ring_all_reduce", "overlap", "head_worker", "model_parallel", "pipeline", "parameter_server")
+MAINS = "\n".join(f"from mpicomm.examples import {name}\n{name}.main()" for name in MODULES)
+
+RING = """
+import torch, mpicomm
+import torch.distributed as dist
+from mpicomm.examples import ring_all_reduce
+world = mpicomm.bootstrap()
+for count in (0, 1, 2, 3, 4, 5, 1001):
+    for dtype in (torch.float32, torch.int64):
+        tensor = torch.arange(count).to(dtype) + world.rank
+        expected = tensor.clone()
+        dist.all_reduce(expected)
+        ring_all_reduce.ring_all_reduce(world, tensor)
+        assert torch.equal(tensor, expected), count
+matrix = torch.ones(3, 5)
+ring_all_reduce.ring_all_reduce(world, matrix)
+assert (matrix == world.size).all()
+"""
+
+SLEEPING = """
+import time
+from mpicomm.examples import overlap
+overlap.compute = lambda matrix, products: time.sleep(0.002 * products)
+overlap.main()
+"""
+
+TASKS = """
+import math, torch, mpicomm
+import torch.distributed as dist
+from mpicomm.examples import head_worker
+world = mpicomm.bootstrap()
+for numbers in ([12, 0, 97, -5, 1], [], list(range(1, 200))):
+    futures = head_worker.hand_out(world, numbers)
+    for number, future in zip(numbers, futures):
+        if number < 1:
+            assert str(future.exception()) == f"{number} has no prime factors"
+        else:
+            assert math.prod(future.result().factors) == number
+    total = torch.tensor(len(futures))
+    dist.all_reduce(total)
+    assert total == len(numbers)  # rank 0 alone has futures; the world is in order
+def exits(number):
+    raise SystemExit(number)
+head_worker.prime_factors = exits
+for future in head_worker.hand_out(world, [7, 8]):
+    assert isinstance(future.exception(), SystemExit)
+"""
+
+DYING = """
+import os, mpicomm
+from mpicomm.examples import head_worker
+world = mpicomm.bootstrap()
+head_worker.prime_factors = lambda number: os._exit(3) if world.rank == 2 else [number]
+head_worker.main()
+"""
+
+
+@functools.cache
+def run_all(size: int) -> Outcome:
+    return run_ranks(size, ["-c", MAINS, "--tasks", "60"], timeout=120)
+
+
+def lines(outcome: Outcome, pattern: str) -> int:
+    """Return how many lines look like that."""
+    return len(re.findall(f"^{pattern}$", outcome.stdout, re.MULTILINE))
+
+
+# -- on other numbers of ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_end_well(size):
+    outcome = run_all(size)
+    assert outcome.status == 0, outcome
+    assert not outcome.stderr, outcome
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_ring_adds_and_is_timed(size):
+    outcome = run_all(size)
+    assert lines(outcome, f"{size} ranks, {2 * (size - 1)} steps in the ring") == 1, outcome
+    assert lines(outcome, r" *[\d,]+ elements: equal; ring +[\d.]+ ms, all_reduce +[\d.]+ ms") == 3, outcome
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_overlap_is_measured(size):
+    outcome = run_all(size)
+    assert lines(outcome, r"(communication|computation|both) +[\d.]+ ms") == 3, outcome
+    assert lines(outcome, r"hidden +[\d.]+%") == 1, outcome
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_task_that_fails_loses_no_other(size):
+    outcome = run_all(size)
+    assert lines(outcome, "task 30 failed: ValueError: 0 has no prime factors") == 1, outcome
+    assert lines(outcome, "59 of 60 tasks done: [0-9]+ primes, the last is [0-9]+") == 1, outcome
+    busy = re.findall(rf"^workers: {max(1, size - 1)}, busy ([\d.]+)% of the time$", outcome.stdout, re.MULTILINE)
+    assert 0 < float(*busy) <= 100, outcome
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_network_in_parts_is_the_network_in_one_piece(size):
+    outcome = run_all(size)
+    assert lines(outcome, "the parts together are the network that one rank trains alone") == 1, outcome
+    assert lines(outcome, "the stages together are the network that one rank trains alone") == 1, outcome
+    assert lines(outcome, r"step +\d+: loss 0\.\d+") == 10, outcome
+
+
+def test_the_losses_of_the_parts_do_not_depend_on_their_number():
+    losses = [set(re.findall(r"step 50: loss ([\d.]+)", run_all(size).stdout)) for size in (1, 2, 3)]
+    assert len(losses[0] & losses[1] & losses[2]) == 1, losses
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_worker_pushes_and_the_loss_becomes_small(size):
+    outcome = run_all(size)
+    shares = re.findall(r"^rank (\d) pushed ([\d.]+)% of 600 gradients$", outcome.stdout, re.MULTILINE)
+    assert [int(rank) for rank, _ in shares] == list(range(1, size)), outcome
+    assert all(float(share) > 0 for _, share in shares), outcome
+    assert math.isclose(sum(float(share) for _, share in shares), 100, abs_tol=0.1 * size), outcome
+    assert lines(outcome, r"loss 0\.0[\d]+ at the end: good") == 1, outcome
+
+
+def test_one_rank_says_what_makes_no_sense():
+    outcome = run_all(1)
+    for beginning in ("nobody to talk to", "nobody to communicate with", "a server without workers"):
+        assert lines(outcome, f"{beginning}; start me with `mpirun -n 4 .*") == 1, outcome
+
+
+@pytest.mark.parametrize("rank", [0, 6])
+def test_too_many_ranks_for_the_layers_is_said_once(rank, monkeypatch, capsys):
+    monkeypatch.setattr("mpicomm.bootstrap", lambda: types.SimpleNamespace(rank=rank, size=7), raising=False)
+    model_parallel.main()
+    said = "6 layers are too few for 7 ranks; start me with `mpirun -n 6`\n"
+    assert capsys.readouterr().out == ("" if rank else said)
+
+
+# -- what they claim -------------------------------------------------------------------------------------------------
+
+
+def test_the_ring_is_right_for_all_sizes_of_tensors():
+    outcome = run_ranks(3, RING)
+    assert outcome.status == 0, outcome
+
+
+@pytest.mark.parametrize(("together", "part"), [(10, 1), (12.5, 0.75), (20, 0), (25, 0)])
+def test_what_is_hidden(together, part):
+    assert overlap.hidden(communication=10, computation=10, together=together) == part
+
+
+def test_something_is_hidden_behind_a_rank_that_sleeps():
+    outcome = run_ranks(2, SLEEPING)
+    assert float(re.search(r"hidden +([\d.]+)%", outcome.stdout)[1]) > 10, outcome
+
+
+@pytest.mark.parametrize(("number", "factors"), [(1, []), (2, [2]), (360, [2, 2, 2, 3, 3, 5]), (10**12 + 39, None)])
+def test_prime_factors(number, factors):
+    assert head_worker.prime_factors(number) == (factors or [number] * (number > 1))
+
+
+def test_no_tasks_are_reported(capsys):
+    head_worker.report([], [], workers=1, seconds=1.0)
+    assert "0 of 0 tasks done: 0 primes, the last is None" in capsys.readouterr().out
+
+
+def test_results_come_in_order_with_what_was_raised_and_the_ranks_go_on():
+    outcome = run_ranks(3, TASKS)
+    assert outcome.status == 0, outcome
+    assert not outcome.stderr, outcome
+
+
+def test_a_worker_that_dies_ends_the_job_and_is_named():
+    outcome = run_ranks(3, DYING)
+    assert outcome.status != 0, outcome
+    assert re.search(r"rank 2 of 3 on .* called os\._exit\(3\)", outcome.stderr), outcome
+
+
+# -- spawn -----------------------------------------------------------------------------------------------------------
+
+
+def test_spawn_starts_as_many_as_asked_for():
+    outcome = run_alone(["-m", "mpicomm.examples.spawn", "--processes", "2"])
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2: cpu, gloo, sum 3" for rank in range(2)]
+
+
+@pytest.mark.parametrize("variable", spawn.RANKS)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_spawn_starts_none_under_any_launcher(variable, rank, monkeypatch, capsys):
+    for name in spawn.RANKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(rank))
+    monkeypatch.setattr("sys.argv", ["spawn"])
+    spawn.main()
+    assert ("I start processes of my own" in capsys.readouterr().out) == (rank == 0)

@@ -1,0 +1,66 @@
+"""A dict of 200 small tensors in one call: `mpirun -n 2 python -m tests.load.containers`.
+
+Beside it are one all_reduce of a tensor as large as all of them, and 200 calls. Rank 0 writes
+docs/results/containers-<ranks>-<MPI>.json.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from tests import figures
+
+ROUNDS, TENSORS = 7, 200
+COUNTS = (16, 256, 1024, 4096)  # elements of each tensor
+
+
+def main() -> None:
+    """Measure, and write what was found."""
+    torch.set_num_threads(1)
+    with mpicomm.bootstrap("mpi") as world:
+        found = {f"{TENSORS} x {4 * count} B": _measure(count) for count in COUNTS}
+    if world.rank == 0:
+        figures.write(f"containers-{world.size}", world.size, "tests.load.containers", microseconds=found)
+
+
+def _measure(count: int) -> dict[str, float]:
+    """Return microseconds, the least of interleaved rounds (collective)."""
+    small = {f"p{index}": torch.ones(count) for index in range(TENSORS)}
+    fused = torch.ones(TENSORS * count)
+
+    def one_by_one() -> None:
+        for each in small.values():
+            dist.all_reduce(each)
+
+    cases: dict[str, Callable[[], object]] = {
+        "mpicomm.all_reduce of the dict": lambda: mpicomm.all_reduce(small),
+        "dist.all_reduce of one tensor": lambda: dist.all_reduce(fused),
+        "mpicomm.all_reduce of one tensor": lambda: mpicomm.all_reduce(fused),
+        "200 calls of dist.all_reduce": one_by_one,
+    }
+    least = dict.fromkeys(cases, float("inf"))
+    for _ in range(ROUNDS):
+        for name, case in cases.items():
+            dist.barrier()
+            least[name] = min(least[name], _time(case))
+    least["the dict's time to one tensor's"] = (
+        least["mpicomm.all_reduce of the dict"] / least["dist.all_reduce of one tensor"]
+    )
+    return {name: round(value, 1) for name, value in least.items()}
+
+
+def _time(case: Callable[[], object]) -> float:
+    case()
+    start = time.perf_counter()
+    for _ in range(10):
+        case()
+    return 1e5 * (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Containers and their descriptions on the wire, without any wire: round trips, and garbage."""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpicomm.errors import MpicommError
+from mpicomm.verbs import containers, leaves, messages, parcels
+from mpicomm.verbs.parcels import Description
+from tests.verbs.kinds import KINDS, Batch, Pair, make, same
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.uint16, torch.float8_e5m2]
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    return st.builds(
+        lambda shape, dtype, is_turned: (torch.ones(shape).to(dtype).t() if is_turned and len(shape) == 2
+                                         else torch.ones(shape).to(dtype)),
+        SHAPES, st.sampled_from(DTYPES), st.booleans(),
+    )  # fmt: skip
+
+
+LEAVES = st.one_of(
+    tensors(),
+    st.builds(np.zeros, st.tuples(st.integers(0, 3), st.integers(0, 3))),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.complex_numbers(allow_nan=False),
+    st.none(),
+)
+KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())
+CONTAINERS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Batch, inner, st.integers(0, 9), inner),
+    ),
+    max_leaves=12,
+)
+
+
+def sent(data: leaves.Data) -> Any:
+    """Return data as a receiver gets them."""
+    description = Description.of(data)
+    got = Description.decoded(description.encoded())
+    assert got == description
+    rooms = {device: parcels.pack(data.tensors, description, device) for device in description.devices}
+    assert all(room.numel() == got.nbytes(device) for device, room in rooms.items())
+    return got.rebuilt(got.unpacked({device: room.clone() for device, room in rooms.items()}))
+
+
+@settings(deadline=None, max_examples=300)
+@given(CONTAINERS)
+def test_what_is_sent_is_what_is_received(data: Any) -> None:
+    assert same(sent(leaves.take(data, "send")), data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str) -> None:
+    assert same(sent(leaves.take(make(kind, 3), "send")), make(kind, 3))
+
+
+@pytest.mark.parametrize("thing", [{1, 2}, "text", b"", object, [lambda: 3, None][1:]])
+def test_objects(thing: object) -> None:
+    assert sent(leaves.pickled(thing)) == thing
+
+
+@settings(deadline=None, max_examples=200)
+@given(CONTAINERS)
+def test_every_leaf_has_a_place(data: Any) -> None:
+    taken = leaves.take(data, "send")
+    assert len(list(containers.paths(taken.structure))) == len(taken.tensors)
+
+
+def test_places_are_written_as_in_python() -> None:
+    data = {"a": [1, Pair(2, Batch(3, 4))], 5: collections.OrderedDict(b=6)}
+    taken = leaves.take(data, "send")
+    assert list(containers.paths(taken.structure)) == [
+        "['a'][0]", "['a'][1][0]", "['a'][1][1].inputs", "['a'][1][1].count", "[5]['b']",
+    ]  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200))
+def test_garbage_is_no_description(raw: bytes) -> None:
+    with pytest.raises(MpicommError, match="was not sent by a verb"):
+        Description.decoded(raw)
+
+
+WORDS = ["leaf", "none", "list", "tuple", "dict", "ordered", "namedtuple", "dataclass", "tensor", "float32", "cpu"]
+WORDS = ["leaf", "none", "list", "tuple", "dict", "ordered", "namedtuple", "dataclass", "tensor", "float32", "cpu"]
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=6), st.sampled_from([*WORDS, "save"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500)
+@given(JSON)
+def test_what_looks_like_a_description_is_one_or_an_error(plain: Any) -> None:
+    try:
+        found = Description.decoded(json.dumps(plain).encode())
+    except MpicommError:
+        return
+    assert len(list(containers.paths(found.structure))) == len(found.leaves)
+
+
+@settings(max_examples=300)
+@given(JSON, JSON)
+def test_halves_that_look_like_a_description(structure: Any, of_leaves: Any) -> None:
+    try:
+        found = Description.decoded(json.dumps([structure, of_leaves]).encode())
+    except MpicommError:
+        return
+    assert all(leaf.nbytes >= 0 for leaf in found.leaves)
+
+
+@settings(max_examples=300)
+@given(st.binary(min_size=512, max_size=512), st.booleans())
+def test_a_head_is_ours_or_an_error(raw: bytes, begins_well: bool) -> None:
+    if begins_well:
+        raw = messages._MAGIC + raw[len(messages._MAGIC) :]
+    try:
+        number, length, _ = messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    except MpicommError:
+        return
+    assert messages._first() <= number <= messages._last()
+    assert 0 <= length < 2**40
+
+
+def test_a_class_that_is_none_is_not_made() -> None:
+    plain = [["namedtuple", "os:system", [["leaf"]]], [["number", "int64", [], "cpu", False]]]
+    found = Description.decoded(json.dumps(plain).encode())
+    with pytest.raises(MpicommError, match="os:system, which is no namedtuple or dataclass"):
+        found.rebuilt([torch.tensor(1)])

@@ -1,0 +1,46 @@
+"""Tests of the verbs: all of them run on every rank of a world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.verbs.members import resolve
+from tests.worlds import Group
+
+
+@pytest.fixture(scope="session", autouse=True)
+def everywhere(world: mpicomm.World, comms: dict[str, Any]) -> None:
+    """Give every test a world, also one that does not name it, and the groups that are made at their first use."""
+
+
+@pytest.fixture(scope="session")
+def comms(world: mpicomm.World) -> dict[str, Any]:
+    """Communicators of mpi4py's: the even and the odd ranks."""
+    made = {"comm": world.comm.Split(world.rank % 2, world.rank)}
+    for group in ("node", *["leaders"] * (world.local_rank == 0), made["comm"]):
+        resolve(group, "test")
+    return made
+
+
+@pytest.fixture(params=["all", "node", "parity", "staged", "comm"])
+def among(request: pytest.FixtureRequest, groups: dict[str, Group], comms: dict[str, Any]) -> tuple[Any, int, int]:
+    """What `group=` may be, with this rank and the size: everybody, a split, as if on GPUs, a communicator."""
+    kind = request.param
+    group = {"all": None, "node": "node", "comm": comms["comm"]}.get(kind)
+    if kind in groups:
+        group = groups[kind].handle
+    members = resolve(group, "test")
+    return group, members.rank, members.size
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def size_of(group: Any) -> int:
+    return dist.get_world_size(group)

@@ -1,0 +1,148 @@
+"""Gradients of verbs: `gradcheck` across ranks, on a function of what all ranks bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+Verb = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Everybodys(torch.autograd.Function):
+    """A verb as one process sees it: from the inputs of all ranks, by row, to the outputs of all."""
+
+    @staticmethod
+    def forward(ctx: Any, verb: Verb, inputs: torch.Tensor) -> torch.Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        with torch.enable_grad():
+            mine = inputs[rank].detach().requires_grad_()
+            output = verb(mine)
+        ctx.mine, ctx.output = mine, output
+        rows = [torch.empty_like(output) for _ in range(size)]
+        dist.all_gather(rows, output.detach())
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        ctx.mine.grad = None
+        ctx.output.backward(gradient[rank], retain_graph=True)
+        rows = [torch.empty_like(ctx.mine.grad) for _ in range(size)]
+        dist.all_gather(rows, ctx.mine.grad)
+        return None, torch.stack(rows)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return mpicomm.sendrecv(tensor * 2, (rank + 1) % size, (rank - 1) % size)
+
+
+def in_a_container(tensor: torch.Tensor) -> torch.Tensor:
+    got = mpicomm.all_reduce({"a": tensor[:2] * 3, "b": [tensor[2:].square()], "count": 1})
+    return torch.cat([got["a"], got["b"][0]])
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack(mpicomm.all_gather(tensor.sin())).cumsum(0)
+
+
+def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    last = dist.get_world_size() - 1
+    told = mpicomm.broadcast(tensor.square() if dist.get_rank() == last else None, last)
+    return told * tensor
+
+
+def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+    size = dist.get_world_size()
+    return torch.stack(mpicomm.all_to_all([(rank + 1) * tensor for rank in range(size)])).prod(0)
+
+
+def scattered(tensor: torch.Tensor) -> torch.Tensor:
+    return mpicomm.reduce_scatter(tensor.repeat(dist.get_world_size(), 1).exp())[0]
+
+
+def averaged(tensor: torch.Tensor) -> torch.Tensor:
+    return mpicomm.reduce_scatter(tensor.repeat(dist.get_world_size(), 1), "mean")[0]
+
+
+def in_the_background(tensor: torch.Tensor) -> torch.Tensor:
+    return mpicomm.all_reduce(tensor.tanh(), "mean", async_op=True).wait()
+
+
+def around(tensor: torch.Tensor) -> torch.Tensor:
+    """Each rank sends to the next and receives from the one before, by separate calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return tensor
+    sending = mpicomm.isend(tensor * (rank + 1), (rank + 1) % size)
+    got = mpicomm.recv((rank - 1) % size)
+    return got.square() + sending.wait()
+
+
+VERBS: dict[str, Verb] = {
+    "all_reduce sum": mpicomm.all_reduce,
+    "all_reduce mean": lambda tensor: mpicomm.all_reduce(tensor, "mean"),
+    "in a container": in_a_container,
+    "in the background": in_the_background,
+    "broadcast": broadcast,
+    "all_gather": gathered,
+    "reduce_scatter sum": scattered,
+    "reduce_scatter mean": averaged,
+    "all_to_all": exchanged,
+    "sendrecv": shifted,
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_gradcheck(world: mpicomm.World, name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(world.size, 4, dtype=dtype, generator=generator, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda each: Everybodys.apply(VERBS[name], each), (inputs,), nondet_tol=0.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_of_a_message_flow_back(world: mpicomm.World) -> None:
+    """The loss is on the last rank; each rank multiplies, and sends on."""
+    weight = torch.full((3,), float(world.rank + 2), dtype=torch.float64, requires_grad=True)
+    value = torch.ones(3, dtype=torch.float64)
+    if world.rank:
+        value = mpicomm.recv(world.rank - 1)
+    value = value * weight
+    loss = value.sum() if world.rank == world.size - 1 else mpicomm.send(value, world.rank + 1)
+    loss.backward()
+    product = torch.arange(2, world.size + 2, dtype=torch.float64).prod() / (world.rank + 2)
+    assert torch.equal(weight.grad, product.expand(3))
+
+
+def test_what_is_not_differentiable_has_no_gradient(world: mpicomm.World) -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    assert not mpicomm.all_reduce(tensor, "max").requires_grad
+    assert not mpicomm.all_reduce(tensor.detach()).requires_grad
+    with torch.no_grad():
+        assert not mpicomm.all_reduce(tensor).requires_grad
+        assert not mpicomm.broadcast(tensor if world.rank == 0 else None).requires_grad
+    got = mpicomm.gather(tensor, 0)
+    assert got is None or not got[0].requires_grad
+
+
+def test_whole_numbers_travel_beside_gradients(world: mpicomm.World) -> None:
+    got = mpicomm.all_gather({"x": torch.ones(2, requires_grad=True), "n": torch.tensor([world.rank])})
+    assert [each["n"].item() for each in got] == list(range(world.size))
+    assert all(each["x"].requires_grad and not each["n"].requires_grad for each in got)
+    sum(each["x"].sum() for each in got).backward()
+
+
+def test_gradients_of_gradients(world: mpicomm.World) -> None:
+    tensor = torch.full((2,), float(world.rank + 1), dtype=torch.float64, requires_grad=True)
+    total = mpicomm.all_reduce(tensor.pow(3))
+    (first,) = torch.autograd.grad(total.sum(), tensor, create_graph=True)
+    assert torch.allclose(first, 3 * world.size * tensor.square())
+    (second,) = torch.autograd.grad(first.sum(), tensor)
+    assert torch.allclose(second, 6.0 * world.size * tensor)

@@ -1,0 +1,135 @@
+"""Verbs in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+
+def test_starting_does_not_wait_for_anybody(world: mpicomm.World) -> None:
+    """Rank 0 starts, and receives before it waits; the others send before they start."""
+    if world.rank == 0:
+        handle = mpicomm.all_reduce({"a": torch.ones(3), "b": 1}, async_op=True)
+        for rank in range(1, world.size):
+            assert mpicomm.recv(rank) == rank
+    else:
+        mpicomm.send(world.rank, 0)
+        handle = mpicomm.all_reduce({"a": torch.ones(3), "b": 1}, async_op=True)
+    assert handle.wait()["b"] == world.size
+
+
+def test_many_at_once_in_one_order(world: mpicomm.World) -> None:
+    """Verbs of several steps, among operations of torch's: their places must be the same on all ranks."""
+    handles, tensors, works = [], [], []
+    for number in range(40):
+        if (number + world.rank) % 3 == 0:
+            time.sleep(1e-3)
+        tensors.append(torch.full((5,), float(number)))
+        data = {"a": torch.full((world.rank + number % 3,), number), "b": number}
+        src = number % world.size
+        handles.append(mpicomm.all_gather(data, async_op=True))
+        works.append(dist.all_reduce(tensors[-1], async_op=True))
+        handles.append(mpicomm.all_reduce(number, async_op=True))
+        handles.append(mpicomm.broadcast(number if world.rank == src else None, src, async_op=True))
+    results = mpicomm.wait_all(handles)
+    for work in works:
+        work.wait()
+    for number in range(40):
+        gathered, total, told = results[3 * number : 3 * number + 3]
+        assert [each["b"] for each in gathered] == [number] * world.size
+        assert [len(each["a"]) for each in gathered] == [rank + number % 3 for rank in range(world.size)]
+        assert total == number * world.size
+        assert told == number
+        assert tensors[number][0] == number * world.size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_in_flight_keep_apart(world: mpicomm.World) -> None:
+    """Many at once, of all lengths, between the same ranks under one tag."""
+    other = world.rank ^ 1
+    if other < world.size:
+        coming = [mpicomm.irecv(other) for _ in range(20)]
+        going = [mpicomm.isend({"n": n, "data": torch.full((10 ** (n % 6),), n)}, other) for n in range(20)]
+        for n, got in enumerate(mpicomm.wait_all(coming)):
+            assert got["n"] == n
+            assert torch.equal(got["data"], torch.full((10 ** (n % 6),), n))
+        mpicomm.wait_all(going)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_large_message_comes_while_nobody_waits(world: mpicomm.World) -> None:
+    """The receiver does something else; the sender waits for it to be through."""
+    if world.rank == 0:
+        handle = mpicomm.irecv(1)
+        dist.barrier()
+        assert handle.wait().sum() == 4_000_000
+    else:
+        if world.rank == 1:
+            mpicomm.isend(torch.ones(4_000_000), 0).wait()
+        dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_whoever_sends_first(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        got = [mpicomm.recv() for _ in range(1, world.size)]
+        assert sorted(each["rank"] for each in got) == list(range(1, world.size))
+        assert all(torch.equal(each["data"], torch.full((1000,), each["rank"])) for each in got)
+    else:
+        mpicomm.send({"rank": world.rank, "data": torch.full((1000,), world.rank)}, 0)
+
+
+def test_done_and_as_completed(world: mpicomm.World) -> None:
+    handles = [mpicomm.all_reduce(torch.full((1000,), float(n)), async_op=True) for n in range(5)]
+    seen = {id(handle): handle.wait()[0].item() for handle in mpicomm.as_completed(handles)}
+    assert [seen[id(handle)] for handle in handles] == [n * world.size for n in range(5)]
+    assert all(handle.done() for handle in handles)
+
+
+def test_await(world: mpicomm.World) -> None:
+    async def work() -> list[int]:
+        first = mpicomm.all_reduce(1, async_op=True)
+        second = mpicomm.all_gather(world.rank, async_op=True)
+        return [await first, *await second]
+
+    assert asyncio.run(work()) == [world.size, *range(world.size)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_timeout_leaves_a_message_on_its_way(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        handle = mpicomm.irecv(1)
+        with pytest.raises(TimeoutError, match=r"irecv from test_handles.py:\d+ .* has not ended within 0.05 s"):
+            handle.wait(0.05)
+        dist.barrier()
+        assert handle.wait(10) == 4
+    else:
+        dist.barrier()
+        if world.rank == 1:
+            mpicomm.send(4, 0)
+
+
+def test_wait_all_has_one_timeout(world: mpicomm.World) -> None:
+    handles = [mpicomm.all_reduce(n, async_op=True) for n in range(3)]
+    assert mpicomm.wait_all(handles, 10) == [n * world.size for n in range(3)]
+
+
+def test_a_handle_that_is_dropped_warns(world: mpicomm.World) -> None:
+    handle = [mpicomm.all_reduce(1, async_op=True)]
+    dist.barrier()  # behind it: it has ended
+    time.sleep(0.05)
+    with pytest.warns(RuntimeWarning, match=r"handle of all_reduce from test_handles.py:\d+ .* was dropped"):
+        handle.clear()
+
+
+def test_a_handle_that_was_waited_for_does_not_warn(world: mpicomm.World, recwarn: pytest.WarningsRecorder) -> None:
+    mpicomm.all_reduce(1, async_op=True).wait()
+    gc.collect()
+    assert not [each for each in recwarn if "was dropped" in str(each.message)]
