@@ -7,14 +7,15 @@ computation alone, then both together, and
     hidden = 1 - (together - computation) / communication, and not less than 0
 
 Communication over MPI is work too, for a thread of the rank's own: it needs a core that computes nothing, or a GPU that
-computes in the core's place. Two ranks on two cores hide nothing; they take turns. With two cores for each rank, start
-me with `mpirun -n 4 --map-by slot:PE=2` (Open MPI), and OMP_NUM_THREADS=1.
+computes in the core's place. Below, four ranks share two cores and hide nothing: both take longer together than one
+after the other. Where each rank can have two cores, OMP_NUM_THREADS=1 leaves one of them free, and Open MPI gives them
+with `mpirun -n 4 --map-by slot:PE=2`.
 
     $ mpirun -n 4 python -m mpicomm.examples.overlap
-    communication     52.98 ms
-    computation       46.66 ms
-    both              86.14 ms
-    hidden            25.5%
+    communication     21.42 ms
+    computation       17.11 ms
+    both              58.56 ms
+    hidden             0.0%
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ The problem is one of least squares: find the weights behind noisy sums.
 
     $ mpirun -n 4 python -m mpicomm.examples.parameter_server
     loss 312.4008 at the start
-    rank 1 pushed 51.5% of 600 gradients
-    rank 2 pushed 28.3% of 600 gradients
-    rank 3 pushed 20.2% of 600 gradients
-    loss 0.0116 at the end: good
+    rank 1 pushed 52.3% of 600 gradients
+    rank 2 pushed 28.0% of 600 gradients
+    rank 3 pushed 19.7% of 600 gradients
+    loss 0.0115 at the end: good
 """
 
 from __future__ import annotations

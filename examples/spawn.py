@@ -8,10 +8,10 @@ The processes talk over Gloo, or over NCCL where each has a GPU of its own. MPI 
 processes that mpirun or srun has started. So under mpirun this program does nothing but say so.
 
     $ python -m mpicomm.examples.spawn
-    rank 3 of 4: cpu, gloo, sum 10
     rank 0 of 4: cpu, gloo, sum 10
-    rank 2 of 4: cpu, gloo, sum 10
+    rank 3 of 4: cpu, gloo, sum 10
     rank 1 of 4: cpu, gloo, sum 10
+    rank 2 of 4: cpu, gloo, sum 10
     $ mpirun -n 4 python -m mpicomm.examples.spawn
     I start processes of my own; start me by `python -m mpicomm.examples.spawn`
 """

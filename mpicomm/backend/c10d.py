@@ -54,6 +54,7 @@ __all__ = [
     "is_capturing",
     "is_profiling",
     "let_gloo_finish",
+    "make_group",
     "make_nccl",
     "options",
     "premul_factor",
@@ -143,6 +144,20 @@ def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[An
     future = future_of(tensors)
     future.set_result(tensors)
     return future
+
+
+def make_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """Make a group of some ranks under a name (collective over them).
+
+    The name that torch would give it depends on how many groups a rank is in, which may differ between its members.
+    """
+    module = dist.distributed_c10d
+    given = module._process_group_name
+    module._process_group_name = lambda *_args, **_kwargs: name  # type: ignore[assignment]
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        module._process_group_name = given
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +58,9 @@ class Members:
 _known: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
 _made: dict[tuple[str, tuple[int, ...]], Any] = {}
 """The groups that were made for `"node"`, `"leaders"` and communicators, by kind and ranks."""
+
+_counts: collections.defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
+"""How often each was made: its members agree on that."""
 
 
 def resolve(group: Any, what: str) -> Members:
@@ -134,7 +139,8 @@ def _made_once(kind: str, ranks: Sequence[int]) -> Any:
     key = (kind, tuple(ranks))
     handle = _made.get(key)
     if handle is None or not c10d.is_alive(handle):
-        handle = _made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        name = f"mpicomm:{kind}:{next(_counts[key])}:{'-'.join(map(str, ranks))}"
+        handle = _made[key] = c10d.make_group(ranks, name)
     return handle
 
 
