@@ -1,4 +1,4 @@
-"""The collectives of `torch.distributed`, on the world that `bootstrap()` makes.
+"""The collectives of `torch.distributed`, on the world that `bootstrap()` makes, and below them mpicomm's verbs.
 
 Rank r starts with r + 1 everywhere in its tensor. Each line shows what the ranks have afterwards, by rank; rank 0
 prints them all. The tensors are on the GPU if the ranks have GPUs.
@@ -11,6 +11,9 @@ prints them all. The tensors are on the GPU if the ranks have GPUs.
     all_reduce in bfloat16        10 | 10 | 10 | 10
     all_reduce in the background  4 | 4 | 4 | 4
     all_gather                    1 2 3 4 | 1 2 3 4 | 1 2 3 4 | 1 2 3 4
+    a verb: a dict's mean         2.5 | 2.5 | 2.5 | 2.5
+    a verb: nobody knew the shape 40 | 40 | 40 | 40
+    a verb: of any lengths        1 2 3 4 | 1 2 3 4 | 1 2 3 4 | 1 2 3 4
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ def main() -> None:
     show(world, "all_reduce in bfloat16", all_reduce(world, torch.bfloat16))
     show(world, "all_reduce in the background", all_reduce_in_background(world))
     show(world, "all_gather", all_gather(world))
+    show(world, "a verb: a dict's mean", mean_of_a_dict(world))
+    show(world, "a verb: nobody knew the shape", broadcast_of_anything(world))
+    show(world, "a verb: of any lengths", gather_of_any_lengths(world))
 
 
 def broadcast(world: mpicomm.World) -> str:
@@ -81,6 +87,26 @@ def all_gather(world: mpicomm.World) -> str:
     return " ".join(shown(each) for each in gathered)
 
 
+def mean_of_a_dict(world: mpicomm.World) -> str:
+    """The leaves travel together; the dict is left as it is, the result is another."""
+    metrics = {"loss": float(world.rank + 1), "gradient": start(world)}
+    mean = mpicomm.all_reduce(metrics, "mean")
+    check(mean["gradient"], (world.size + 1) / 2)
+    return f"{mean['loss']:.1f}"
+
+
+def broadcast_of_anything(world: mpicomm.World) -> str:
+    """Rank 0 alone has made something; shape and dtype travel ahead."""
+    made = torch.ones(world.size, 10, device=world.device) if world.rank == 0 else None
+    return str(mpicomm.broadcast(made, src=0).numel())
+
+
+def gather_of_any_lengths(world: mpicomm.World) -> str:
+    """Rank r has r + 1 rows."""
+    rows = mpicomm.all_gather(torch.zeros(world.rank + 1, 3, device=world.device))
+    return " ".join(str(len(each)) for each in rows)
+
+
 def start(world: mpicomm.World, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return what this rank starts with: its rank plus one, everywhere."""
     return torch.full((COUNT,), world.rank + 1, dtype=dtype, device=world.device)
@@ -91,7 +117,7 @@ def total(world: mpicomm.World) -> int:
     return world.size * (world.size + 1) // 2
 
 
-def check(tensor: torch.Tensor, value: int) -> None:
+def check(tensor: torch.Tensor, value: float) -> None:
     """Fail unless the tensor is `value` everywhere, to the precision of its dtype."""
     torch.testing.assert_close(tensor, torch.full_like(tensor, value))
 

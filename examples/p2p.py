@@ -1,9 +1,9 @@
-"""Messages between two ranks, with nothing but `torch.distributed`, on the world that `bootstrap()` makes.
+"""Messages between two ranks, by `torch.distributed` and by mpicomm's verbs, on the world that `bootstrap()` makes.
 
 First in pairs (0 and 1, 2 and 3, ...): a blocking send and recv, then both directions at once with isend and irecv.
 Then around the ring: every rank sends to the next one and receives from the one before. Each is done with a few bytes
-and with 8 MiB, and the result is checked. The tensors are on the GPU if the ranks have GPUs. The lines of several ranks
-may come in another order.
+and with 8 MiB, and the result is checked. Last comes the ring by a verb, which needs no memory made ahead, and no care.
+The tensors are on the GPU if the ranks have GPUs. The lines of several ranks may come in another order.
 
     $ mpirun -n 4 python -m mpicomm.examples.p2p
     -- blocking send and recv in pairs, 16 B
@@ -36,6 +36,11 @@ may come in another order.
     rank 1: had 1, has 0 from rank 0
     rank 2: had 2, has 1 from rank 1
     rank 0: had 0, has 3 from rank 3
+    -- a dict around the ring, by a verb, 8 MiB
+    rank 1: had 1, has 0 from rank 0
+    rank 3: had 3, has 2 from rank 2
+    rank 0: had 0, has 3 from rank 3
+    rank 2: had 2, has 1 from rank 1
 """
 
 from __future__ import annotations
@@ -61,6 +66,8 @@ def main() -> None:
         swap_in_pairs(world, count)
         heading(world, "isend and irecv around the ring", count)
         pass_around_the_ring(world, count)
+    heading(world, "a dict around the ring, by a verb", MANY)
+    pass_a_dict_around_the_ring(world, MANY)
 
 
 def send_to_the_right(world: mpicomm.World, count: int) -> None:
@@ -90,6 +97,14 @@ def swap_in_pairs(world: mpicomm.World, count: int) -> None:
 def pass_around_the_ring(world: mpicomm.World, count: int) -> None:
     """Every rank sends to the next and receives from the previous one."""
     exchange(world, count, dst=(world.rank + 1) % world.size, src=(world.rank - 1) % world.size)
+
+
+def pass_a_dict_around_the_ring(world: mpicomm.World, count: int) -> None:
+    """The same by one call: what comes is not known before, and no order of sends and receives can be wrong."""
+    dst, src = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    got = mpicomm.sendrecv({"sender": world.rank, "tensor": fill(world, count)}, dst, src)
+    check(got["tensor"], got["sender"])
+    say(world, f"had {world.rank}, has {got['sender']} from rank {src}")
 
 
 def exchange(world: mpicomm.World, count: int, dst: int, src: int) -> None:

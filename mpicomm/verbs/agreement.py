@@ -32,19 +32,15 @@ def of(data: Data, verb: str, *, any_length: bool = False) -> Said:
     Args:
         any_length: Leaves may differ in their first dimension.
     """
-    start, grads = 1 if any_length else 0, torch.is_grad_enabled()
-    leaves = tuple(
-        [
-            (
-                kind,
-                each.dtype,
-                each.shape[start:] if start else each.shape,
-                each.dim(),
-                "cpu" if each.is_cpu else each.device.type,
-                grads and each.requires_grad,
-            )
-            for kind, each in zip(data.kinds, data.tensors, strict=True)
-        ]
+    tensors, grads = data.tensors, torch.is_grad_enabled()
+    shapes = [each.shape[1:] for each in tensors] if any_length else [each.shape for each in tensors]
+    leaves = (
+        data.kinds,
+        tuple([each.dtype for each in tensors]),
+        tuple(shapes),
+        tuple([each.dim() for each in tensors]) if any_length else (),
+        tuple(["cpu" if each.is_cpu else each.device.type for each in tensors]),
+        tuple([grads and each.requires_grad for each in tensors]),
     )
     return (verb, data.structure, leaves, any_length)
 
@@ -89,18 +85,17 @@ def _digest(said: Said) -> tuple[int, int]:
 
 def _shown(said: Said) -> tuple[str, list[tuple[str, str]]]:
     """Return the verb, and of each leaf where it is and what it is, for people."""
-    verb, structure, leaves, any_length = said
-    return verb, [
-        (path, _shown_leaf(leaf, any_length)) for path, leaf in zip(containers.paths(structure), leaves, strict=True)
-    ]
+    verb, structure, (kinds, dtypes_, shapes, dims, devices, gradients), any_length = said
+    rows = zip(kinds, dtypes_, shapes, dims or [0] * len(kinds), devices, gradients, strict=True)
+    shown = [_shown_leaf(*row, any_length=any_length) for row in rows]
+    return verb, list(zip(containers.paths(structure), shown, strict=True))
 
 
-def _shown_leaf(leaf: Said, any_length: bool) -> str:
-    kind, dtype, shape, dims, device, has_gradient = leaf
-    first = ["*"] if any_length and dims else []
-    size = ", ".join([*first, *map(str, shape)])
-    gradient = ", with gradient" if has_gradient else ""
-    return f"{kind} {dtypes.short(dtype)}[{size}] on {device}{gradient}"
+def _shown_leaf(
+    kind: str, dtype: torch.dtype, shape: Sequence[int], dims: int, device: str, has_gradient: bool, *, any_length: bool
+) -> str:
+    size = ", ".join([*["*"] * bool(any_length and dims), *map(str, shape)])
+    return f"{kind} {dtypes.short(dtype)}[{size}] on {device}{', with gradient' if has_gradient else ''}"
 
 
 def _explain(members: Members, everybodys: Sequence[tuple[str, list[tuple[str, str]]]]) -> str:

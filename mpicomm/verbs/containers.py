@@ -64,7 +64,14 @@ def take_apart(data: Any, add: Callable[[Any], None], plain: Set[type], depth: i
         return LEAF
     if depth >= _DEEPEST:
         raise ValueError(f"the container is more than {_DEEPEST} deep.\nDoes it hold itself? Flatten it.")
-    return (*head, tuple([take_apart(child, add, plain, depth + 1) for child in children]))
+    inner = []
+    for child in children:
+        if type(child) in plain:  # as above, without the call: there may be thousands
+            add(child)
+            inner.append(LEAF)
+        else:
+            inner.append(take_apart(child, add, plain, depth + 1))
+    return (*head, tuple(inner))
 
 
 def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
@@ -78,7 +85,7 @@ def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if kind == "none":
         return None
-    children = [put_together(child, leaves) for child in structure[-1]]
+    children = [next(leaves) if child is LEAF else put_together(child, leaves) for child in structure[-1]]
     if kind == "list":
         return children
     if kind == "tuple":
@@ -111,7 +118,7 @@ def from_plain(plain: Any, depth: int = 0) -> Structure:
         raise ValueError("no structure")
     kind, *rest = plain
     if kind in ("leaf", "none") and not rest:
-        return (kind,)
+        return LEAF if kind == "leaf" else _NONE
     forms = {"list": 1, "tuple": 1, "dict": 2, "ordered": 2, "namedtuple": 2, "dataclass": 3}
     if forms.get(kind) != len(rest) or not isinstance(rest[-1], list):
         raise ValueError("no structure")

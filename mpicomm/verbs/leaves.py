@@ -47,9 +47,13 @@ def take(data: Any, what: str) -> Data:
     tensors: list[torch.Tensor] = []
 
     def add(leaf: Any) -> None:
-        kind, tensor = _as_tensor(leaf, what)
-        kinds.append(kind)
-        tensors.append(tensor)
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
+            kinds.append(TENSOR)
+            tensors.append(leaf)
+        else:
+            kind, tensor = _as_tensor(leaf, what)
+            kinds.append(kind)
+            tensors.append(tensor)
 
     structure = containers.take_apart(data, add, _PLAIN)
     return Data(structure, tuple(kinds), tensors)
@@ -57,7 +61,9 @@ def take(data: Any, what: str) -> Data:
 
 def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.Tensor]) -> Any:
     """Return data of a structure, from the tensors of its leaves."""
-    return containers.put_together(structure, iter(map(_restored, kinds, tensors)))
+    if set(kinds) == {TENSOR}:
+        return containers.put_together(structure, iter(tensors))
+    return containers.put_together(structure, map(_restored, kinds, tensors))
 
 
 def pickled(thing: Any) -> Data:

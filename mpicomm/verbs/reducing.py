@@ -171,8 +171,8 @@ def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the places of the tensors of each dtype and device; in one order on all ranks."""
-    if len(tensors) == 1:
-        return [[0]]
+    if len({each.dtype for each in tensors}) <= 1 and all(each.is_cpu for each in tensors):
+        return [list(range(len(tensors)))] if tensors else []
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)

@@ -83,7 +83,7 @@ def test_messages_arrive_on_other_numbers_of_ranks(size):
     outcome = run_ranks(size, ["-m", "mpicomm.examples.p2p"])
     assert outcome.status == 0, outcome
     lines = outcome.stdout.splitlines()
-    assert len(lines) == 6 * (1 + size), outcome  # six headings, and a line of each rank below each
+    assert len(lines) == 7 * (1 + size), outcome  # seven headings, and a line of each rank below each
     for rank in range(size):
         assert lines.count(f"rank {rank}: had {rank}, has {(rank - 1) % size} from rank {(rank - 1) % size}") >= 2
     assert lines.count(f"rank {size - 1}: sits out, the number of ranks is odd") == (4 if size % 2 else 0)
