@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own
+_SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 1, 1e9  # seconds; ranks need a moment to come
 _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no timeout is given
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
@@ -178,6 +179,7 @@ def bootstrap(
     if abort_on_error:
         abort.arm(launchers.guess_rank(os.environ), 1, socket.gethostname())
     request = _Request(backend, timeout, comm, device, abort_on_error)
+    request.check()
     settings = Settings.from_environ(os.environ)
     launch = launchers.detect(os.environ, settings.launcher)
     if abort_on_error:
@@ -281,6 +283,21 @@ class _Request:
     device: str | int | torch.device | None
     abort_on_error: bool
 
+    def check(self) -> None:
+        """Refuse what can be no argument, before anything is begun.
+
+        Raises:
+            ValueError: If the timeout is no length of time.
+            TypeError: If the communicator is none.
+        """
+        if self.timeout is not None and not _is_length_of_time(self.timeout):
+            raise ValueError(
+                f"timeout={self.timeout!r} is no time to wait.\n"
+                f"Pass seconds, from {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT:.0e}, a timedelta, or nothing."
+            )
+        if self.comm is not None and not hasattr(self.comm, "Split_type"):
+            raise TypeError(f"comm={self.comm!r} is no communicator.\nPass one of mpi4py's, or nothing for all ranks.")
+
     @property
     def limit(self) -> datetime.timedelta:
         """How long operations may take."""
@@ -294,6 +311,13 @@ class _Request:
     def patience(self) -> float:
         """How many seconds to wait for ranks."""
         return _DEFAULT_PATIENCE if self.timeout is None else self.limit.total_seconds()
+
+
+def _is_length_of_time(timeout: Any) -> bool:
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    return is_number and _SHORTEST_TIMEOUT <= timeout <= _LONGEST_TIMEOUT
 
 
 # -- started by MPI --------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Op:
         Raises:
             ValueError: If the operation has no meaning for a leaf's dtype.
         """
-        for dtype in dict.fromkeys(tensor.dtype for tensor in data.tensors):
+        for dtype in dict.fromkeys([tensor.dtype for tensor in data.tensors]):
             reductions.plan(self.handle, dtype, size, what)
 
 
@@ -188,6 +188,8 @@ def _unbundled(
         if len(bundle.indices) == 1:
             results[bundle.indices[0]] = bundle.flat
             continue
+        if len(bundle.indices) == len(tensors):
+            return _unflat(bundle.flat, tensors)
         alike = [tensors[index] for index in bundle.indices]
         for index, result in zip(bundle.indices, _unflat(bundle.flat, alike), strict=True):
             results[index] = result
@@ -213,7 +215,8 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _unflat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of what `_flat` returned, of the shapes of some tensors."""
-    parts = flat.split([each.numel() for each in tensors])
+    with torch.no_grad():
+        parts = flat.split([each.numel() for each in tensors])
     return [part if each.dim() == 1 else part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
