@@ -87,12 +87,19 @@ class Engine:
         def call() -> None:
             found = self.comm.allgather(len(places))
             total = torch.sparse_coo_tensor(
-                self._gather_rows(places, found).t(), self._gather_rows(values, found), tensor.shape
+                self._gather_rows(places, found).t(),
+                self._gather_rows(values, found),
+                tensor.shape,
+                check_invariants=False,
             ).coalesce()
             sums = torch.empty_like(total.values(), dtype=tensor.dtype)
             reduction.store(total.values(), sums)
             with torch.no_grad():  # detach() gives a sparse tensor that has its own entries
-                tensor.copy_(torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True))
+                tensor.copy_(
+                    torch.sparse_coo_tensor(
+                        total.indices(), sums, tensor.shape, is_coalesced=True, check_invariants=False
+                    )
+                )
             buffers.settle(tensor)
 
         also = f"{reduction.name} sparse"

@@ -32,16 +32,10 @@ def of(data: Data, verb: str, *, any_length: bool = False) -> Said:
     Args:
         any_length: Leaves may differ in their first dimension.
     """
-    tensors, grads = data.tensors, torch.is_grad_enabled()
+    tensors = data.tensors
     shapes = [each.shape[1:] for each in tensors] if any_length else [each.shape for each in tensors]
-    leaves = (
-        data.kinds,
-        tuple([each.dtype for each in tensors]),
-        tuple(shapes),
-        tuple([each.dim() for each in tensors]) if any_length else (),
-        tuple(["cpu" if each.is_cpu else each.device.type for each in tensors]),
-        tuple([grads and each.requires_grad for each in tensors]),
-    )
+    dims = tuple([each.dim() for each in tensors]) if any_length else ()
+    leaves = (data.kinds, data.dtypes, tuple(shapes), dims, data.devices, data.gradients)
     return (verb, data.structure, leaves, any_length)
 
 

@@ -10,7 +10,8 @@ import collections
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpicomm.errors import MpicommError
@@ -21,12 +22,12 @@ Structure = tuple[Any, ...]
 LEAF: Structure = ("leaf",)
 _NONE: Structure = ("none",)
 _DEEPEST = 100
-_KEYS = (str, int, float, bool, type(None))
+_KEYS = frozenset({str, int, float, bool, type(None)})
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": collections.OrderedDict}
 
 
-def take_apart(data: Any, add: Callable[[Any], None], plain: Set[type], depth: int = 0) -> Structure:
-    """Give each leaf to `add`, in order, and return the structure around them.
+def take_apart(data: Any, leaves: list[Any], plain: frozenset[type], depth: int = 0) -> Structure:
+    """Put each leaf into `leaves`, in order, and return the structure around them.
 
     Args:
         plain: Types that are leaves; others may be too, and are looked at more closely.
@@ -37,7 +38,7 @@ def take_apart(data: Any, add: Callable[[Any], None], plain: Set[type], depth: i
     """
     kind: Any = type(data)
     if kind in plain:
-        add(data)
+        leaves.append(data)
         return LEAF
     if kind is dict or kind is collections.OrderedDict:
         name = "dict" if kind is dict else "ordered"
@@ -60,18 +61,14 @@ def take_apart(data: Any, add: Callable[[Any], None], plain: Set[type], depth: i
             f"Use a dict, OrderedDict, list, tuple, namedtuple or dataclass, or the verb's `_object` form."
         )
     else:
-        add(data)
+        leaves.append(data)
         return LEAF
     if depth >= _DEEPEST:
         raise ValueError(f"the container is more than {_DEEPEST} deep.\nDoes it hold itself? Flatten it.")
-    inner = []
-    for child in children:
-        if type(child) in plain:  # as above, without the call: there may be thousands
-            add(child)
-            inner.append(LEAF)
-        else:
-            inner.append(take_apart(child, add, plain, depth + 1))
-    return (*head, tuple(inner))
+    if plain.issuperset(map(type, children)):  # at once: there may be thousands
+        leaves.extend(children)
+        return (*head, (LEAF,) * len(children))
+    return (*head, tuple([take_apart(child, leaves, plain, depth + 1) for child in children]))
 
 
 def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
@@ -85,7 +82,11 @@ def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if kind == "none":
         return None
-    children = [next(leaves) if child is LEAF else put_together(child, leaves) for child in structure[-1]]
+    inner = structure[-1]
+    if inner.count(LEAF) == len(inner):
+        children = list(itertools.islice(leaves, len(inner)))
+    else:
+        children = [put_together(child, leaves) for child in inner]
     if kind == "list":
         return children
     if kind == "tuple":
@@ -143,6 +144,8 @@ def _places(structure: Structure) -> Sequence[str]:
 
 
 def _check_keys(keys: Sequence[Any]) -> None:
+    if _KEYS.issuperset(map(type, keys)):
+        return
     for key in keys:
         if type(key) not in _KEYS:
             raise TypeError(

@@ -51,6 +51,8 @@ class Handle:
         self._steps = steps
         self._what = what
         self._where = recorder.line_of_caller()
+        self._has_grad = torch.is_grad_enabled()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._in_callbacks = in_callbacks
         self._in_order = in_order
         self._lock = threading.RLock()
@@ -85,6 +87,8 @@ class Handle:
             )
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         return self._result
 
     def done(self) -> bool:
@@ -116,8 +120,9 @@ class Handle:
         while not self._ended.is_set():
             step, works = self._state
             try:
-                for work in works:
-                    work.wait()
+                with torch.cuda.stream(self._stream):  # which NCCL's works are to be waited for
+                    for work in works:
+                        work.wait()
             except BaseException as error:  # noqa: BLE001  raised by wait()
                 self._end(None, error)
             if self._in_order:
@@ -131,7 +136,8 @@ class Handle:
             if self._state[0] != step or self._ended.is_set():
                 return
             try:
-                works = [work for work in next(self._steps) if work is not None]
+                with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream):  # another thread's differ
+                    works = [work for work in next(self._steps) if work is not None]
             except StopIteration as end:
                 self._end(end.value, None)
             except BaseException as error:  # noqa: BLE001  raised by wait(), on the thread that asks

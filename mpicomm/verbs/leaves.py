@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from mpicomm.verbs import containers
 from mpicomm.verbs.containers import Structure
 
 TENSOR, ARRAY, SCALAR, CUPY, NUMBER, OBJECT = "tensor", "array", "scalar", "cupy", "number", "object"
-_PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, complex}
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = _PLAIN_TENSORS | {np.ndarray, bool, int, float, complex}
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -27,10 +29,24 @@ class Data:
     tensors: list[torch.Tensor]
     """One for each leaf; arrays and tensors share the caller's memory."""
 
-    @property
-    def is_container(self) -> bool:
-        """Whether it is more than one leaf by itself."""
-        return self.structure is not containers.LEAF
+    @functools.cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of each leaf."""
+        return tuple([tensor.dtype for tensor in self.tensors])
+
+    @functools.cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The type of the device on which each leaf is."""
+        if all([tensor.is_cpu for tensor in self.tensors]):  # noqa: C419  a list is made faster than a generator
+            return ("cpu",) * len(self.tensors)
+        return tuple([tensor.device.type for tensor in self.tensors])
+
+    @functools.cached_property
+    def gradients(self) -> tuple[bool, ...]:
+        """Whether each leaf takes part in automatic differentiation, where the verb was called."""
+        if not torch.is_grad_enabled():
+            return (False,) * len(self.tensors)
+        return tuple([tensor.requires_grad for tensor in self.tensors])
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the same kind of data with other content."""
@@ -43,20 +59,12 @@ def take(data: Any, what: str) -> Data:
     Raises:
         TypeError: If a leaf is of a kind that cannot be sent.
     """
-    kinds: list[str] = []
-    tensors: list[torch.Tensor] = []
-
-    def add(leaf: Any) -> None:
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
-            kinds.append(TENSOR)
-            tensors.append(leaf)
-        else:
-            kind, tensor = _as_tensor(leaf, what)
-            kinds.append(kind)
-            tensors.append(tensor)
-
-    structure = containers.take_apart(data, add, _PLAIN)
-    return Data(structure, tuple(kinds), tensors)
+    found: list[Any] = []
+    structure = containers.take_apart(data, found, _PLAIN)
+    if _are_plain_tensors(found):
+        return Data(structure, (TENSOR,) * len(found), found)
+    pairs = [_as_tensor(leaf, what) for leaf in found]
+    return Data(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs])
 
 
 def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.Tensor]) -> Any:
@@ -70,6 +78,15 @@ def pickled(thing: Any) -> Data:
     """Return an object as data of one leaf."""
     memory = bytearray(pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
     return Data(containers.LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
+
+
+def _are_plain_tensors(found: list[Any]) -> bool:
+    """Tell whether nothing but tensors is there that can be sent as they are."""
+    return (
+        _PLAIN_TENSORS.issuperset(map(type, found))
+        and {tensor.layout for tensor in found} <= {torch.strided}
+        and not any([tensor.is_quantized for tensor in found])  # noqa: C419  as above
+    )
 
 
 def _as_tensor(leaf: Any, what: str) -> tuple[str, torch.Tensor]:

@@ -116,7 +116,7 @@ def gather_everywhere(mode: Mode, members: Members, data: Data, verb: str = "all
     for _, finish in works:
         finish()
     results = [each.unpacked(room) for each, room in zip(described, rooms, strict=True)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in data.tensors):
+    if any(data.gradients):
         results = _differentiable_all_gather(members, data, results)
     return [each.rebuilt(tensors) for each, tensors in zip(described, results, strict=True)]
 

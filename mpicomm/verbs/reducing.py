@@ -60,7 +60,7 @@ class Op:
         Raises:
             ValueError: If the operation has no meaning for a leaf's dtype.
         """
-        for dtype in dict.fromkeys([tensor.dtype for tensor in data.tensors]):
+        for dtype in dict.fromkeys(data.dtypes):
             reductions.plan(self.handle, dtype, size, what)
 
 
@@ -84,12 +84,12 @@ def _widened(number: torch.Tensor, op: Op) -> torch.Tensor:
 def reduce_everywhere(mode: Mode, members: Members, data: Data, op: Op, *, inplace: bool) -> Steps:
     """Run all_reduce, and return the reduced data."""
     yield from agreement.reached(members, agreement.of(data, f"all_reduce {op.name}"), mode)
-    bundles = _bundles(data.tensors, inplace=inplace)
+    bundles = _bundles(data, inplace=inplace)
     yield [_start(dist.all_reduce, bundle.flat, members, op, mode) for bundle in bundles]
     results = _unbundled(bundles, data.tensors, members, op)
     if inplace:
         return _written_back(data, results)
-    if op.name in _LINEAR and _has_gradient(data):
+    if op.name in _LINEAR and any(data.gradients):
         results = gradients.attach(results, data.tensors, _transposed_all_reduce(members, op))
     return data.rebuilt(results)
 
@@ -105,7 +105,7 @@ def _transposed_all_reduce(members: Members, op: Op) -> gradients.Backward:
 def reduce_to_one(mode: Mode, members: Members, data: Data, op: Op, dst: int) -> Steps:
     """Run reduce, and return the reduced data on `dst`, None elsewhere."""
     yield from agreement.reached(members, agreement.of(data, f"reduce {op.name} to rank {dst}"), mode)
-    bundles = _bundles(data.tensors, inplace=False)
+    bundles = _bundles(data, inplace=False)
     yield [_start(dist.reduce, bundle.flat, members, op, mode, members.ranks[dst]) for bundle in bundles]
     if members.rank != dst:
         return None
@@ -116,7 +116,7 @@ def reduce_and_scatter(mode: Mode, members: Members, data: Data, op: Op) -> Step
     """Run reduce_scatter: each leaf is cut along its first dimension, and each rank gets its part of the sum."""
     yield from agreement.reached(members, agreement.of(data, f"reduce_scatter {op.name}"), mode)
     parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
-    groups = _by_dtype(data.tensors)
+    groups = _by_dtype(data)
     results: list[Any] = [None] * len(parts)
     flats, works = [], []
     for indices in groups:
@@ -130,7 +130,7 @@ def reduce_and_scatter(mode: Mode, members: Members, data: Data, op: Op) -> Step
         mine = [parts[index][members.rank] for index in indices]
         for index, result in zip(indices, _unflat(flat, mine), strict=True):
             results[index] = result
-    if op.name in _LINEAR and _has_gradient(data):
+    if op.name in _LINEAR and any(data.gradients):
         results = gradients.attach(results, data.tensors, _transposed_reduce_scatter(members, op))
     return data.rebuilt(results)
 
@@ -156,10 +156,11 @@ class _Bundle:
     flat: torch.Tensor
 
 
-def _bundles(tensors: Sequence[torch.Tensor], *, inplace: bool) -> list[_Bundle]:
-    return [
-        _Bundle(indices, _bundled([tensors[index] for index in indices], inplace)) for indices in _by_dtype(tensors)
-    ]
+def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
+    groups = _by_dtype(data)
+    if len(groups) == 1:
+        return [_Bundle(groups[0], _bundled(data.tensors, inplace))]
+    return [_Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace)) for indices in groups]
 
 
 def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
@@ -169,12 +170,12 @@ def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
     return mine if inplace and mine.is_contiguous() else mine.clone(memory_format=torch.contiguous_format)
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def _by_dtype(data: Data) -> list[list[int]]:
     """Return the places of the tensors of each dtype and device; in one order on all ranks."""
-    if len({each.dtype for each in tensors}) <= 1 and all(each.is_cpu for each in tensors):
-        return [list(range(len(tensors)))] if tensors else []
+    if len(set(data.dtypes)) == 1 and set(data.devices) == {"cpu"}:
+        return [list(range(len(data.tensors)))]
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(data.tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)
     return list(groups.values())
 
@@ -203,10 +204,6 @@ def _written_back(data: Data, results: Sequence[torch.Tensor]) -> Any:
     return data.rebuilt(data.tensors)
 
 
-def _has_gradient(data: Data) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in data.tensors)
-
-
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the content of tensors of one dtype, one after the other."""
     with torch.no_grad():
@@ -217,7 +214,9 @@ def _unflat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.T
     """Return views of what `_flat` returned, of the shapes of some tensors."""
     with torch.no_grad():
         parts = flat.split([each.numel() for each in tensors])
-    return [part if each.dim() == 1 else part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+        if all([each.dim() == 1 for each in tensors]):  # noqa: C419  a list is made faster than a generator
+            return list(parts)
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
 # -- operations --------------------------------------------------------------------------------------------------------

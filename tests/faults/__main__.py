@@ -58,7 +58,8 @@ _INTRODUCTION = f"""\
 A rank that fails, leaves early or stands still must not leave the others waiting for ever. With mpicomm
 
 - an exception that nobody catches, on any thread, is printed once, with its rank, and ends the job at once;
-- a rank that dies without a word, or calls `os._exit`, is named by rank 0 as soon as its connection breaks;
+- a rank that dies without a word, or calls `os._exit`, is named by rank 0 as soon as its connection breaks
+  (MPICH's launcher ends the others too when a rank is killed, on a busy machine before rank 0 has said so);
 - a rank that has left in good order, by `sys.exit` or at the end of its program, ends the job once another has waited
   for it for 5 s;
 - what stands still in any other way is shown in a table of where every rank is, after `MPICOMM_HANG_SECONDS`, and

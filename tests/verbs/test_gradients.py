@@ -128,6 +128,13 @@ def test_what_is_not_differentiable_has_no_gradient(world: mpicomm.World) -> Non
     with torch.no_grad():
         assert not mpicomm.all_reduce(tensor).requires_grad
         assert not mpicomm.broadcast(tensor if world.rank == 0 else None).requires_grad
+        handles = [
+            mpicomm.all_gather(tensor, async_op=True),
+            mpicomm.all_to_all([tensor] * world.size, async_op=True),
+            mpicomm.broadcast([tensor] if world.rank == 0 else None, async_op=True),
+        ]
+    for each in mpicomm.wait_all(handles):  # whose last steps run on a thread of ours
+        assert not each[0].requires_grad
     got = mpicomm.gather(tensor, 0)
     assert got is None or not got[0].requires_grad
 
