@@ -56,9 +56,11 @@ __all__ = [
     "let_gloo_finish",
     "make_group",
     "make_nccl",
+    "next_node",
     "options",
     "premul_factor",
     "prepare_thread_for_events",
+    "put_node",
     "reduce_op_name",
     "start_event",
     "tag_of",
@@ -146,7 +148,22 @@ def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[An
     return future
 
 
-def make_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def next_node() -> int:
+    """Reserve the next place among autograd's nodes of this thread."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    return node._sequence_nr()  # type: ignore[union-attr]
+
+
+def put_node(outputs: Sequence[torch.Tensor], number: int) -> None:
+    """Give the node that made some tensors a place among autograd's."""
+    for each in outputs:
+        if each.grad_fn is not None:
+            each.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
+            return
+
+
+def make_group(ranks: Sequence[int], name: str, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
     """Make a group of some ranks under a name (collective over them).
 
     The name that torch would give it depends on how many groups a rank is in, which may differ between its members.
@@ -155,7 +172,7 @@ def make_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     given = module._process_group_name
     module._process_group_name = lambda *_args, **_kwargs: name  # type: ignore[assignment]
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout, use_local_synchronization=True)
     finally:
         module._process_group_name = given
 

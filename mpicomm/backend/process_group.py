@@ -74,6 +74,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Take the user's description of the group."""
         self._description = description
 
+    @property
+    def timeout_seconds(self) -> float:
+        """How long an operation may take."""
+        return self._engine.record.timeout
+
     def get_group_store(self) -> dist.Store:
         """Return the store that torch gave the group."""
         return self._store

@@ -50,7 +50,7 @@ def reached(members: Members, said: Said, mode: Mode) -> Generator[Works, None, 
     Raises:
         MismatchError: On every member, if they do not all say the same.
     """
-    if members.size == 1 or not mode.agrees:
+    if members.size == 1:
         return
     digest = words(said)
     extremes = torch.tensor([*digest, *[-word for word in digest]], dtype=torch.int64, device=members.control)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mpicomm.backend import process_group
 from mpicomm.verbs import leaves, moving, reducing
-from mpicomm.verbs.handles import Steps
+from mpicomm.verbs.handles import Handle, Steps
 from mpicomm.verbs.leaves import Data
 from mpicomm.verbs.members import Members, resolve
 from mpicomm.verbs.pairs import check_one_each
@@ -23,12 +23,15 @@ from mpicomm.verbs.reducing import Op
 from mpicomm.verbs.starting import Mode, start
 
 
-def barrier(group: Any = None, *, timeout: float | datetime.timedelta | None = None) -> None:
+def barrier(
+    group: Any = None, *, timeout: float | datetime.timedelta | None = None, async_op: bool = False
+) -> Handle | None:
     """Wait until every rank of the group has come here (collective).
 
     Args:
         group: The group; all ranks if left out.
         timeout: How long to wait, in seconds or as a timedelta; the group's timeout if left out.
+        async_op: Return a `Handle` at once, whose `wait()` takes the timeout.
 
     Raises:
         TimeoutError: If a rank has not come in time. It names the ranks that have not, and says where they are. The
@@ -36,7 +39,17 @@ def barrier(group: Any = None, *, timeout: float | datetime.timedelta | None = N
     """
     if isinstance(timeout, datetime.timedelta):
         timeout = timeout.total_seconds()
-    process_group.barrier_within(resolve(group, "barrier").handle, timeout)
+    members = resolve(group, "barrier")
+    if not async_op:
+        process_group.barrier_within(members.handle, timeout)
+        return None
+    if timeout is not None:
+        raise ValueError("barrier: in the background it has no timeout.\nGive it to the handle's wait().")
+
+    def steps(_mode: Mode) -> Steps:
+        yield [dist.barrier(members.handle, async_op=True)]
+
+    return start(steps, "barrier", members, async_op, [])
 
 
 def all_reduce(
@@ -208,7 +221,7 @@ def broadcast_object(thing: Any = None, src: int = 0, *, group: Any = None, asyn
     """
     members = resolve(group, "broadcast_object")
     members.global_rank(src, "broadcast_object", "src")
-    return _broadcast(members, leaves.pickled(thing) if members.rank == src else None, src, async_op)
+    return _broadcast(members, _pickled(thing) if members.rank == src else None, src, async_op)
 
 
 def gather_object(thing: Any, dst: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
@@ -266,6 +279,14 @@ def _to_send(data: Any) -> Data | Exception:
             raise ValueError("broadcast: there are no data on src.\nPass what is to be sent.")
         return leaves.take(data, "broadcast")
     except (TypeError, ValueError) as error:
+        return error
+
+
+def _pickled(thing: Any) -> Data | TypeError:
+    """Return an object as data, or why that cannot be."""
+    try:
+        return leaves.pickled(thing)
+    except TypeError as error:
         return error
 
 

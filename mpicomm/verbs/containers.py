@@ -22,7 +22,7 @@ Structure = tuple[Any, ...]
 LEAF: Structure = ("leaf",)
 _NONE: Structure = ("none",)
 _DEEPEST = 100
-_KEYS = frozenset({str, int, float, bool, type(None)})
+_KEYS = frozenset({str, int, type(None)})  # not what is equal to another: 1, 1.0, True
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": collections.OrderedDict}
 
 
@@ -150,7 +150,7 @@ def _check_keys(keys: Sequence[Any]) -> None:
         if type(key) not in _KEYS:
             raise TypeError(
                 f"a dict has the key {key!r}, a {type(key).__name__}.\n"
-                f"Use keys that are text or numbers, or the verb's `_object` form."
+                f"Use keys that are text or whole numbers, or the verb's `_object` form."
             )
 
 
@@ -197,10 +197,8 @@ def _found(name: str) -> Any:
 
 
 def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dataclass with these fields; those that its constructor does not take are set afterwards."""
-    taken = {field.name for field in dataclasses.fields(kind) if field.init}
-    made = kind(**{name: value for name, value in values.items() if name in taken})
+    """Return a dataclass with these fields, as it was: its constructor has run once."""
+    made = object.__new__(kind)
     for name, value in values.items():
-        if name not in taken:
-            object.__setattr__(made, name, value)
+        object.__setattr__(made, name, value)
     return made

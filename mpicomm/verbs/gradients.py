@@ -7,13 +7,35 @@ part in the verb must, in one order, since the backward pass is collective too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from mpicomm.backend import c10d
+
 Backward = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """From the gradients of a verb's results to those of its inputs."""
+
+_place = threading.local()
+"""In `number`, the place among autograd's nodes of the verb whose step this thread runs."""
+
+
+@contextlib.contextmanager
+def at(number: int | None) -> Iterator[None]:
+    """Let verbs that end in the block have the place in the backward pass that was reserved when they were called.
+
+    That pass goes by numbers which autograd gives out on each thread: without this, ranks whose steps run on other
+    threads would call the transposed verbs in other orders.
+    """
+    before = getattr(_place, "number", None)
+    _place.number = number
+    try:
+        yield
+    finally:
+        _place.number = before
 
 
 def attach(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], backward: Backward) -> list[torch.Tensor]:
@@ -30,21 +52,26 @@ def attach(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], back
             given(gradients)
             return [torch.zeros(())]
 
-    return list(_Verb.apply(backward, len(results), *results, *inputs))
+    outputs = list(_Verb.apply(backward, list(results), *inputs))
+    number = getattr(_place, "number", None)
+    if number is not None:
+        c10d.put_node(outputs, number)
+    return outputs
 
 
 class _Verb(torch.autograd.Function):
     """A verb that has run, with what is to run backward."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Backward, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.run_backward, ctx.count = backward, count
-        inexact = [each.dtype.is_floating_point or each.dtype.is_complex for each in tensors[:count]]
-        results = tuple(each.detach().view_as(each) for each in tensors[:count])
-        ctx.mark_non_differentiable(*[each for each, has in zip(results, inexact, strict=True) if not has])
-        return results
+    def forward(
+        ctx: Any, backward: Backward, results: list[torch.Tensor], *_inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run_backward = backward
+        outputs = tuple(each.data for each in results)  # no views, or they could not be written into
+        inexact = [each.dtype.is_floating_point or each.dtype.is_complex for each in outputs]
+        ctx.mark_non_differentiable(*[each for each, has in zip(outputs, inexact, strict=True) if not has])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_inputs = ctx.run_backward([each.contiguous() for each in gradients])
-        return (None, None, *[None] * ctx.count, *of_inputs)
+        return (None, None, *ctx.run_backward([each.contiguous() for each in gradients]))

@@ -8,6 +8,7 @@ this back end: their place in the order of operations is then the same on all ra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import threading
 import time
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 
 from mpicomm import mpi
+from mpicomm.backend import c10d
 from mpicomm.faults import recorder
+from mpicomm.verbs import gradients
 
 Works = list[Any]
 """What operations gave back; None of one that had ended within the call."""
@@ -52,6 +55,7 @@ class Handle:
         self._what = what
         self._where = recorder.line_of_caller()
         self._has_grad = torch.is_grad_enabled()
+        self._place = c10d.next_node() if self._has_grad else None
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._in_callbacks = in_callbacks
         self._in_order = in_order
@@ -60,6 +64,7 @@ class Handle:
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
+        self._waiter: threading.Thread | None = None
         self._was_asked = True
         self._advance(0)
         if self._error is not None:
@@ -78,7 +83,9 @@ class Handle:
         self._was_asked = True
         if isinstance(timeout, datetime.timedelta):
             timeout = timeout.total_seconds()
-        if timeout is None:
+        if timeout is None and self._waiter is not None:
+            self._waiter.join()
+        elif timeout is None:
             self._finish()
         elif not mpi.poll(self.done, timeout):
             raise TimeoutError(
@@ -93,11 +100,13 @@ class Handle:
 
     def done(self) -> bool:
         """Tell whether the verb has ended, well or not; looking drives it on."""
+        if not self._in_callbacks:
+            self._finish_elsewhere()
         while not self._ended.is_set():
             step, works = self._state
-            if self._in_order or not all(work.is_completed() for work in works):
+            if self._in_order or not self._in_callbacks or not all(work.is_completed() for work in works):
                 return False
-            self._advance(step)
+            self._go_on(step, works)
         self._was_asked = True
         return True
 
@@ -116,19 +125,36 @@ class Handle:
                 stacklevel=2,
             )
 
+    def _finish_elsewhere(self) -> None:
+        """Wait on a thread, once: other back ends' works say that they have ended only to who waits for them."""
+        if self._waiter is None and not self._ended.is_set():
+            self._waiter = threading.Thread(target=self._finish, name="mpicomm-handle", daemon=True)
+            self._waiter.start()
+
     def _finish(self) -> None:
         while not self._ended.is_set():
-            step, works = self._state
-            try:
-                with torch.cuda.stream(self._stream):  # which NCCL's works are to be waited for
-                    for work in works:
-                        work.wait()
-            except BaseException as error:  # noqa: BLE001  raised by wait()
-                self._end(None, error)
+            self._go_on(*self._state)
             if self._in_order:
                 self._ended.wait()
-            else:
-                self._advance(step)
+
+    def _go_on(self, step: int, works: Works) -> None:
+        """Wait for the works of a step, and run the next one, if that is not a callback's."""
+        try:
+            with torch.cuda.stream(self._stream):  # which NCCL's works are to be waited for
+                for work in works:
+                    work.wait()
+        except TimeoutError:
+            raise  # it is still on its way
+        except Exception as error:  # noqa: BLE001  raised by wait()
+            self._end(None, error)
+        if not self._in_order:
+            self._advance(step)
+
+    @contextlib.contextmanager
+    def _as_in_the_call(self) -> Iterator[None]:
+        """Let a step find what the thread that called had: its mode, its stream, its place in the backward pass."""
+        with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream), gradients.at(self._place):
+            yield
 
     def _advance(self, step: int) -> None:
         """Run the step after `step` of them, if nobody has."""
@@ -136,7 +162,7 @@ class Handle:
             if self._state[0] != step or self._ended.is_set():
                 return
             try:
-                with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream):  # another thread's differ
+                with self._as_in_the_call():
                     works = [work for work in next(self._steps) if work is not None]
             except StopIteration as end:
                 self._end(end.value, None)

@@ -29,6 +29,9 @@ class Data:
     tensors: list[torch.Tensor]
     """One for each leaf; arrays and tensors share the caller's memory."""
 
+    is_read_only: bool = False
+    """Whether there is an array that must not be written; its tensor is a copy."""
+
     @functools.cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtype of each leaf."""
@@ -64,7 +67,8 @@ def take(data: Any, what: str) -> Data:
     if _are_plain_tensors(found):
         return Data(structure, (TENSOR,) * len(found), found)
     pairs = [_as_tensor(leaf, what) for leaf in found]
-    return Data(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs])
+    is_read_only = any(isinstance(leaf, np.ndarray) and not leaf.flags.writeable for leaf in found)
+    return Data(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs], is_read_only)
 
 
 def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.Tensor]) -> Any:
@@ -76,7 +80,10 @@ def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.
 
 def pickled(thing: Any) -> Data:
     """Return an object as data of one leaf."""
-    memory = bytearray(pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
+    try:
+        memory = bytearray(pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
+    except Exception as error:  # whatever the object's own methods raise
+        raise TypeError(f"a {type(thing).__name__} cannot be pickled: {error}\nSend what it is made of.") from error
     return Data(containers.LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
 
 
@@ -116,6 +123,10 @@ def _of_number(number: Any, dtype: torch.dtype, what: str) -> torch.Tensor:
 
 
 def _of_array(array: np.ndarray, what: str) -> torch.Tensor:
+    if type(array) is not np.ndarray:
+        raise TypeError(
+            f"{what}: a {type(array).__name__} is more than its numbers.\nPass np.asarray of it, if they are all."
+        )
     try:
         # torch warns of memory that must not be written; nobody writes to it.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -148,6 +159,8 @@ def check_writable(data: Data) -> None:
     Raises:
         ValueError: If a leaf is a number or a scalar, or is part of automatic differentiation.
     """
+    if data.is_read_only:
+        raise ValueError("an array is read-only, and cannot be written into.\nPass a copy of it.")
     for kind, tensor, path in zip(data.kinds, data.tensors, containers.paths(data.structure), strict=True):
         if kind not in (TENSOR, ARRAY, CUPY):
             raise ValueError(f"{path} is a {kind}, which cannot be written into.\nTake the result that is returned.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,7 +55,7 @@ class Members:
         return self.ranks[rank]
 
 
-_known: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
+_known: dict[Any, Members] = {}
 _made: dict[tuple[str, tuple[int, ...]], Any] = {}
 """The groups that were made for `"node"`, `"leaders"` and communicators, by kind and ranks."""
 
@@ -79,8 +79,17 @@ def resolve(group: Any, what: str) -> Members:
         handle = _find(group, what)
     members = _known.get(handle)
     if members is None:
+        _forget_destroyed()
         members = _known[handle] = _describe(handle)
     return members
+
+
+def _forget_destroyed() -> None:
+    """Let go of groups that have been destroyed."""
+    for groups in (_known, _made):
+        for key, value in list(groups.items()):
+            if not c10d.is_alive(value.handle if isinstance(value, Members) else value):
+                del groups[key]
 
 
 def _find(group: Any, what: str) -> Any:
@@ -140,8 +149,14 @@ def _made_once(kind: str, ranks: Sequence[int]) -> Any:
     handle = _made.get(key)
     if handle is None or not c10d.is_alive(handle):
         name = f"mpicomm:{kind}:{next(_counts[key])}:{'-'.join(map(str, ranks))}"
-        handle = _made[key] = c10d.make_group(ranks, name)
+        handle = _made[key] = c10d.make_group(ranks, name, _timeout_of_job())
     return handle
+
+
+def _timeout_of_job() -> datetime.timedelta | None:
+    """Return how long operations of all ranks may take; None for torch's own default."""
+    world = dist.group.WORLD
+    return datetime.timedelta(seconds=world.timeout_seconds) if isinstance(world, MPIProcessGroup) else None
 
 
 def _describe(handle: Any) -> Members:

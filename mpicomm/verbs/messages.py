@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,13 @@ def start(steps: Steps, what: str, members: Members, async_op: bool) -> Any:
     """Run a message verb to its end and return its result, or return its handle."""
     if not async_op:
         return run(steps)
-    return Handle(steps, what, in_callbacks=members.is_ours and not members.has_nccl, in_order=False)
+    in_callbacks = members.is_ours and not members.has_nccl and mpi.serves_threads()
+    return Handle(steps, what, in_callbacks=in_callbacks, in_order=False)
 
 
 def largest_tag() -> int:
     """Return the largest tag that a caller may use."""
-    return _first() // 2 - 1
+    return _first() // 4 - 1
 
 
 def send(members: Members, data: Data, dst: int, tag: int) -> Steps:
@@ -52,7 +53,7 @@ def send(members: Members, data: Data, dst: int, tag: int) -> Steps:
         return None
 
     def backward(_grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        return _received(members, dst, tag)
+        return run(receive(members, dst, _backward(tag), None, None))
 
     return gradients.attach([torch.zeros(())], data.tensors, backward)[0]
 
@@ -64,53 +65,64 @@ def send_failure(members: Members, error: Exception, dst: int, tag: int) -> Work
 
 def receive(members: Members, src: int | None, tag: int, out: Data | None, target: Any) -> Steps:
     """Receive data, and return them; into `out`, whose container is `target`, if there is one."""
-    head = torch.empty(_HEAD, dtype=torch.uint8, device=members.control)
-    source = None if src is None else members.ranks[src]
-    first = dist.irecv(head, source, members.handle, _head_tag(tag))
-    yield [first]
-    sender = members.ranks[first._source_rank()] if source is None else source  # type: ignore[union-attr]
-    content_tag, length, start_of_it = _read(head)
-    raw = start_of_it[:length]
-    if length > len(start_of_it):
-        whole = torch.empty(length, dtype=torch.uint8, device=members.control)
-        yield [dist.irecv(whole, sender, members.handle, content_tag)]
-        raw = whole.cpu().numpy().tobytes()
-    description = Description.decoded(raw)
+    description, tensors, sender = yield from _content(members, src, tag)
     if out is not None:
         _check_fits(out, description)
-    rooms = {device: description.room(device) for device in description.devices}
-    yield [dist.irecv(room, sender, members.handle, content_tag) for room in rooms.values() if room.numel()]
-    tensors = description.unpacked(rooms)
-    if out is not None:
         for to, got in zip(out.tensors, tensors, strict=True):
             to.detach().copy_(got)
         return target
     if description.has_gradient and torch.is_grad_enabled():
-        tensors = gradients.attach(tensors, [], _sender_back(members, members.ranks.index(sender), tag))
+
+        def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+            run(send(members, _detached(grads), sender, _backward(tag)))
+            return []
+
+        tensors = gradients.attach(tensors, [], backward)
     return description.rebuilt(tensors)
+
+
+def _content(
+    members: Members, src: int | None, tag: int
+) -> Generator[Works, None, tuple[Description, list[torch.Tensor], int]]:
+    """Receive what comes, and return it with its sender's rank in the group."""
+    head = torch.empty(_HEAD, dtype=torch.uint8, device=members.control)
+    source = None if src is None else members.ranks[src]
+    first = dist.irecv(head, source, members.handle, _head_tag(tag))
+    yield [first]
+    sender = first._source_rank() if src is None else src  # type: ignore[union-attr]
+    source = members.ranks[sender]
+    number, length, raw = _read(head)
+    if length > len(raw):
+        whole = torch.empty(length, dtype=torch.uint8, device=members.control)
+        yield [dist.irecv(whole, source, members.handle, number)]
+        raw = whole.cpu().numpy().tobytes()
+    description = Description.decoded(raw[:length])
+    rooms = {device: description.room(device) for device in description.devices}
+    yield [dist.irecv(room, source, members.handle, number) for room in rooms.values() if room.numel()]
+    return description, description.unpacked(rooms), sender
 
 
 def exchange(members: Members, data: Data, dst: int, src: int, tag: int) -> Steps:
     """Send to one rank while receiving from another; return what came."""
-    description = Description.of(data)
-    works = _send_parts(members, data.tensors, description, dst, tag)
-    coming = receive(members, src, tag, None, None)
-    try:
-        while True:
-            yield next(coming)
-    except StopIteration as end:
-        result = end.value
+    mine = Description.of(data)
+    works = _send_parts(members, data.tensors, mine, dst, tag)
+    theirs, tensors, _ = yield from _content(members, src, tag)
     yield works
-    if not (description.has_gradient and torch.is_grad_enabled()):
-        return result
-    got = leaves.take(result, "sendrecv")
+    if not ((mine.has_gradient or theirs.has_gradient) and torch.is_grad_enabled()):
+        return theirs.rebuilt(tensors)
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        back = leaves.take(grads, "sendrecv, backward")
-        return run(exchange(members, back, src, dst, tag))
+        """Each end of a message waits for the other only if that has a gradient too."""
+        back = _detached(grads)
+        going = (
+            _send_parts(members, back.tensors, Description.of(back), src, _backward(tag)) if theirs.has_gradient else []
+        )
+        coming = run(receive(members, dst, _backward(tag), None, None)) if mine.has_gradient else []
+        for work in going:
+            work.wait()
+        return coming
 
-    plain = [tensor.detach() for tensor in got.tensors]
-    return got.rebuilt(gradients.attach(plain, data.tensors, backward))
+    return theirs.rebuilt(gradients.attach(tensors, data.tensors if mine.has_gradient else [], backward))
 
 
 def _send_parts(
@@ -136,18 +148,9 @@ def _send_head(members: Members, raw: bytes, dst: int, tag: int, number: int) ->
     ]
 
 
-def _received(members: Members, src: int, tag: int) -> list[torch.Tensor]:
-    return run(receive(members, src, tag, None, None))
-
-
-def _sender_back(members: Members, dst: int, tag: int) -> gradients.Backward:
-    """Return what sends the gradients of received data to where these came from."""
-
-    def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        run(send(members, leaves.take([each.detach() for each in grads], "recv, backward"), dst, tag))
-        return []
-
-    return backward
+def _detached(grads: Sequence[torch.Tensor]) -> Data:
+    """Return gradients as data to be sent, whose receiver does not wait for gradients of gradients."""
+    return leaves.take([each.detach() for each in grads], "backward")
 
 
 def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
@@ -162,7 +165,7 @@ def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
 
 
 def _check_fits(out: Data, description: Description) -> None:
-    """Refuse memory that what comes does not fit into; it was sent, and is received by nobody then.
+    """Refuse memory that what has come does not fit into.
 
     Raises:
         ValueError: If a leaf is of another shape or dtype, or the sender waits for gradients.
@@ -202,8 +205,13 @@ def _head_tag(tag: int) -> int:
     return _first() + tag
 
 
+def _backward(tag: int) -> int:
+    """Return the tag of gradients for messages of a tag; no caller's."""
+    return tag + largest_tag() + 1
+
+
 def _next_tag(members: Members, dst: int) -> int:
     """Return a tag for a content, which no other content on its way to the same rank has."""
-    start = _first() + largest_tag() + 1
+    start = _first() + 2 * (largest_tag() + 1)
     count = _numbers.setdefault((id(members.handle), dst), itertools.count())
     return start + next(count) % (_last() - start)

@@ -37,11 +37,14 @@ def send_to_all(mode: Mode, members: Members, data: Data | Exception | None, src
 
 def send_to_all_into(mode: Mode, members: Members, data: Data | None, out: Data, src: int, target: Any) -> Steps:
     """Run broadcast into memory that all ranks bring, and return that."""
-    yield from agreement.reached(members, agreement.of(out, f"broadcast with out= from rank {src}"), mode)
-    if members.rank == src and data is not None:
-        for to, given in zip(out.tensors, data.tensors, strict=True):
-            if to.data_ptr() != given.data_ptr():
-                to.detach().copy_(given.detach())
+    verb = f"broadcast with out= from rank {src}"
+    fits = data is None or agreement.of(data, verb)[1:] == agreement.of(out, verb)[1:]
+    yield from agreement.reached(members, agreement.of(out, verb if fits else f"{verb}, whose data do not fit"), mode)
+    if not fits:
+        raise ValueError("broadcast: the data do not fit into out=.\nGive both the same structure, dtypes and shapes.")
+    for to, given in zip(out.tensors, [] if data is None else data.tensors, strict=data is not None):
+        if (to.data_ptr(), to.stride()) != (given.data_ptr(), given.stride()):
+            to.detach().copy_(given.detach())
     source = members.ranks[src]
     yield [dist.broadcast(each.detach(), source, members.handle, async_op=mode.last) for each in out.tensors]
     return target
@@ -76,7 +79,7 @@ def _send_content_to_all(
     }
     source = members.ranks[src]
     yield [dist.broadcast(room, source, members.handle, async_op=mode.last) for room in rooms.values() if room.numel()]
-    return description.unpacked(rooms) if tensors is None else [each.detach() for each in tensors]
+    return description.unpacked(rooms) if tensors is None else [each.detach().clone() for each in tensors]
 
 
 def _differentiable_broadcast(
@@ -234,7 +237,7 @@ def exchange(mode: Mode, members: Members, items: Sequence[Data]) -> Steps:
     """
     descriptions = [Description.of(item) for item in items]
     raws = [each.encoded() for each in descriptions]
-    lengths, devices = yield from _exchanged_lengths(mode, members, raws, descriptions)
+    lengths, devices, has_gradient = yield from _exchanged_lengths(mode, members, raws, descriptions)
     everybodys = yield from _exchanged(raws, lengths, members)
     got = [Description.decoded(raw) for raw in everybodys]
     rooms: list[dict[str, torch.Tensor]] = [{} for _ in got]
@@ -252,21 +255,23 @@ def exchange(mode: Mode, members: Members, items: Sequence[Data]) -> Steps:
     yield works
     results = [each.unpacked(_aligned(room)) for each, room in zip(got, rooms, strict=True)]
     inputs = [tensor for item in items for tensor in item.tensors]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+    if has_gradient and torch.is_grad_enabled():
         results = _differentiable_exchange(members, inputs, results)
     return [each.rebuilt(tensors) for each, tensors in zip(got, results, strict=True)]
 
 
 def _exchanged_lengths(
     mode: Mode, members: Members, raws: Sequence[bytes], descriptions: Sequence[Description]
-) -> Generator[Works, None, tuple[list[int], list[str]]]:
-    """Return how long everybody's description for this rank is, and on what devices anybody has data for anybody."""
+) -> Generator[Works, None, tuple[list[int], list[str], bool]]:
+    """Return how long everybody's description for this rank is, where anybody has data, and whether with gradients."""
     uses = [int(any(device in each.devices for each in descriptions)) for device in parcels.DEVICES]
+    uses.append(int(any(each.has_gradient for each in descriptions)))
     sent = torch.tensor([[len(raw), *uses] for raw in raws], dtype=torch.int64, device=members.control)
     got = torch.empty_like(sent)
     yield [dist.all_to_all_single(got, sent, group=members.handle, async_op=mode.early)]
-    lengths, *used = got.t().tolist()
-    return lengths, [device for device, by in zip(parcels.DEVICES, used, strict=True) if any(by)]
+    lengths, *used, with_gradient = got.t().tolist()
+    devices = [device for device, by in zip(parcels.DEVICES, used, strict=True) if any(by)]
+    return lengths, devices, any(with_gradient)
 
 
 def _packed_for(device: str, item: Data, description: Description) -> torch.Tensor:

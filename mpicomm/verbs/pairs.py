@@ -209,7 +209,7 @@ def _scattered(members: Members, items: Sequence[Data] | Exception | None, src: 
     with torch.no_grad():  # nobody would receive gradients
         works = [work for each in sends for work in next(each)]
     yield works
-    return items[src].rebuilt([tensor.detach() for tensor in items[src].tensors])
+    return items[src].rebuilt([tensor.detach().clone() for tensor in items[src].tensors])
 
 
 def _check_tag(tag: Any, what: str) -> None:

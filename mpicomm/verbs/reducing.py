@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import c10d, reductions
+from mpicomm.backend import buffers, c10d, reductions
 from mpicomm.verbs import agreement, gradients, handles, leaves, moving
 from mpicomm.verbs.handles import Steps
 from mpicomm.verbs.leaves import NUMBER, Data
@@ -167,7 +167,9 @@ def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
     if len(tensors) > 1:
         return _flat(tensors)
     mine = tensors[0].detach()
-    return mine if inplace and mine.is_contiguous() else mine.clone(memory_format=torch.contiguous_format)
+    if inplace and buffers.is_dense(mine):
+        return mine
+    return mine.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _by_dtype(data: Data) -> list[list[int]]:
@@ -212,11 +214,11 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _unflat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of what `_flat` returned, of the shapes of some tensors."""
-    with torch.no_grad():
-        parts = flat.split([each.numel() for each in tensors])
-        if all([each.dim() == 1 for each in tensors]):  # noqa: C419  a list is made faster than a generator
-            return list(parts)
-        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    # "Unsafe" is that autograd knows nothing of their being views; so they may be written into.
+    parts = torch.unsafe_split_with_sizes(flat, [each.numel() for each in tensors])
+    if all([each.dim() == 1 for each in tensors]):  # noqa: C419  a list is made faster than a generator
+        return list(parts)
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
 # -- operations --------------------------------------------------------------------------------------------------------

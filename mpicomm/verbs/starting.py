@@ -23,15 +23,12 @@ class Mode:
     last: bool
     """Those that nothing follows but what this rank does by itself."""
 
-    agrees: bool = True
-    """Whether there is time to compare calls."""
-
 
 IN_THE_CALL = Mode(early=False, last=False)
 # What follows runs in a callback, on the thread that runs operations: at once is in its turn.
 _IN_CALLBACKS = Mode(early=True, last=False)
 # Other back ends' callbacks run in no certain place among the operations: what comes first is done in the call.
-_ELSEWHERE = Mode(early=False, last=True, agrees=False)
+_ELSEWHERE = Mode(early=False, last=True)
 
 
 def start(

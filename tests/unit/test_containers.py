@@ -38,7 +38,7 @@ LEAVES = st.one_of(
     st.complex_numbers(allow_nan=False),
     st.none(),
 )
-KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())
+KEYS = st.one_of(st.text(max_size=5), st.integers(), st.none())
 CONTAINERS = st.recursive(
     LEAVES,
     lambda inner: st.one_of(

@@ -76,6 +76,12 @@ def in_a_function() -> object:
     return Local(1)
 
 
+def read_only() -> np.ndarray:
+    array = np.ones(3)
+    array.flags.writeable = False
+    return array
+
+
 HELD: list[Any] = []
 HELD.append(HELD)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -93,6 +99,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "set": (lambda: mpicomm.all_reduce({1, 2}), TypeError, "a set cannot be sent leaf by leaf"),
     "own dict": (lambda: mpicomm.all_reduce(Own(a=1)), TypeError, "a Own cannot be sent leaf by leaf"),
     "key": (lambda: mpicomm.all_reduce({(1, 2): 1}), TypeError, r"has the key \(1, 2\)"),
+    "bool key": (lambda: mpicomm.all_reduce({True: 1}), TypeError, "has the key True"),
+    "masked": (lambda: mpicomm.all_gather(np.ma.masked_array([1, 2], [0, 1])), TypeError, "more than its numbers"),
+    "read-only": (lambda: mpicomm.all_reduce(read_only(), inplace=True), ValueError, "is read-only"),
+    "unpicklable": (lambda: mpicomm.all_gather_object(lambda: 1), TypeError, "cannot be pickled"),
     "local class": (lambda: mpicomm.all_gather(in_a_function()), TypeError, "not within a function"),
     "object array": (lambda: mpicomm.all_reduce(np.array([object()])), TypeError, "has no tensor"),
     "sparse": (lambda: mpicomm.all_reduce(torch.eye(3).to_sparse()), TypeError, "to_dense"),
@@ -171,6 +181,11 @@ def test_a_broadcast_of_nothing(world: mpicomm.World) -> None:
             mpicomm.broadcast(None, async_op=is_async).wait()
         with pytest.raises((TypeError, MpicommError), match="got a str"):
             mpicomm.broadcast("text" if world.rank == 0 else None, async_op=is_async).wait()
+        with pytest.raises((TypeError, MpicommError), match="cannot be pickled"):
+            mpicomm.broadcast_object((lambda: 1) if world.rank == 0 else None, async_op=is_async).wait()
+        given = torch.ones(3) if world.rank == 0 else None
+        with pytest.raises((ValueError, MpicommError), match=r"do not fit|different arguments"):
+            mpicomm.broadcast(given, out=torch.ones(2), async_op=is_async).wait()
         with pytest.raises((ValueError, MpicommError), match="one item for each"):
             mpicomm.scatter([1] * (world.size + 1) if world.rank == 0 else None, async_op=is_async).wait()
     assert mpicomm.broadcast(3 if world.rank == 0 else None) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +154,65 @@ def test_gradients_of_gradients(world: mpicomm.World) -> None:
     assert torch.allclose(first, 3 * world.size * tensor.square())
     (second,) = torch.autograd.grad(first.sum(), tensor)
     assert torch.allclose(second, 6.0 * world.size * tensor)
+
+
+def test_the_backward_pass_goes_by_the_order_of_the_calls(world: mpicomm.World) -> None:
+    """Steps run on other threads, where autograd counts on its own; equal shapes could be taken for each other."""
+    for number in range(40):
+        x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        if (number + world.rank) % 2:
+            time.sleep(2e-4)
+        a = mpicomm.all_reduce(x, async_op=True).wait() if number % 3 else mpicomm.all_reduce(x)
+        b = mpicomm.all_reduce(y, async_op=True).wait()
+        (2 * a + 3 * b).sum().backward()
+        assert (x.grad.item(), y.grad.item()) == (2 * world.size, 3 * world.size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_are_not_taken_for_messages(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        token = mpicomm.send(x, 1)
+        coming = mpicomm.irecv(1)
+        token.backward()
+        assert x.grad.tolist() == [3, 3]
+        assert coming.wait() == 7
+    elif world.rank == 1:
+        (3 * mpicomm.recv(0)).sum().backward()
+        mpicomm.send(7, 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exchange_where_one_rank_has_a_gradient(world: mpicomm.World) -> None:
+    other = world.rank ^ 1
+    if other < world.size:
+        mine = torch.full((2,), 1.0 + world.rank, requires_grad=world.rank % 2 == 0)
+        got = mpicomm.sendrecv(mine, other)
+        assert got.tolist() == [1.0 + other] * 2
+        (5 * got).sum().backward()
+        assert mine.grad is None if world.rank % 2 else mine.grad.tolist() == [5, 5]
+        assert mpicomm.sendrecv(42 + world.rank, other) == 42 + other
+
+
+def test_all_to_all_where_one_rank_has_a_gradient(world: mpicomm.World) -> None:
+    mine = torch.ones(2, requires_grad=world.rank == 0)
+    got = mpicomm.all_to_all([mine * 2] * world.size)
+    sum(each.sum() for each in got).backward()
+    assert mine.grad is None if world.rank else mine.grad.tolist() == [2 * world.size] * 2
+
+
+def test_results_may_be_written_into(world: mpicomm.World) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    total = mpicomm.all_reduce(weight)
+    total += 1
+    parts = mpicomm.all_gather(weight)
+    parts[-1] += 1
+    plain = mpicomm.all_reduce({"a": torch.ones(2), "b": torch.ones(2, 1)})
+    plain["a"].mul_(weight)
+    plain["b"].add_(1)
+    given = torch.ones(3)
+    told = mpicomm.broadcast(given if world.rank == 0 else None)
+    told += 1
+    assert given.tolist() == [1, 1, 1]
+    (total.sum() + sum(each.sum() for each in parts) + plain["a"].sum()).backward()
+    assert weight.grad is not None

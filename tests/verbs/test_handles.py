@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 
@@ -133,3 +134,38 @@ def test_a_handle_that_was_waited_for_does_not_warn(world: mpicomm.World, recwar
     mpicomm.all_reduce(1, async_op=True).wait()
     gc.collect()
     assert not [each for each in recwarn if "was dropped" in str(each.message)]
+
+
+def test_a_barrier_in_the_background(world: mpicomm.World) -> None:
+    assert mpicomm.barrier(async_op=True).wait() is None
+    with pytest.raises(ValueError, match="in the background it has no timeout"):
+        mpicomm.barrier(timeout=3, async_op=True)
+
+
+def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
+    gloo = dist.new_group(backend="gloo")
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    data = {"a": torch.full((3,), float(world.rank)), "n": world.rank}
+    handles = [
+        mpicomm.all_reduce(data, group=gloo, async_op=True),
+        mpicomm.all_reduce(data, "mean", group=gloo, async_op=True),
+        mpicomm.all_gather(torch.zeros(world.rank), group=gloo, async_op=True),
+        mpicomm.broadcast(b"x"[0] if world.rank == 0 else None, group=gloo, async_op=True),
+        mpicomm.reduce_scatter(torch.ones(world.size), group=gloo, async_op=True),
+    ]
+    total = sum(range(world.size))
+    results = [handle.wait(20) for handle in handles]
+    assert results[0]["n"] == total
+    assert results[0]["a"].tolist() == [total] * 3
+    assert results[1]["n"] == total / world.size
+    assert [len(each) for each in results[2]] == list(range(world.size))
+    assert results[3] == 120
+    assert results[4].tolist() == [world.size]
+    if world.size > 1:
+        sending = mpicomm.isend(data, after, group=gloo)
+        coming = mpicomm.irecv(before, group=gloo)
+        assert next(mpicomm.as_completed([coming])).wait(20)["n"] == before
+        sending.wait(20)
+    with pytest.raises(mpicomm.MismatchError) if world.size > 1 else contextlib.nullcontext():
+        mpicomm.all_reduce(torch.ones(2 + world.rank), group=gloo, async_op=True)
+    dist.destroy_process_group(gloo)
