@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -83,14 +84,8 @@ def _reduce(comm: Intracomm, device: torch.device, count: int) -> bool:
     return comm.rank != 0 or torch.equal(tensor, _of_rank(comm.size - 1, count, device))
 
 
-def _reduce_scatter(comm: Intracomm, device: torch.device, count: int) -> bool:
-    result = _of_rank(-1, count, device)
-    wire.reduce_scatter(comm, _of_rank(1, count * comm.size, device), None, result, _float(), mpi.api().SUM)
-    return torch.equal(result, _of_rank(comm.size, count, device))
-
-
-def _uneven_reduce_scatter(comm: Intracomm, device: torch.device, count: int) -> bool:
-    result, counts = _of_rank(-1, count, device), [count] * comm.size
+def _reduce_scatter(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
+    result, counts = _of_rank(-1, count, device), [count] * comm.size if gives_counts else None
     wire.reduce_scatter(comm, _of_rank(1, count * comm.size, device), counts, result, _float(), mpi.api().SUM)
     return torch.equal(result, _of_rank(comm.size, count, device))
 
@@ -101,15 +96,9 @@ def _broadcast(comm: Intracomm, device: torch.device, count: int) -> bool:
     return torch.equal(tensor, _of_rank(comm.size - 1, count, device))
 
 
-def _all_gather(comm: Intracomm, device: torch.device, count: int) -> bool:
+def _all_gather(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
     result = _of_rank(comm.rank, count * comm.size, device)
-    wire.all_gather(comm, result, None)
-    return torch.equal(result, _of_each(comm, count, device))
-
-
-def _uneven_all_gather(comm: Intracomm, device: torch.device, count: int) -> bool:
-    result = _of_rank(comm.rank, count * comm.size, device)
-    wire.all_gather(comm, result, [count] * comm.size)
+    wire.all_gather(comm, result, [count] * comm.size if gives_counts else None)
     return torch.equal(result, _of_each(comm, count, device))
 
 
@@ -126,14 +115,8 @@ def _scatter(comm: Intracomm, device: torch.device, count: int) -> bool:
     return torch.equal(result, _of_rank(comm.rank, count, device))
 
 
-def _all_to_all(comm: Intracomm, device: torch.device, count: int) -> bool:
-    result = _of_rank(-1, count * comm.size, device)
-    wire.all_to_all(comm, _of_rank(comm.rank, count * comm.size, device), None, result, None)
-    return torch.equal(result, _of_each(comm, count, device))
-
-
-def _uneven_all_to_all(comm: Intracomm, device: torch.device, count: int) -> bool:
-    result, counts = _of_rank(-1, count * comm.size, device), [count] * comm.size
+def _all_to_all(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
+    result, counts = _of_rank(-1, count * comm.size, device), [count] * comm.size if gives_counts else None
     wire.all_to_all(comm, _of_rank(comm.rank, count * comm.size, device), counts, result, counts)
     return torch.equal(result, _of_each(comm, count, device))
 
@@ -159,9 +142,9 @@ _TESTS: dict[str, Callable[[Intracomm, torch.device, int], bool]] = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
     "message": _message,
-    "uneven reduce_scatter": _uneven_reduce_scatter,
-    "uneven all_gather": _uneven_all_gather,
-    "uneven all_to_all": _uneven_all_to_all,
+    "uneven reduce_scatter": functools.partial(_reduce_scatter, gives_counts=True),
+    "uneven all_gather": functools.partial(_all_gather, gives_counts=True),
+    "uneven all_to_all": functools.partial(_all_to_all, gives_counts=True),
 }
 _OF_EACH = {name for name in _TESTS if any(word in name for word in ("scatter", "gather", "to_all"))}
 

@@ -39,9 +39,11 @@ def of(data: Data, verb: str, *, any_length: bool = False) -> Said:
     return (verb, data.structure, leaves, any_length)
 
 
+@functools.lru_cache(maxsize=256)
 def words(said: Said) -> tuple[int, int]:
     """Return a digest of what a rank says, as integers of 63 bits."""
-    return _digest(said)
+    raw = hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
+    return int.from_bytes(raw[:8], "big") >> 1, int.from_bytes(raw[8:], "big") >> 1
 
 
 def reached(members: Members, said: Said, mode: Mode) -> Generator[Works, None, None]:
@@ -69,12 +71,6 @@ def refuse(members: Members, said: Said) -> None:
     everybodys: list[Any] = [None] * members.size
     dist.all_gather_object(everybodys, _shown(said), group=members.handle)
     raise everywhere(MismatchError(_explain(members, everybodys)))
-
-
-@functools.lru_cache(maxsize=256)
-def _digest(said: Said) -> tuple[int, int]:
-    raw = hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
-    return int.from_bytes(raw[:8], "big") >> 1, int.from_bytes(raw[8:], "big") >> 1
 
 
 def _shown(said: Said) -> tuple[str, list[tuple[str, str]]]:

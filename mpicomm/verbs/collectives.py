@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mpicomm.backend import process_group
 from mpicomm.verbs import leaves, moving, reducing
-from mpicomm.verbs.handles import Handle, Steps
+from mpicomm.verbs.handles import Handle, Steps, in_seconds
 from mpicomm.verbs.leaves import Data
 from mpicomm.verbs.members import Members, resolve
 from mpicomm.verbs.pairs import check_one_each
@@ -37,11 +37,9 @@ def barrier(
         TimeoutError: If a rank has not come in time. It names the ranks that have not, and says where they are. The
             group cannot be used any more then.
     """
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
     members = resolve(group, "barrier")
     if not async_op:
-        process_group.barrier_within(members.handle, timeout)
+        process_group.barrier_within(members.handle, in_seconds(timeout))
         return None
     if timeout is not None:
         raise ValueError("barrier: in the background it has no timeout.\nGive it to the handle's wait().")

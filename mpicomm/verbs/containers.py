@@ -1,7 +1,7 @@
 """Containers of data: taken apart into leaves, told to others, and put together again.
 
 A container is a dict, OrderedDict, list, tuple, namedtuple or dataclass of containers; what else it holds are leaves,
-which `leaves.py` knows, and None. Its shape is told as plain nested tuples, in which a leaf is `None` in no list.
+which `leaves.py` knows, and None. What is around the leaves is told as plain nested tuples.
 """
 
 from __future__ import annotations

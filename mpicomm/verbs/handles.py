@@ -30,6 +30,11 @@ Steps = Generator[Works, None, Any]
 _LONGEST_PAUSE = 1e-3  # seconds between two looks at what has no future
 
 
+def in_seconds(timeout: float | datetime.timedelta | None) -> float | None:
+    """Return a timeout that may be a timedelta in seconds."""
+    return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+
+
 def run(steps: Steps) -> Any:
     """Run a verb to its end, and return its result."""
     try:
@@ -81,8 +86,7 @@ class Handle:
             TimeoutError: If it has not ended by then. It is still on its way, and can be waited for again.
         """
         self._was_asked = True
-        if isinstance(timeout, datetime.timedelta):
-            timeout = timeout.total_seconds()
+        timeout = in_seconds(timeout)
         if timeout is None and self._waiter is not None:
             self._waiter.join()
         elif timeout is None:
@@ -206,9 +210,9 @@ def wait_all(handles: Iterable[Handle], timeout: float | datetime.timedelta | No
         TimeoutError: If one has not ended by then.
     """
     handles = list(handles)
-    if timeout is None:
+    seconds = in_seconds(timeout)
+    if seconds is None:
         return [handle.wait() for handle in handles]
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     deadline = time.monotonic() + seconds
     return [handle.wait(max(deadline - time.monotonic(), 0.0)) for handle in handles]
 

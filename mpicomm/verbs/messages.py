@@ -95,7 +95,7 @@ def _content(
     if length > len(raw):
         whole = torch.empty(length, dtype=torch.uint8, device=members.control)
         yield [dist.irecv(whole, source, members.handle, number)]
-        raw = whole.cpu().numpy().tobytes()
+        raw = parcels.to_bytes(whole)
     description = Description.decoded(raw[:length])
     rooms = {device: description.room(device) for device in description.devices}
     yield [dist.irecv(room, source, members.handle, number) for room in rooms.values() if room.numel()]
@@ -142,10 +142,7 @@ def _send_head(members: Members, raw: bytes, dst: int, tag: int, number: int) ->
     if len(raw) > _HEAD - _START:
         parts.append((raw, number))
     target, group = members.ranks[dst], members.handle
-    return [
-        dist.isend(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(members.control), target, group, of_part)
-        for part, of_part in parts
-    ]
+    return [dist.isend(parcels.to_tensor(part, members.control), target, group, of_part) for part, of_part in parts]
 
 
 def _detached(grads: Sequence[torch.Tensor]) -> Data:
@@ -154,7 +151,7 @@ def _detached(grads: Sequence[torch.Tensor]) -> Data:
 
 
 def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
-    raw = head.cpu().numpy().tobytes()
+    raw = parcels.to_bytes(head)
     if not raw.startswith(_MAGIC):
         raise parcels.not_ours("it does not begin as one")
     words = raw[len(_MAGIC) : _START]

@@ -62,9 +62,9 @@ def _describe_to_all(
     yield [dist.broadcast(head, source, members.handle, async_op=mode.early)]
     length, start = _read_head(head)
     if length > len(start):
-        whole = _as_bytes(raw, members.control) if raw else _room(length, head)
+        whole = parcels.to_tensor(raw, members.control) if raw else _room(length, head)
         yield [dist.broadcast(whole, source, members.handle, async_op=False)]
-        start = _to_bytes(whole)
+        start = parcels.to_bytes(whole)
     if isinstance(data, Exception):
         raise data
     return Description.decoded(start[:length])
@@ -104,12 +104,12 @@ def _differentiable_broadcast(
 # -- gather and all_gather ---------------------------------------------------------------------------------------------
 
 
-def gather_everywhere(mode: Mode, members: Members, data: Data, verb: str = "all_gather") -> Steps:
+def gather_everywhere(mode: Mode, members: Members, data: Data) -> Steps:
     """Run all_gather, and return every rank's data in a list."""
-    described = yield from _lengths(mode, members, data, verb)
+    described = yield from _lengths(mode, members, data, "all_gather")
     rooms: list[dict[str, torch.Tensor]] = [{} for _ in described]
     works = []
-    for device in Description.of(data).devices:
+    for device in described[members.rank].devices:
         mine = parcels.pack(data.tensors, described[members.rank], device)
         targets = [each.room(device) for each in described]
         works.append(_all_gather(targets, mine, members, mode))
@@ -130,7 +130,7 @@ def gather_at_one(mode: Mode, members: Members, data: Data, dst: int) -> Steps:
     is_target = members.rank == dst
     rooms: list[dict[str, torch.Tensor]] = [{} for _ in described]
     works = []
-    for device in Description.of(data).devices:
+    for device in described[members.rank].devices:
         mine = parcels.pack(data.tensors, described[members.rank], device)
         longest = max(each.nbytes(device) for each in described)
         if not longest:
@@ -288,10 +288,10 @@ def _aligned(rooms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _exchanged(raws: Sequence[bytes], lengths: Sequence[int], members: Members) -> Generator[Works, None, list[bytes]]:
     """Return everybody's bytes for this rank."""
-    sent = _as_bytes(b"".join(raws), members.control)
+    sent = parcels.to_tensor(b"".join(raws), members.control)
     got = torch.empty(sum(lengths), dtype=torch.uint8, device=members.control)
     yield [dist.all_to_all_single(got, sent, lengths, [len(raw) for raw in raws], members.handle, async_op=False)]
-    return [_to_bytes(part) for part in got.split(list(lengths))]
+    return [parcels.to_bytes(part) for part in got.split(list(lengths))]
 
 
 def _differentiable_exchange(
@@ -319,17 +319,9 @@ def _split(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[list[
 def _head_of(raw: bytes, device: torch.device) -> torch.Tensor:
     """Return the length of a description and as much of it as fits."""
     start = len(raw).to_bytes(8, "little") + raw[: _HEAD - 8]
-    return _as_bytes(start.ljust(_HEAD, b"\0"), device)
+    return parcels.to_tensor(start.ljust(_HEAD, b"\0"), device)
 
 
 def _read_head(head: torch.Tensor) -> tuple[int, bytes]:
-    raw = _to_bytes(head)
+    raw = parcels.to_bytes(head)
     return int.from_bytes(raw[:8], "little"), raw[8:]
-
-
-def _as_bytes(raw: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
-
-
-def _to_bytes(content: torch.Tensor) -> bytes:
-    return content.cpu().numpy().tobytes()

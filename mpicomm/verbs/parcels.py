@@ -147,6 +147,16 @@ def pack(tensors: Sequence[torch.Tensor], description: Description, device: str)
     return flat
 
 
+def to_tensor(raw: bytes, device: torch.device) -> torch.Tensor:
+    """Return bytes as a tensor, so that they can be sent."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+
+
+def to_bytes(content: torch.Tensor) -> bytes:
+    """Return the bytes that `to_tensor` was given."""
+    return content.cpu().numpy().tobytes()
+
+
 def not_ours(why: str) -> MpicommError:
     """Return the error of something that came in and no verb has sent."""
     return MpicommError(
