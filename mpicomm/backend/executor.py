@@ -11,6 +11,7 @@ import collections
 import datetime
 import math
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -220,12 +221,18 @@ class Executor:
             TimeoutError: If a rank has not come after `seconds`; it names those that have not.
             MpicommError: If another rank did not wait that long.
         """
+        limit, start = operation.limit, time.monotonic()
+        if self._raises_timeouts:
+            operation.limit = None
         request = self._comm.Ibarrier()
         is_late = not mpi.poll(lambda: request.Test() or bool(self._record.broken), seconds)
         if is_late or self._record.broken:
             self._outstanding.append(request)
             self._check_open()
             raise self.time_out(operation, seconds)
+        if self._raises_timeouts:  # from here on nothing interrupts it, and only the watchdog could end it
+            operation.limit = limit
+            operation.forgive(time.monotonic() - start)
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that did not end in time; the group cannot be used any more."""
@@ -257,7 +264,10 @@ class Executor:
     def note_message(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
         """Record a message."""
         self._check_open()
-        return recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
+        operation = recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
+        if self._raises_timeouts:
+            operation.limit = None
+        return operation
 
     def track(self, name: str, work: MessageWork) -> MessageWork:
         """Keep a message's memory alive until it is through, whatever the caller does with the handle."""

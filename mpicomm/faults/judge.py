@@ -229,7 +229,8 @@ class Judge:
             self._next_report = now + self._hang_seconds
             first = next(ask for ask in asks if ask["kind"] == "hang")
             waited = f"{report.called([first['rank']])} has waited {first['seconds']:.0f} s"
-            text = f"[mpicomm] the job stands still: {waited}. It ends after {first['timeout']:.0f} s, the timeout."
+            then = "A TimeoutError comes" if first["raises"] else "It ends"
+            text = f"[mpicomm] the job stands still: {waited}. {then} after {first['timeout']:.0f} s, the timeout."
             self._actions.speak("\n".join([text, report.table(statuses, self._hosts), first["files"]]))
 
     def _complete(self, rank: int, status: dict[str, Any] | None, now: float) -> dict[str, Any]:

@@ -391,7 +391,9 @@ class Watchdog:
     def _look_at(self, operation: recorder.Operation, now: float) -> None:
         waited = now - (operation.start or now)
         timeout = operation.limit or operation.group.timeout
-        hang_seconds = min(self._limits.hang_seconds, timeout / 2)
+        hang_seconds = self._limits.hang_seconds
+        if operation.limit is not None:  # elsewhere the program hears of its timeouts, however short, and goes on
+            hang_seconds = min(hang_seconds, timeout / 2)
         if waited <= min(PATIENCE, hang_seconds):
             return
         what = operation.describe(now)
@@ -401,6 +403,7 @@ class Watchdog:
             "what": what,
             "seconds": waited,
             "timeout": timeout,
+            "raises": operation.limit is None,
             "files": self._files_note(),
         }
         if waited > PATIENCE and self._is_news(operation, "waits"):

@@ -200,7 +200,7 @@ class Children:
         self.job.note("told")
 
     def _ask(self) -> dict[str, Any]:
-        return {"what": WHAT, "seconds": 61.0, "timeout": 1800.0, "files": ""}
+        return {"what": WHAT, "seconds": 61.0, "timeout": 1800.0, "raises": False, "files": ""}
 
 
 WHAT = {

@@ -101,9 +101,9 @@ class Court:
     def deadline(self, rank: int, seconds: float, timeout: float) -> None:
         self.ask(rank, "deadline", seconds, timeout)
 
-    def ask(self, rank: int, kind: str, seconds: float, timeout: float) -> None:
-        note = "  files: /tmp/x"
-        self.take(kind=kind, rank=rank, number=7, what=what(), seconds=seconds, timeout=timeout, files=note)
+    def ask(self, rank: int, kind: str, seconds: float, timeout: float, *, raises: bool = False) -> None:
+        about = {"what": what(), "seconds": seconds, "timeout": timeout, "raises": raises, "files": "  files: /tmp/x"}
+        self.take(kind=kind, rank=rank, number=7, **about)
 
     def miss(self, rank: int, sequence: int = 42, needs: str = EVERYBODY) -> None:
         self.take(kind="missing", rank=rank, number=7, needs=needs, group="0", sequence=sequence)
@@ -454,6 +454,14 @@ def test_a_hang_is_reported_with_everybodys_place() -> None:
         "  files: /tmp/x"
     )
     assert (court.judge.is_busy, court.hands.ended, court.hands.claims) == (False, [], 0)
+
+
+def test_what_comes_after_a_hang_where_timeouts_are_exceptions() -> None:
+    court = Court()
+    court.ask(3, "hang", 61.0, 1800.0, raises=True)
+    court.answer(0, 1, 2, 3)
+    court.tick()
+    assert "rank 3 has waited 61 s. A TimeoutError comes after 1800 s, the timeout.\n" in court.hands.said[0]
 
 
 def test_many_who_hang_at_once_are_one_report() -> None:
