@@ -32,10 +32,9 @@ def of(data: Data, verb: str, *, any_length: bool = False) -> Said:
     Args:
         any_length: Leaves may differ in their first dimension.
     """
-    tensors = data.tensors
-    shapes = [each.shape[1:] for each in tensors] if any_length else [each.shape for each in tensors]
-    dims = tuple([each.dim() for each in tensors]) if any_length else ()
-    leaves = (data.kinds, data.dtypes, tuple(shapes), dims, data.devices, data.gradients)
+    shapes = tuple([shape[1:] for shape in data.shapes]) if any_length else data.shapes
+    dims = tuple([len(shape) for shape in data.shapes]) if any_length else ()
+    leaves = (data.kinds, data.dtypes, shapes, dims, data.devices, data.gradients)
     return (verb, data.structure, leaves, any_length)
 
 

@@ -38,6 +38,11 @@ class Data:
         return tuple([tensor.dtype for tensor in self.tensors])
 
     @functools.cached_property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shape of each leaf."""
+        return tuple([tensor.shape for tensor in self.tensors])
+
+    @functools.cached_property
     def devices(self) -> tuple[str, ...]:
         """The type of the device on which each leaf is."""
         if all([tensor.is_cpu for tensor in self.tensors]):  # noqa: C419  a list is made faster than a generator

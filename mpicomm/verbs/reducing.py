@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ def reduce_everywhere(mode: Mode, members: Members, data: Data, op: Op, *, inpla
     yield from agreement.reached(members, agreement.of(data, f"all_reduce {op.name}"), mode)
     bundles = _bundles(data, inplace=inplace)
     yield [_start(dist.all_reduce, bundle.flat, members, op, mode) for bundle in bundles]
-    results = _unbundled(bundles, data.tensors, members, op)
+    results = _unbundled(bundles, data.shapes, members, op)
     if inplace:
         return _written_back(data, results)
     if op.name in _LINEAR and any(data.gradients):
@@ -109,7 +110,7 @@ def reduce_to_one(mode: Mode, members: Members, data: Data, op: Op, dst: int) ->
     yield [_start(dist.reduce, bundle.flat, members, op, mode, members.ranks[dst]) for bundle in bundles]
     if members.rank != dst:
         return None
-    return data.rebuilt(_unbundled(bundles, data.tensors, members, op))
+    return data.rebuilt(_unbundled(bundles, data.shapes, members, op))
 
 
 def reduce_and_scatter(mode: Mode, members: Members, data: Data, op: Op) -> Steps:
@@ -127,7 +128,7 @@ def reduce_and_scatter(mode: Mode, members: Members, data: Data, op: Op) -> Step
     yield works
     for indices, flat in zip(groups, flats, strict=True):
         _divide(flat, members, op)
-        mine = [parts[index][members.rank] for index in indices]
+        mine = [parts[index][members.rank].shape for index in indices]
         for index, result in zip(indices, _unflat(flat, mine), strict=True):
             results[index] = result
     if op.name in _LINEAR and any(data.gradients):
@@ -183,17 +184,17 @@ def _by_dtype(data: Data) -> list[list[int]]:
 
 
 def _unbundled(
-    bundles: Iterable[_Bundle], tensors: Sequence[torch.Tensor], members: Members, op: Op
+    bundles: Iterable[_Bundle], shapes: Sequence[torch.Size], members: Members, op: Op
 ) -> list[torch.Tensor]:
-    results: list[Any] = [None] * len(tensors)
+    results: list[Any] = [None] * len(shapes)
     for bundle in bundles:
         _divide(bundle.flat, members, op)
         if len(bundle.indices) == 1:
             results[bundle.indices[0]] = bundle.flat
             continue
-        if len(bundle.indices) == len(tensors):
-            return _unflat(bundle.flat, tensors)
-        alike = [tensors[index] for index in bundle.indices]
+        if len(bundle.indices) == len(shapes):
+            return _unflat(bundle.flat, shapes)
+        alike = [shapes[index] for index in bundle.indices]
         for index, result in zip(bundle.indices, _unflat(bundle.flat, alike), strict=True):
             results[index] = result
     return results
@@ -212,13 +213,20 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
 
 
-def _unflat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of what `_flat` returned, of the shapes of some tensors."""
+def _unflat(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return views of what `_flat` returned, of the shapes of the tensors that it was given."""
+    lengths, are_flat = _lengths(tuple(shapes))
     # "Unsafe" is that autograd knows nothing of their being views; so they may be written into.
-    parts = torch.unsafe_split_with_sizes(flat, [each.numel() for each in tensors])
-    if all([each.dim() == 1 for each in tensors]):  # noqa: C419  a list is made faster than a generator
+    parts = torch.unsafe_split_with_sizes(flat, lengths)
+    if are_flat:
         return list(parts)
-    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(shapes: tuple[torch.Size, ...]) -> tuple[list[int], bool]:
+    """Return how many elements are in tensors of these shapes, and whether all have one dimension."""
+    return [shape.numel() for shape in shapes], all(len(shape) == 1 for shape in shapes)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
