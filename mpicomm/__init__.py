@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Any
 from mpicomm.backend import plugin as _plugin
 
 if TYPE_CHECKING:
-    from mpicomm.errors import DeviceError, LaunchError, MismatchError, MpicommError, MPINotFoundError, RendezvousError
+    from mpicomm.errors import (
+        CheckpointError,
+        DeviceError,
+        LaunchError,
+        MismatchError,
+        MpicommError,
+        MPINotFoundError,
+        RendezvousError,
+        TrainingError,
+    )
     from mpicomm.runtime import World, bootstrap, dump, shutdown
     from mpicomm.training.hooks import bf16_compression_hook
+    from mpicomm.training.preemption import Preempted
+    from mpicomm.training.trainer import Trainer
     from mpicomm.verbs.collectives import (
         all_gather,
         all_gather_object,
@@ -77,22 +88,30 @@ _HOMES = {
     "World": "mpicomm.runtime",
     "dump": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",
+    "Trainer": "mpicomm.training.trainer",
+    "Preempted": "mpicomm.training.preemption",
     "MpicommError": "mpicomm.errors",
     "MismatchError": "mpicomm.errors",
     "LaunchError": "mpicomm.errors",
     "MPINotFoundError": "mpicomm.errors",
     "DeviceError": "mpicomm.errors",
     "RendezvousError": "mpicomm.errors",
+    "CheckpointError": "mpicomm.errors",
+    "TrainingError": "mpicomm.errors",
 }
 
 __all__ = [
+    "CheckpointError",
     "DeviceError",
     "Handle",
     "LaunchError",
     "MPINotFoundError",
     "MismatchError",
     "MpicommError",
+    "Preempted",
     "RendezvousError",
+    "Trainer",
+    "TrainingError",
     "World",
     "__version__",
     "all_gather",

@@ -5,6 +5,8 @@ MpicommError
 |-- MPINotFoundError   mpi4py or the MPI library behind it is missing; install one
 |-- DeviceError        the choice of GPU cannot work
 |-- RendezvousError    ranks did not come together in time, or could not reach each other
+|-- CheckpointError    a checkpoint cannot be written or read, or is of another model
+|-- TrainingError      a loss is not finite, or the ranks' parameters have come to differ
 `-- MismatchError      ranks called different collectives; found where MPICOMM_DEBUG=1
 
 Bad arguments to an operation are `ValueError`, `TypeError` or `NotImplementedError`, as everywhere in Python.
@@ -50,6 +52,14 @@ class RendezvousError(MpicommError, TimeoutError):
 
 class MismatchError(MpicommError):
     """Ranks of a group called different collectives, or one with different arguments. No rank has started it."""
+
+
+class CheckpointError(MpicommError):
+    """A checkpoint cannot be written or read, or belongs to another model."""
+
+
+class TrainingError(MpicommError):
+    """Training cannot go on: a loss is not finite, or the parameters of the ranks differ."""
 
 
 E = TypeVar("E", bound=MpicommError)

@@ -250,15 +250,15 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
     return files.write(where, world.rank, {"size": world.size, "host": world.hostname})
 
 
-def nodes() -> tuple[int, ...]:
-    """Return the node of every rank, by rank.
+def current_world() -> World:
+    """Return what `bootstrap` returned.
 
     Raises:
         MpicommError: If there is no job.
     """
     if _session is None or not _session.is_open:
         raise MpicommError("there is no job.\nCall mpicomm.bootstrap() first.")
-    return _session.world.nodes
+    return _session.world
 
 
 def _leave(watch: Watchdog) -> None:

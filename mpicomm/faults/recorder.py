@@ -311,7 +311,19 @@ def running() -> list[Operation]:
 
 def last() -> Operation | None:
     """Return the operation that was called last, if any was."""
-    return max((each for each in list(_ring) if each is not None), key=lambda each: each.number, default=None)
+    first = _ring[0]
+    if first is None:
+        return None
+    # What has gone round is a sorted list in two parts: the last of the newer part is looked for by halves.
+    low, high = 0, RING
+    while high - low > 1:
+        middle = (low + high) // 2
+        each = _ring[middle]
+        if each is not None and each.number >= first.number:
+            low = middle
+        else:
+            high = middle
+    return _ring[low]
 
 
 def sequences() -> dict[str, int]:

@@ -114,7 +114,7 @@ def _world(what: str) -> Any:
 
 
 def _of_topology(name: str, what: str) -> Any:
-    nodes, mine = runtime.nodes(), dist.get_rank(_world(what))
+    nodes, mine = runtime.current_world().nodes, dist.get_rank(_world(what))
     leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
     if name == NODE:
         return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[mine]])

@@ -1,0 +1,79 @@
+"""The trainer: a small convolutional network learns handwritten digits, and can be ended at any moment.
+
+End it with Ctrl-C, `kill` or a time limit and start it again: it goes on where it was. Once it is complete, a further
+start says so. `--dir` is where the run lives.
+
+    $ mpirun -n 4 python -m mpicomm.examples.trainer
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from torch import nn
+
+import mpicomm
+from mpicomm.examples.ddp import load_digits, share_cores
+
+GOAL = 0.97
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    world = mpicomm.bootstrap()
+    share_cores(world)
+    train_set, test_set = load_digits()
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    steps = arguments.epochs * -(-len(train_set) // (32 * world.size))
+    trainer = mpicomm.Trainer(
+        model,
+        optimizer,
+        nn.functional.cross_entropy,
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps + 1),
+        precision=arguments.precision,
+        clip_norm=1.0,
+        checkpoint_dir=arguments.dir,
+        seed=0,
+    )
+    history = trainer.fit(train_set, arguments.epochs, eval_data=test_set, metrics={"accuracy": is_right})
+    last = history[-1]
+    if world.rank == 0:
+        print(f"test accuracy {last['accuracy']:.1%} of {last['eval_samples']} images", flush=True)
+    if last["accuracy"] < GOAL:
+        sys.exit(1)  # on all ranks: each has the same numbers
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=12, help="how often to go through the images (%(default)s)")
+    parser.add_argument("--dir", default="runs/digits", help="where the run lives (%(default)s)")
+    parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (%(default)s)")
+    return parser.parse_args()
+
+
+def make_model() -> nn.Module:
+    """Return a network for images of 8 x 8 pixels."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64 * 4 * 4, 10),
+    )
+
+
+def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return for each image whether its digit was found."""
+    return outputs.argmax(dim=1) == labels
+
+
+if __name__ == "__main__":
+    main()

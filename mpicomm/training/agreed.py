@@ -1,0 +1,84 @@
+"""What the ranks tell each other about a step (all of it collective)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.errors import TrainingError, everywhere
+from mpicomm.faults import report
+from mpicomm.training.data import Step
+from mpicomm.training.parallel import Replicated, Sharded
+from mpicomm.verbs import collectives, members
+
+_OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sums(count: int, wish: bool) -> tuple[int, int]:
+    """Return the number of samples of all ranks, and how many ranks wish to leave."""
+    if dist.get_world_size() == 1:
+        return count, int(wish)
+    found = torch.tensor([count, wish], dtype=torch.int64, device=members.resolve(None, "the trainer").control)
+    dist.all_reduce(found)
+    total, wishes = found.tolist()
+    return total, wishes
+
+
+def everybody(is_so: bool) -> bool:
+    """Tell whether something is so on all ranks."""
+    return sums(0, not is_so)[1] == 0
+
+
+def reasons(why: str | None) -> str:
+    """Return why ranks wish to leave."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(collectives.all_gather_object(why)):
+        if each is not None:
+            ranks.setdefault(each, []).append(rank)
+    return ", ".join(f"{each} on {report.called(those)}" for each, those in ranks.items())
+
+
+def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
+    """Return the samples of a step that has no finite loss, by rank, where they are known."""
+    mine = None if is_finite else [index for batch in step for index in batch.indices or ()]
+    found = collectives.all_gather_object(mine)
+    return {str(rank): each for rank, each in enumerate(found) if each is not None}
+
+
+def check_parameters(spread: Replicated | Sharded, step: int) -> None:
+    """Compare the parameters of all ranks, by the sums of their bits.
+
+    Raises:
+        TrainingError: On every rank, if they differ; it names the ranks and the first parameter that does.
+    """
+    if isinstance(spread, Sharded):
+        return  # each rank has other parts
+    names = [name for name, _ in spread.inner.named_parameters()]
+    mine = torch.stack([_digest(each) for each in spread.inner.parameters()]).to(
+        members.resolve(None, "the trainer").control
+    )
+    extremes = torch.cat([mine, -mine])
+    dist.all_reduce(extremes, dist.ReduceOp.MIN)
+    least, greatest = extremes.chunk(2)
+    if torch.equal(least, -greatest):
+        return
+    everybodys = torch.stack(collectives.all_gather(mine))
+    usual = everybodys.mode(dim=0).values
+    others = [rank for rank, row in enumerate(everybodys) if not torch.equal(row, usual)]
+    first = names[int((everybodys != usual).any(dim=0).nonzero()[0])]
+    raise everywhere(
+        TrainingError(
+            f"after step {step} the parameters differ: {report.called(others)} from the others, first in {first}.\n"
+            f"Does a rank change them by itself, or train on without synchronizing? Go on from the last checkpoint "
+            f"before."
+        )
+    )
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    content = parameter.detach().contiguous()
+    if content.is_complex():
+        content = torch.view_as_real(content)
+    return content.view(_OF_EQUAL_SIZE[content.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,265 @@
+"""Checkpoints of a run: written aside, synced, renamed, marked; the marked one with the most steps is what counts.
+
+The content goes by torch.distributed.checkpoint, so that another number of ranks can read it. What is killed at any
+moment leaves a directory without a mark, which the next start removes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import pickle
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mpicomm import mpi
+from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.errors import CheckpointError, everywhere
+from mpicomm.verbs import collectives
+
+_MARK = "COMPLETE"
+_ASIDE = ".partial"
+_PREFIX = "step-"
+_SEEN_SECONDS = 10.0  # in which a new file must be seen on all hosts
+
+State = dict[str, Any]
+"""`model` and `optimizer` as torch.distributed.checkpoint knows them, and objects by name."""
+
+
+class Checkpoints:
+    """The checkpoints in a directory that all ranks see."""
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
+        """Open the directory, see that all ranks can write there, and remove what was not finished (collective).
+
+        Args:
+            keep: How many to keep.
+
+        Raises:
+            CheckpointError: On every rank, if a rank cannot write there.
+        """
+        self.directory = Path(directory).absolute()
+        self._keep = keep
+        self._rank = dist.get_rank()
+        self._in_background = not isinstance(dist.group.WORLD, MPIProcessGroup) or mpi.serves_threads()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint")
+        self._running: concurrent.futures.Future[None] | None = None
+        self._open()
+        self.newest = collectives.broadcast_object(_newest(self.directory) if self._rank == 0 else None, src=0)
+        """The last complete checkpoint; None if there is none."""
+        # The background's operations must not meet the training's.
+        self._group = dist.new_group()
+
+    def _open(self) -> None:
+        token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
+        self._agree(self._prepare if self._rank == 0 else _nothing)
+        self._agree((lambda: _write(token, b"")) if self._rank == 0 else _nothing)
+        self._agree(lambda: _probe(token, self._rank))
+        if self._rank == 0:
+            token.unlink(missing_ok=True)
+
+    def _prepare(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.glob(_PREFIX + "*"):
+            if not (path / _MARK).exists():
+                shutil.rmtree(path)
+
+    def _agree(self, act: Callable[[], object]) -> None:
+        """Do something that may fail, and fail everywhere if it fails on any rank (collective)."""
+        failure = ""
+        try:
+            act()
+        except OSError as error:
+            failure = str(error)
+        failures = collectives.all_gather_object(failure)
+        bad = [rank for rank, each in enumerate(failures) if each]
+        if bad:
+            raise everywhere(
+                CheckpointError(
+                    f"rank {bad[0]} cannot use {self.directory} for checkpoints: {failures[bad[0]]}.\n"
+                    f"Give a directory that all hosts share, in which this user may write."
+                )
+            )
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, step: int, state: State, *, wait: bool) -> None:
+        """Write a checkpoint, in the background unless `wait` (collective).
+
+        Args:
+            name: What its directory is to be called; those of later ones come later in the alphabet.
+            state: What it holds; nobody may change it meanwhile.
+        """
+        self.wait()
+        self._running = self._pool.submit(self._save, name, step, state)
+        if wait or not self._in_background:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that was being written in the background, if it has failed."""
+        if self._running is not None and self._running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: On every rank, if it could not be written.
+        """
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and end the thread and the group (collective)."""
+        self.wait()
+        self._pool.shutdown()
+        dist.destroy_process_group(self._group)
+
+    def _save(self, name: str, step: int, state: State) -> None:
+        path = self.directory / name
+        aside = path.with_suffix(_ASIDE)
+        failure = self._store(aside, state)
+        if not failure and self._rank == 0:
+            failure = self._publish(aside, path, step)
+        told = [failure]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        if not told[0]:
+            self.newest = path
+            return
+        if self._rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        last = f"The last complete one is {self.newest}." if self.newest else "There is no complete one yet."
+        raise everywhere(
+            CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.directory}: {told[0]}\n{last} "
+                f"Make room there, and start the run again."
+            )
+        )
+
+    def _store(self, aside: Path, state: State) -> str:
+        """Write the content, and return why that failed; the same on all ranks."""
+        try:
+            writer = dcp.FileSystemWriter(aside, sync_files=True)
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:
+            rank, (why, _) = min(error.failures.items())
+            return f"rank {rank}: {why}"
+        return ""
+
+    def _publish(self, aside: Path, path: Path, step: int) -> str:
+        """Give the content its name and its mark, remove what is too old, and return why that failed."""
+        try:
+            _sync(aside)
+            shutil.rmtree(path, ignore_errors=True)
+            aside.rename(path)
+            _sync(self.directory)
+            self._mark(path, step)
+            for old in sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]:
+                old.unlink()  # first, so that what is half removed does not count
+                shutil.rmtree(old.parent)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _mark(self, path: Path, step: int) -> None:
+        _write(path / _MARK, json.dumps({"step": step, "ranks": dist.get_world_size()}).encode())
+        _sync(path)
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def objects(self) -> dict[str, Any]:
+        """Return the objects of the newest checkpoint by name (collective)."""
+        assert self.newest is not None
+        names = [name for name in _contents(self.newest) if name.startswith("object.")]
+        state: State = dict.fromkeys(names, b"")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest), process_group=self._group)
+        return {name.removeprefix("object."): pickle.loads(state[name]) for name in names}
+
+    def load(self, state: State) -> None:
+        """Read the newest checkpoint's tensors and the optimizer's values into a state (collective)."""
+        assert self.newest is not None
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest), process_group=self._group)
+
+    def check_model(self, model: Mapping[str, Any]) -> None:
+        """Refuse a model that is not the one of the newest checkpoint.
+
+        Raises:
+            CheckpointError: If a parameter or buffer is missing, or of another shape or dtype; it is named.
+        """
+        assert self.newest is not None
+        here = {name: (tuple(each.shape), each.dtype) for name, each in model.items()}
+        there = {
+            name.removeprefix("model."): (tuple(each.size), each.properties.dtype)
+            for name, each in _contents(self.newest).items()
+            if name.startswith("model.") and isinstance(each, TensorStorageMetadata)
+        }
+        if here == there:
+            return
+        first = next(name for name in {**there, **here} if here.get(name) != there.get(name))
+        raise everywhere(
+            CheckpointError(
+                f"{self.directory} holds a run of another model: {first} is {_shown(there.get(first))} there, and "
+                f"{_shown(here.get(first))} in this one.\n"
+                f"Give this run a checkpoint_dir of its own, or the model that was trained there."
+            )
+        )
+
+
+def packed(objects: Mapping[str, Any]) -> State:
+    """Return objects as a part of a state."""
+    return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
+
+
+def _newest(directory: Path) -> Path | None:
+    marks = sorted(directory.glob(f"{_PREFIX}*/{_MARK}"))
+    return marks[-1].parent if marks else None
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def _shown(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "nothing" if leaf is None else f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}"
+
+
+def _probe(token: Path, rank: int) -> None:
+    """See whether rank 0's file is there, and whether this rank can write beside it."""
+    if not mpi.poll(token.exists, _SEEN_SECONDS, longest_pause=0.1):
+        raise OSError("it is not the directory that rank 0 sees")
+    mine = token.with_suffix(f".{rank}")
+    _write(mine, b"mpicomm")
+    mine.unlink()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole, also after a loss of power, or not at all."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _nothing() -> None:
+    pass

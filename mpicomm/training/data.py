@@ -1,0 +1,457 @@
+"""The data of a run: what every rank takes in each step, so that no sample is taken twice in an epoch and none is lost.
+
+The order of an epoch is the same on all ranks, whatever their number, and a step takes the next samples of it. Where
+the steps of an epoch were interrupted is therefore one number, from which any number of ranks can go on.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+
+_SEED_BITS = 63
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, so that no two (epoch, sample) are one seed by chance
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What goes through the model at once."""
+
+    content: Any
+    """A pair of inputs and targets, as the loader made it."""
+
+    count: int
+    """How many samples it stands for; 0 if it only keeps this rank in step with the others."""
+
+    indices: Sequence[int] | None = None
+    """Which samples they are, where that is known."""
+
+
+Step = list[Batch]
+"""What one rank takes in one step of the optimizer; empty once it has nothing more."""
+
+
+class Feed(Protocol):
+    """The data of a run, as one rank takes them."""
+
+    is_shared: bool
+    """Whether the ranks share the samples, so that another number of them can go on."""
+
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:
+        """Return what is left of an epoch.
+
+        Args:
+            epoch: Its number, from 0.
+            consumed: How many samples of it all ranks have taken before.
+            steps: In how many steps.
+        """
+
+    def total(self) -> int | None:
+        """Return the number of samples in an epoch, of all ranks; None if nobody knows."""
+
+    def close(self) -> None:
+        """End the processes that load the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How data are loaded."""
+
+    batch_size: int = 32
+    """Samples per rank that go through the model at once."""
+
+    accumulate: int = 1
+    """Batches per step."""
+
+    num_workers: int = 0
+    """Processes per rank that load data."""
+
+    pin_memory: bool = False
+    seed: int = 0
+    shuffle: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which of the ranks this is."""
+
+    rank: int
+    size: int
+
+
+def feed(data: Any, options: Options, place: Place) -> Feed:
+    """Return the data of a run as this rank takes them.
+
+    Args:
+        data: A dataset, with indices or without, or a DataLoader. Datasets are shared among the ranks; so is what an
+            ordinary DataLoader loads, in batches of its size. A DataLoader with a sampler of the user's own, or with a
+            dataset without indices, is taken as it is: its ranks must have shares of their own.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If there are no samples.
+    """
+    if isinstance(data, DataLoader):
+        return _feed_of_loader(data, options, place)
+    if isinstance(data, IterableDataset):
+        return Stream(data, options, place)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Sharded(data, options, place)
+    raise TypeError(
+        f"expected a dataset of (input, target) pairs or a DataLoader, got a {type(data).__name__}.\n"
+        f"Wrap tensors in torch.utils.data.TensorDataset(inputs, targets)."
+    )
+
+
+def _feed_of_loader(loader: DataLoader[Any], options: Options, place: Place) -> Feed:
+    usual = isinstance(loader.sampler, (RandomSampler, SequentialSampler)) and loader.batch_size is not None
+    if isinstance(loader.dataset, IterableDataset) or not usual or getattr(loader.sampler, "replacement", False):
+        return OwnLoader(loader, options.accumulate)
+    assert loader.batch_size is not None
+    options = dataclasses.replace(
+        options,
+        batch_size=loader.batch_size,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+    )
+    more = {
+        "collate_fn": loader.collate_fn,
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    return Sharded(loader.dataset, options, place, drop_last=loader.drop_last, **more)
+
+
+# -- datasets with indices ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How an epoch is cut into steps, and these into the batches of the ranks."""
+
+    length: int
+    """The number of samples in an epoch."""
+
+    batch_size: int
+    accumulate: int
+    size: int
+    """The number of ranks."""
+
+    drop_last: bool = False
+
+    def bounds(self, consumed: int) -> Iterator[tuple[int, int]]:
+        """Return where each step begins and ends.
+
+        The last step is smaller than the others; if it had fewer samples than there are ranks, it is one with the step
+        before, so that every rank takes part in every step.
+        """
+        whole = self.size * self.batch_size * self.accumulate
+        while consumed < self.length:
+            end = min(consumed + whole, self.length)
+            if self.length - end < self.size and not self.drop_last:
+                end = self.length
+            if end - consumed < whole and self.drop_last:
+                return
+            yield consumed, end
+            consumed = end
+
+    def batches(self, start: int, end: int, rank: int) -> list[slice]:
+        """Return the places in the epoch's order of the batches that a rank takes in a step.
+
+        All ranks take equally many batches, whose lengths differ by one at most.
+        """
+        mine = len(range(start + rank, end, self.size))
+        least = (end - start) // self.size
+        number = max(1, min(self.accumulate, -(-(end - start) // (self.size * self.batch_size)), least))
+        edges = [mine * each // number for each in range(number + 1)]
+        first = start + rank
+        return [
+            slice(first + self.size * low, first + self.size * (high - 1) + 1 if high > low else first, self.size)
+            for low, high in itertools.pairwise(edges)
+        ]
+
+
+class Sharded:
+    """A dataset with indices, of which each rank takes its part."""
+
+    is_shared = True
+
+    def __init__(
+        self, dataset: Any, options: Options, place: Place, *, drop_last: bool = False, **loading: Any
+    ) -> None:
+        """Share a dataset.
+
+        Args:
+            loading: More of DataLoader's arguments.
+
+        Raises:
+            ValueError: If there are no samples.
+        """
+        length = len(dataset)
+        if not length:
+            raise ValueError("the dataset has no samples.\nLook at where it is read from.")
+        self.cut = Cut(length, options.batch_size, options.accumulate, place.size, drop_last)
+        if drop_last and not any(True for _ in self.cut.bounds(0)):
+            raise ValueError(
+                f"drop_last leaves no step of {length} samples: one takes {options.batch_size} x {options.accumulate} "
+                f"of {place.size} ranks.\nMake the batches smaller, or do not drop the last."
+            )
+        self._rank = place.rank
+        self._seed, self._shuffle = options.seed, options.shuffle
+        self._plan = _Plan()
+        if options.num_workers:
+            loading.setdefault("persistent_workers", True)
+        else:
+            loading = {name: value for name, value in loading.items() if name in {"collate_fn", "worker_init_fn"}}
+        plan: Any = self._plan  # it need not be lists that a dataset is asked for
+        self._loader = DataLoader(
+            _Reproducible(dataset, options.seed),
+            batch_sampler=plan,
+            num_workers=options.num_workers,
+            pin_memory=options.pin_memory,
+            generator=torch.Generator().manual_seed(options.seed),
+            **loading,
+        )
+
+    def total(self) -> int:
+        """Return the number of samples in an epoch, of all ranks."""
+        return max(end for _, end in self.cut.bounds(0))
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """Return the order of an epoch's samples, the same on all ranks."""
+        if not self._shuffle:
+            return torch.arange(self.cut.length)
+        generator = torch.Generator().manual_seed(_mixed(self._seed, epoch, 0))
+        return torch.randperm(self.cut.length, generator=generator)
+
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
+        """Return what is left of an epoch for this rank."""
+        self._plan.make = lambda: self._planned(epoch, consumed)
+        loaded = iter(self._loader)
+        for start, end in self.cut.bounds(consumed):
+            yield [self._next(loaded) for _ in self.cut.batches(start, end, self._rank)]
+
+    def _next(self, loaded: Iterator[Any]) -> Batch:
+        content = next(loaded)  # the plan is ahead of it
+        indices = self._plan.given.popleft()
+        return Batch(content, indices.count, indices.samples[: indices.count])
+
+    def _planned(self, epoch: int, consumed: int) -> Iterator[Indices]:
+        order = self.order(epoch)
+        for start, end in self.cut.bounds(consumed):
+            for each in self.cut.batches(start, end, self._rank):
+                samples = order[each].tolist()
+                # A rank for which nothing is left goes through the step with a sample that does not count.
+                yield Indices(epoch, samples or [int(order[start])], len(samples))
+
+    def close(self) -> None:
+        """End the processes that load the data."""
+        _end_workers(self._loader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Indices:
+    """The samples of a batch, and the epoch in which they are taken."""
+
+    epoch: int
+    samples: list[int]
+    count: int
+
+
+class _Plan:
+    """A batch sampler that says what it was told, and remembers what it has said."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[], Iterator[Indices]] = lambda: iter(())
+        self.given: collections.deque[Indices] = collections.deque()
+
+    def __iter__(self) -> Iterator[Indices]:
+        self.given.clear()
+        for indices in self.make():
+            self.given.append(indices)
+            yield indices
+
+
+class _Reproducible(Dataset[Any]):
+    """A dataset whose random numbers (augmentation) depend on seed, epoch and sample alone.
+
+    Wherever a batch is loaded, in this process or in any worker, and after any interruption, it is the same.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, indices: Indices) -> list[Any]:
+        """Return the samples of a batch."""
+        samples = indices.samples
+        with _own_randomness(_mixed(self._seed, indices.epoch, 1 + samples[0])):
+            if (many := getattr(self._dataset, "__getitems__", None)) is not None:
+                return many(samples)
+            return [self._dataset[each] for each in samples]
+
+    def __getitem__(self, _index: int) -> Any:
+        raise AssertionError("batches are taken whole")
+
+
+class _own_randomness:  # noqa: N801  used as a function is
+    """Random numbers from a seed within a block, and as they were after it."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        random.seed(self._seed)
+        np.random.seed(self._seed & 0xFFFFFFFF)
+        torch.random.default_generator.manual_seed(self._seed)
+
+    def __exit__(self, *_error: object) -> None:
+        python, numpy, torchs = self._states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torchs)
+
+
+def _mixed(seed: int, epoch: int, sample: int) -> int:
+    """Return a seed that belongs to all three."""
+    value = seed + _FACTORS[0] * (epoch + 1) + _FACTORS[1] * sample
+    value &= (1 << 64) - 1
+    value ^= value >> 31
+    return (value * _FACTORS[0] & ((1 << 64) - 1)) >> (64 - _SEED_BITS)
+
+
+# -- datasets without indices ------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A dataset without indices: every rank reads all of it, and takes each n-th batch."""
+
+    is_shared = True
+
+    def __init__(self, dataset: IterableDataset[Any], options: Options, place: Place) -> None:
+        self._share = _Share(dataset, options.batch_size, place)
+        self._accumulate = options.accumulate
+        self._loader: DataLoader[Any] = DataLoader(
+            self._share, options.batch_size, num_workers=options.num_workers, pin_memory=options.pin_memory
+        )
+
+    def total(self) -> int | None:
+        """Return the number of samples, if the dataset tells it."""
+        try:
+            return len(self._share.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
+        """Return what is left of an epoch for this rank."""
+        self._share.start = consumed
+        _set_epoch(self._share.dataset, epoch)
+        return _grouped(self._loader, self._accumulate)
+
+    def close(self) -> None:
+        """End the processes that load the data."""
+        _end_workers(self._loader)
+
+
+class _Share(IterableDataset[Any]):
+    """A rank's samples of a stream: batch by batch in turn, and each batch by one worker."""
+
+    def __init__(self, dataset: IterableDataset[Any], batch_size: int, place: Place) -> None:
+        self.dataset = dataset
+        self.start = 0
+        self._batch_size = batch_size
+        self._place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for number, sample in enumerate(self.dataset, -self.start):
+            turn, rank = divmod(number // self._batch_size, self._place.size)
+            if number >= 0 and rank == self._place.rank and turn % workers == worker:
+                yield sample
+
+
+class OwnLoader:
+    """A DataLoader of the user's, taken as it is."""
+
+    is_shared = False
+
+    def __init__(self, loader: DataLoader[Any], accumulate: int) -> None:
+        self._loader = loader
+        self._accumulate = accumulate
+
+    def total(self) -> None:
+        """Return None: what the other ranks load is not known."""
+
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
+        """Return what is left of an epoch for this rank; what went before is loaded and left out."""
+        for part in (self._loader.sampler, self._loader.batch_sampler, self._loader.dataset):
+            _set_epoch(part, epoch)
+        grouped = _grouped(self._loader, self._accumulate)
+        for _ in range(steps):
+            next(grouped, None)
+        return grouped
+
+    def close(self) -> None:
+        """End the processes that load the data."""
+        _end_workers(self._loader)
+
+
+def _set_epoch(part: Any, epoch: int) -> None:
+    setter: Callable[[int], None] | None = getattr(part, "set_epoch", None)
+    if setter is not None:
+        setter(epoch)
+
+
+def _grouped(loader: Iterable[Any], number: int) -> Iterator[Step]:
+    """Return the batches of a loader, so many at once, and what remains at the end."""
+    step: Step = []
+    for content in loader:
+        step.append(Batch(content, count_samples(content)))
+        if len(step) == number:
+            yield step
+            step = []
+    if step:
+        yield step
+
+
+def count_samples(content: Any) -> int:
+    """Return the length of the first tensor in a batch.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    found = _first_tensor(content)
+    if found is None or not found.dim():
+        raise TypeError(
+            f"a batch is a {type(content).__name__} without a tensor that has a first dimension.\n"
+            f"Let the loader make pairs of tensors, whose first dimension counts the samples."
+        )
+    return found.shape[0]
+
+
+def _first_tensor(content: Any) -> torch.Tensor | None:
+    if isinstance(content, torch.Tensor):
+        return content
+    children = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    return next((found for child in children if (found := _first_tensor(child)) is not None), None)
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None

@@ -1,0 +1,191 @@
+"""Figures of a run: sums over all samples and ranks, and the file in which they are kept."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.errors import TrainingError
+from mpicomm.training.data import Batch
+from mpicomm.verbs import members
+
+Metric = Callable[[Any, Any], Any]
+"""From a batch's outputs and targets to a number for each sample, or to their mean."""
+
+FILE = "metrics.jsonl"
+
+
+class Losses:
+    """The losses of this rank's batches since the last reduction."""
+
+    def __init__(self, device: torch.device, stops: bool) -> None:
+        """Begin with none.
+
+        Args:
+            stops: A loss that is not finite ends the run.
+        """
+        self._stops = stops
+        self._at_once = device.type == "cpu"  # elsewhere, to look at a number is to wait for it
+        self.total: Any = 0.0
+        self.count = 0
+        self._unseen: list[tuple[int, Batch, torch.Tensor]] = []
+
+    def add(self, step: int, batch: Batch, loss: torch.Tensor) -> bool:
+        """Add the mean loss of a batch, and tell whether it is finite.
+
+        Raises:
+            TrainingError: If it is not, and that ends the run; on GPUs, `look` does.
+        """
+        if not batch.count:
+            return True
+        if self._at_once or not self._stops:
+            value = loss.item()
+            if not math.isfinite(value):
+                if self._stops:
+                    raise _not_finite(step, batch, value)
+                return False
+            self.total += value * batch.count
+        else:
+            self._unseen.append((step, batch, loss.detach()))
+            self.total = self.total + loss.detach().double() * batch.count
+        self.count += batch.count
+        return True
+
+    def look(self) -> None:
+        """Look at the losses that have not been looked at.
+
+        Raises:
+            TrainingError: If one is not finite.
+        """
+        if self._unseen:
+            values = torch.stack([loss for _, _, loss in self._unseen]).tolist()
+            unseen, self._unseen = self._unseen, []
+            for (step, batch, _), value in zip(unseen, values, strict=True):
+                if not math.isfinite(value):
+                    raise _not_finite(step, batch, value)
+
+    def take(self) -> tuple[float, int]:
+        """Return the sum over all ranks and the number of samples, and begin again (collective)."""
+        self.look()
+        total, count = reduced([float(self.total), self.count])
+        self.total, self.count = 0.0, 0
+        return total, int(count)
+
+
+def _not_finite(step: int, batch: Batch, value: float) -> TrainingError:
+    which = "of unknown place" if batch.indices is None else ", ".join(map(str, batch.indices))
+    return TrainingError(
+        f"the loss of step {step} is {value} on rank {dist.get_rank()}, for the samples {which}.\n"
+        f"Look at these samples, lower the learning rate, or set clip_norm; if_not_finite='skip' leaves such steps out."
+    )
+
+
+def reduced(values: Sequence[float]) -> list[float]:
+    """Return sums over all ranks, in float64 (collective)."""
+    found = torch.tensor(values, dtype=torch.float64, device=members.resolve(None, "the trainer").control)
+    dist.all_reduce(found)
+    return found.tolist()
+
+
+class Averages:
+    """Means of metrics over a set of samples, exact whatever the number of ranks."""
+
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self._metrics = metrics
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ("loss", *metrics)}
+        self.count = 0
+
+    def add(self, loss: torch.Tensor, outputs: Any, targets: Any, count: int) -> None:
+        """Add a batch of `count` samples.
+
+        Raises:
+            ValueError: If a metric is neither one number nor one for each sample.
+        """
+        self._sums["loss"] += loss.detach().double() * count
+        for name, metric in self._metrics.items():
+            value = torch.as_tensor(metric(outputs, targets)).detach().double()
+            each_sample = value.shape[:1] == (count,)
+            if value.numel() != 1 and not each_sample:
+                raise ValueError(
+                    f"the metric {name!r} has the shape {list(value.shape)} for {count} samples.\n"
+                    f"Return a number for each sample, or their mean."
+                )
+            whole = value.sum() if each_sample else value.reshape(()) * count
+            self._sums[name] += whole.to(self._sums[name].device)
+        self.count += count
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """Return the means and the number of samples, of all ranks (collective)."""
+        sums = [each.item() for each in self._sums.values()]
+        *totals, count = reduced([*sums, self.count])
+        return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
+
+
+class Journal:
+    """Lines of JSON in a file, each written whole; what a crash has cut off is never read as a line."""
+
+    def __init__(self, path: Path | None, logger: Callable[[dict[str, Any]], None] | None) -> None:
+        """Open the journal.
+
+        Args:
+            path: The file; None for none.
+            logger: Is given every entry too.
+        """
+        self._logger = logger
+        self._file: io.FileIO | None = None
+        if path is not None:
+            self._file = path.open("ab", buffering=0)
+            _end_the_line(path, self._file)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Write an entry."""
+        entry = {"event": event, **values}
+        if self._file is not None:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+        if self._logger is not None:
+            self._logger(entry)
+
+    def close(self) -> None:
+        """Close the file, synced."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _end_the_line(path: Path, file: io.FileIO) -> None:
+    with path.open("rb") as before:
+        size = before.seek(0, os.SEEK_END)
+        before.seek(max(0, size - 1))
+        if size and before.read() != b"\n":
+            file.write(b"\n")
+
+
+def to_tensorboard(directory: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a logger that writes the entries' numbers for TensorBoard.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError('logger="tensorboard" needs it: pip install "mpicomm[tensorboard]"') from error
+    writer = SummaryWriter(directory)
+
+    def log(entry: dict[str, Any]) -> None:
+        if "step" in entry:
+            for name, value in entry.items():
+                if isinstance(value, (int, float)) and name not in {"step", "time"}:
+                    writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])
+            writer.flush()
+
+    return log

@@ -1,0 +1,152 @@
+"""How the model is spread over the ranks: whole on each (DDP), or in parts (FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mpicomm.training.hooks import bf16_compression_hook
+
+STRATEGIES = ("ddp", "fsdp")
+HOOKS = ("bf16", "fp16", "powersgd")
+
+
+class Replicated:
+    """The whole model on every rank; gradients are averaged while the backward pass runs."""
+
+    def __init__(self, model: nn.Module, device: torch.device, hook: str | None, find_unused: bool) -> None:
+        self.inner = model.to(device)
+        devices = [device.index] if device.type == "cuda" else None
+        self.model = DistributedDataParallel(
+            self.inner, device_ids=devices, find_unused_parameters=find_unused, gradient_as_bucket_view=True
+        )
+        self._hook = hook
+
+    @property
+    def for_evaluation(self) -> nn.Module:
+        """The model without what keeps it alike on all ranks."""
+        return self.inner
+
+    @contextlib.contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """Run a backward pass that another one of the same step follows."""
+        with self.model.no_sync():
+            yield
+
+    def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
+        """Bring DDP into the state in which it stays, by a pass that is thrown away (collective).
+
+        DDP puts the gradients into buckets anew after its first backward pass. Sums of other buckets may be rounded
+        otherwise, so the first step of a resumed run would not have the bits that it had in the run before.
+        """
+        run(self.model).backward()
+        self.model.zero_grad(set_to_none=True)
+        if self._hook is not None:
+            self._register_hook()
+
+    def _register_hook(self) -> None:
+        hooks: dict[str | None, tuple[Any, Callable[..., Any]]] = {
+            "bf16": (None, bf16_compression_hook),
+            "fp16": (None, default_hooks.fp16_compress_hook),
+            "powersgd": (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook),
+        }
+        state, hook = hooks[self._hook]
+        self.model.register_comm_hook(state, hook)
+
+
+class Sharded:
+    """Every rank holds its part of each parameter, and gets the rest for as long as it computes with it."""
+
+    def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None) -> None:
+        self.inner = model.to(device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)  # as DDP does: ranks may have begun with other numbers
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low is not None else None)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in _layers(model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        self.model: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    @property
+    def for_evaluation(self) -> nn.Module:
+        """The model as it is used in evaluation: all ranks call it equally often."""
+        return self.model
+
+    @contextlib.contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """Run a backward pass that another one of the same step follows."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
+        """Do nothing: what FSDP does in a step does not depend on those before."""
+
+
+def spread(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    strategy: str,
+    hook: str | None,
+    low: torch.dtype | None,
+    sync_batchnorm: bool,
+    find_unused: bool,
+) -> Replicated | Sharded:
+    """Spread a model over the ranks, and let the optimizer know its parameters (collective).
+
+    Args:
+        low: The dtype in which FSDP computes; None for that of the parameters.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if strategy == "ddp":
+        return Replicated(model, device, hook, find_unused)
+    spread_out = Sharded(model, device, low)
+    here = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [here[names[each]] for each in group["params"]]
+    return spread_out
+
+
+def check_arguments(strategy: str, hook: str | None) -> None:
+    """Refuse a strategy or hook that there is not.
+
+    Raises:
+        ValueError: Then.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is none.\nThere are {', '.join(map(repr, STRATEGIES))}.")
+    if hook is not None and hook not in HOOKS:
+        raise ValueError(f"hook={hook!r} is none.\nThere are {', '.join(map(repr, HOOKS))}, and None.")
+    if hook is not None and strategy != "ddp":
+        raise ValueError(f"hook={hook!r} is for strategy='ddp'.\nWith 'fsdp', precision='bfloat16' halves the bytes.")
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of another model.
+
+    Raises:
+        ValueError: If it has parameters that the model has not.
+    """
+    known = set(model.parameters())
+    if not all(each in known for group in optimizer.param_groups for each in group["params"]):
+        raise ValueError("the optimizer has parameters that the model has not.\nMake it of model.parameters().")
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the model's lists, which are its repeated layers; each is gathered by itself."""
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    return [layer for each in lists if each is not model for layer in each if any(True for _ in layer.parameters())]

@@ -1,0 +1,196 @@
+"""What people see of a run, on rank 0: a live bar on a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+STYLES = ("auto", "bar", "lines", "none")
+_LAUNCHERS = re.compile(r"mpirun|mpiexec|prterun|orterun|srun|hydra|torchrun|aprun|jsrun")
+_LINE_SECONDS = 5.0
+_WIDTH = 110
+_MOST_PARENTS = 8
+
+
+class Display:
+    """Shows how a run gets on."""
+
+    def __init__(self, style: str, epochs: int, total: int | None, *, speaks: bool) -> None:
+        """Begin to show.
+
+        Args:
+            style: "bar", "lines", "none"; "auto" chooses.
+            total: Samples in an epoch, if that is known.
+            speaks: Whether this rank shows anything.
+        """
+        self._epochs, self._total = epochs, total
+        self._style = ("none" if not speaks else _find_style()) if style == "auto" or not speaks else style
+        self._console = console()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._line_at = 0.0
+        if self._style == "bar":
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=self._console,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None if total is None else epochs * total, text="")
+
+    def show(self, epoch: int, step: int, consumed: int, loss: float | None, rate: float) -> None:
+        """Show where the run is.
+
+        Args:
+            consumed: Samples of this epoch that all ranks have taken.
+            loss: The mean of the last reduction.
+            rate: Samples per second of the whole job.
+        """
+        text = f"step {step}  loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} samples/s"
+        if self._bar is not None and self._task is not None:
+            done = epoch * (self._total or 0) + consumed
+            name = f"epoch {epoch + 1}/{self._epochs}"
+            self._bar.update(self._task, completed=done, description=name, text=text)
+        elif self._style == "lines" and time.monotonic() >= self._line_at + _LINE_SECONDS:
+            self._line_at = time.monotonic()
+            part = "" if not self._total else f"  {consumed / self._total:4.0%}  {self._left(epoch, consumed, rate)}"
+            self.say(f"epoch {epoch + 1}/{self._epochs}  {text}{part}")
+
+    def _left(self, epoch: int, consumed: int, rate: float) -> str:
+        assert self._total is not None
+        seconds = ((self._epochs - epoch) * self._total - consumed) / max(rate, 1e-9)
+        return f"{shown_seconds(seconds)} left"
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._style != "none":
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show_table(self, table: Table) -> None:
+        """Print a table."""
+        if self._style != "none":
+            self._console.print(table)
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def console() -> Console:
+    """Return where rank 0 prints: as wide as the launcher's terminal, if there is one."""
+    terminal = _terminal_of_launcher()
+    if terminal is None:
+        plain = not sys.stdout.isatty() or _is_relayed()
+        return Console(file=sys.stdout, width=_WIDTH, force_terminal=False) if plain else Console(file=sys.stdout)
+    return Console(file=sys.stdout, width=terminal, force_terminal=True)
+
+
+def _find_style() -> str:
+    shows = _terminal_of_launcher() is not None if _is_relayed() else sys.stdout.isatty()
+    return "bar" if shows and os.environ.get("TERM", "dumb") != "dumb" else "lines"
+
+
+def _is_relayed() -> bool:
+    """Tell whether a launcher passes on what this process prints; to the process it may look like a terminal."""
+    return any(_LAUNCHERS.search(name) for _, name in _parents())
+
+
+def _terminal_of_launcher() -> int | None:
+    """Return the width of the terminal to which the launcher prints; None if there is none, or it is elsewhere."""
+    launchers = [pid for pid, name in _parents() if _LAUNCHERS.search(name)]
+    if not launchers:
+        return None
+    with contextlib.suppress(OSError), Path(f"/proc/{launchers[-1]}/fd/1").open("w") as output:
+        if output.isatty():
+            return os.get_terminal_size(output.fileno()).columns or _WIDTH
+    return None
+
+
+def _parents() -> list[tuple[int, str]]:
+    """Return the processes above this one, nearest first, with their names."""
+    found: list[tuple[int, str]] = []
+    pid = os.getppid()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while pid > 1 and len(found) < _MOST_PARENTS:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            found.append((pid, name))
+            pid = int(rest.split()[1])
+    return found
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return a duration as people write it."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of a run that has ended.
+
+    Args:
+        ranks: For each rank its device, peak memory and, where it is known, the GPU's utilisation.
+    """
+    table = Table(title="run", title_justify="left", show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, value)
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for each in ranks:
+        by_host.setdefault(each["host"], []).append(each)
+    for host, those in by_host.items():
+        memory = max(each["memory"] for each in those) / 2**20
+        devices = sorted({each["device"] for each in those})
+        text = f"{len(those)} ranks on {', '.join(devices)}, at most {memory:,.0f} MiB each"
+        used = [each["utilization"] for each in those if each["utilization"] is not None]
+        if used:
+            text += f", GPUs busy {min(used)} to {max(used)} %"
+        table.add_row(host, text)
+    return table
+
+
+class Tee:
+    """A stream that writes to a file too."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        self._file.write(text)
+        self._file.flush()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def rank_log(path: Path | None) -> Any:
+    """Have what this rank prints written to a file too, within the block."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = Tee(sys.stdout, file), Tee(sys.stderr, file)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before

@@ -1,0 +1,454 @@
+"""The trainer: plain loops. Data, checkpoints, leaving in time and what people see have rooms of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpicomm import runtime
+from mpicomm.errors import MpicommError
+from mpicomm.training import agreed, parallel, randomness, reporting, state
+from mpicomm.training.checkpoint import Checkpoints
+from mpicomm.training.data import Batch, Feed, Options, Place, Step, feed
+from mpicomm.training.metrics import Averages, Losses, Metric
+from mpicomm.training.precision import Precision
+from mpicomm.training.preemption import Preempted, Wish
+from mpicomm.training.state import History, Position
+
+_SCHEDULES = ("step", "epoch")
+_IF_NOT_FINITE = ("stop", "skip")
+
+
+class Trainer:
+    """Trains a model on all ranks of the job, and loses nothing: a run that ends early goes on where it was.
+
+    Use it on all ranks alike, after `mpicomm.bootstrap()`. Every method is collective.
+
+        trainer = mpicomm.Trainer(model, optimizer, loss_fn, checkpoint_dir="runs/digits")
+        history = trainer.fit(train_data, epochs=10, eval_data=test_data)
+
+    With the same number of ranks on CPUs, a run that was ended at any moment and started again has the same parameters
+    and figures, to the last bit, as one that never was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        scheduler: Any = None,
+        schedule: str = "step",
+        precision: str = "float32",
+        batch_size: int = 32,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        strategy: str = "ddp",
+        hook: str | None = None,
+        sync_batchnorm: bool = False,
+        find_unused: bool = False,
+        compile_model: bool = False,
+        deterministic: bool = False,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        keep: int = 3,
+        log_every: int = 20,
+        seed: int = 0,
+        num_workers: int = 0,
+        if_not_finite: str = "stop",
+        check_every: int | None = None,
+        margin: float | None = 120.0,
+        show: str = "auto",
+        logger: Callable[[dict[str, Any]], None] | str | None = None,
+        rank_logs: bool = False,
+    ) -> None:
+        """Spread the model over the ranks (collective).
+
+        Args:
+            model: The same on all ranks; rank 0's parameters count.
+            optimizer: Of the model's parameters.
+            loss_fn: From the model's outputs and the targets to the mean loss of a batch.
+            scheduler: Of the learning rate, with `step()` and a state.
+            schedule: When it steps: after each "step" of the optimizer, or each "epoch".
+            precision: "float32", "bfloat16" or "float16" (with scaled gradients).
+            batch_size: Samples per rank that go through the model at once; a DataLoader's own counts instead.
+            accumulate: Batches per step. A step takes `batch_size` x `accumulate` x ranks samples.
+            clip_norm: What the norm of all gradients is cut down to.
+            strategy: "ddp", the whole model on each rank, or "fsdp", a part of each parameter on each (FSDP2).
+            hook: How DDP sends gradients: "bf16", "fp16" or "powersgd".
+            sync_batchnorm: Normalize over the batches of all ranks.
+            find_unused: Some parameters take no part in some steps (DDP).
+            compile_model: Use torch.compile.
+            deterministic: Use repeatable algorithms on GPUs too: `torch.use_deterministic_algorithms`, no choice of
+                convolutions by trial, CUBLAS_WORKSPACE_CONFIG=:4096:8. Make the trainer before GPUs are used, then.
+            checkpoint_dir: A directory of this run's own that all hosts share. None for no checkpoints.
+            save_every: Steps between checkpoints; after each epoch if left out. The end of a run is always saved.
+            keep: How many checkpoints to keep.
+            log_every: Steps between entries of the metrics file; each takes one more all-reduce of two numbers.
+            seed: Of the order of samples and of all random numbers.
+            num_workers: Processes per rank that load data.
+            if_not_finite: "stop" ends the run at a loss that is not finite, with its samples; "skip" leaves such steps
+                out, for one more all-reduce of a number in each step.
+            check_every: Steps between comparisons of all ranks' parameters (DDP).
+            margin: Seconds before the end of the allocation (Slurm, PBS) to leave. None never to.
+            show: "bar", "lines" or "none"; "auto" is a bar on terminals, and lines elsewhere.
+            logger: Called on rank 0 with each entry of the metrics file; or "tensorboard".
+            rank_logs: Write what each rank prints to rank_000.log and so on, in checkpoint_dir.
+
+        Raises:
+            ValueError: If an argument means nothing.
+            MpicommError: If there is no job.
+        """
+        self.world = runtime.current_world()
+        if not dist.is_initialized():
+            raise MpicommError("there is no process group.\nCall mpicomm.bootstrap() with a back end.")
+        parallel.check_arguments(strategy, hook)
+        parallel.check_optimizer(model, optimizer)
+        _check_one_of("schedule", schedule, _SCHEDULES)
+        _check_one_of("if_not_finite", if_not_finite, _IF_NOT_FINITE)
+        reporting.check_arguments(show, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
+        for name, value in (("batch_size", batch_size), ("accumulate", accumulate), ("keep", keep)):
+            _check_positive(name, value)
+        for name, each in (("save_every", save_every), ("check_every", check_every), ("log_every", log_every)):
+            if each is not None:
+                _check_positive(name, each)
+        device = self.world.device
+        self.precision = Precision(precision, device, casts=strategy == "ddp")
+        self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
+        self.position = Position()
+        self._schedule, self._clip_norm = schedule, clip_norm
+        self._options = Options(batch_size, accumulate, num_workers, device.type == "cuda", seed)
+        self._place = Place(self.world.rank, self.world.size)
+        self._checkpoint_dir, self._save_every, self._keep = checkpoint_dir, save_every, keep
+        self._skips, self._check_every, self._margin = if_not_finite == "skip", check_every, margin
+        self._log_every, self._show, self._logger, self._rank_logs = log_every, show, logger, rank_logs
+        if deterministic:
+            randomness.make_repeatable()
+        if compile_model:
+            model.compile()
+        self.spread = parallel.spread(
+            model,
+            optimizer,
+            device,
+            strategy=strategy,
+            hook=hook,
+            low=self.precision.dtype,
+            sync_batchnorm=sync_batchnorm,
+            find_unused=find_unused,
+        )
+        self._losses = Losses(device, stops=not self._skips)
+        self._wish = Wish()
+        self._checkpoints: Checkpoints | None = None
+        self._reporter = reporting.silent(self.world)
+        self._saved: str | None = None
+        self._is_warm = False
+        self._last_step: Step = []
+
+    # -- the loops ---------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_data: Any,
+        epochs: int,
+        eval_data: Any = None,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> History:
+        """Train, from where the run in `checkpoint_dir` has come to, or from the start (collective).
+
+        Args:
+            train_data: A dataset of (input, target) pairs, which the ranks share: each sample is taken once in an
+                epoch, in an order that depends on the seed alone. Or a DataLoader, with the same sharing if its sampler
+                is torch's own, and taken as it is otherwise. Or a dataset without indices, read by every rank.
+            epochs: How often to go through the data, in all.
+            eval_data: The same; gone through after each epoch.
+            metrics: By name, functions of a batch's outputs and targets that return a number for each sample, or their
+                mean.
+
+        Returns:
+            For each epoch its figures: `epoch`, `step`, `loss`, `samples`, and of the evaluation `eval_loss`,
+            `eval_samples` and the metrics. Means are over all samples of all ranks.
+
+        Raises:
+            Preempted: A SystemExit with status 85: a signal (SIGTERM, SIGUSR1, SIGUSR2) came to some rank, or the time
+                is up. There is a checkpoint.
+            CheckpointError: If checkpoints cannot be written or read, or belong to another model.
+            TrainingError: If a loss is not finite, or the ranks' parameters differ.
+        """
+        _check_positive("epochs", epochs)
+        with contextlib.ExitStack() as stack:
+            train = _opened(stack, feed(train_data, self._options, self._place))
+            test = _opened(stack, feed(eval_data, self._for_evaluation, self._place)) if eval_data is not None else None
+            self._open(stack, train, epochs)
+            while True:
+                if test is not None and not self.position.is_evaluated:
+                    self._evaluate_epoch(test, metrics or {})
+                    self._save_epoch()
+                if self.position.epoch >= epochs:
+                    break
+                self._train_epoch(train)
+                self._end_epoch(is_evaluated=test is None)
+            self._save(wait=True)
+            self._reporter.end(self.position)
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        return self.position.history
+
+    def evaluate(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Return the mean loss and metrics over all samples, each counted once, and their number (collective).
+
+        Args:
+            data: As in `fit`.
+            metrics: As in `fit`.
+        """
+        with contextlib.ExitStack() as stack:
+            test = _opened(stack, feed(data, self._for_evaluation, self._place))
+            means, count = self._evaluate(test, metrics or {})
+        return {**means, "samples": count}
+
+    def _train_epoch(self, train: Feed) -> None:
+        self.spread.model.train()
+        clock = self._reporter.clock
+        position = self.position
+        steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
+        while True:
+            clock.start()
+            step = next(steps, [])
+            clock.add("data")
+            count = self._meet(step)
+            clock.add("communication")
+            if not count:
+                return
+            step = self._last_step = step or self._stand_in()
+            self._warm_up(step[0])
+            self._take_step(step, count)
+            position.advance(count)
+            self._reporter.step(position, count)
+            self._after_step()
+
+    def _take_step(self, step: Step, count: int) -> None:
+        """Take one step of the optimizer, by the mean loss of `count` samples of all ranks."""
+        clock = self._reporter.clock
+        is_finite = True
+        for batch in step:
+            is_last = batch is step[-1]
+            with contextlib.nullcontext() if is_last else self.spread.unsynchronized():
+                loss = self._loss_of(batch, self.spread.model)
+                is_finite = self._losses.add(self.position.step, batch, loss) and is_finite
+                clock.add("compute")
+                # The gradients of all ranks are averaged, whatever their share of the samples.
+                weight = batch.count * self._place.size / count
+                self.precision.scaler.scale(loss * weight).backward()
+            clock.add_backward(is_synchronized=is_last)
+        if not self._skips or agreed.everybody(is_finite):
+            self._update()
+        else:
+            self._reporter.note("skipped", self.position, rank_samples=agreed.samples(step, is_finite))
+        self.optimizer.zero_grad(set_to_none=True)
+        clock.add("compute")
+
+    def _update(self) -> None:
+        scaler = self.precision.scaler
+        if self._clip_norm is not None:
+            scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.spread.model.parameters(), self._clip_norm)
+        scaler.step(self.optimizer)
+        scaler.update()
+        if self.scheduler is not None and self._schedule == "step":
+            self.scheduler.step()
+
+    def _loss_of(self, batch: Batch, model: nn.Module) -> torch.Tensor:
+        inputs, targets = _pair(batch, self.world.device)
+        with self.precision.arithmetic():
+            return self.loss_fn(model(inputs), targets)
+
+    def _after_step(self) -> None:
+        position = self.position
+        if position.step % self._log_every == 0:
+            self._log()
+        if self._check_every is not None and position.step % self._check_every == 0:
+            agreed.check_parameters(self.spread, position.step)
+        if self._save_every is not None and position.step % self._save_every == 0:
+            self._save()
+        if self._checkpoints is not None:
+            self._checkpoints.check()
+
+    def _end_epoch(self, *, is_evaluated: bool) -> None:
+        self._log()
+        if self.scheduler is not None and self._schedule == "epoch":
+            self.scheduler.step()
+        self.position.end_epoch(is_evaluated=is_evaluated)
+        self._reporter.epoch(self.position)
+        if is_evaluated:
+            self._save_epoch()
+
+    def _evaluate_epoch(self, test: Feed, metrics: Mapping[str, Metric]) -> None:
+        with self._reporter.aside():
+            means, count = self._evaluate(test, metrics)
+        self.position.add_evaluation(
+            {f"eval_{name}" if name == "loss" else name: v for name, v in means.items()}, count
+        )
+        self._reporter.evaluation(self.position)
+
+    @torch.no_grad()
+    def _evaluate(self, test: Feed, metrics: Mapping[str, Metric]) -> tuple[dict[str, float], int]:
+        model = self.spread.for_evaluation
+        model.eval()
+        averages = Averages(metrics, self.world.device)
+        steps = test.steps(0, 0, 0)
+        last: Step = []
+        while True:
+            step = next(steps, [])
+            if not self._meet(step):
+                break
+            last = step or [Batch(each.content, 0) for each in last]
+            for batch in last:
+                inputs, targets = _pair(batch, self.world.device)
+                with self.precision.arithmetic():
+                    outputs = model(inputs)
+                    loss = self.loss_fn(outputs, targets)
+                if batch.count:
+                    averages.add(loss, outputs, targets, batch.count)
+        model.train()
+        return averages.take()
+
+    # -- between two steps -------------------------------------------------------------------------------------------
+
+    def _meet(self, step: Step) -> int:
+        """Return how many samples all ranks have for the next step; leave, if a rank wishes to (collective).
+
+        It takes one all-reduce of two numbers.
+        """
+        count, leaving = agreed.sums(sum(batch.count for batch in step), self._wish.why is not None)
+        if leaving and self._checkpoints is not None:
+            self._leave()
+        return count
+
+    def _leave(self) -> None:
+        why = agreed.reasons(self._wish.why)
+        self._save(wait=True)
+        self._reporter.note("preempted", self.position, why=why)
+        self._reporter.say(f"{why}: leaving at step {self.position.step} with a checkpoint; start again to go on")
+        raise Preempted(why)
+
+    def _stand_in(self) -> Step:
+        """Return what this rank goes through a step with that others have samples for, and it has none.
+
+        Raises:
+            ValueError: If it never had any.
+        """
+        if not self._last_step:
+            raise ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
+        return [Batch(self._last_step[0].content, 0)]
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Go once through the model before the first step, and undo what that does."""
+        if self._is_warm:
+            return
+        self._is_warm = True
+        states = randomness.states(self.world.device)
+        buffers = [buffer.clone() for buffer in self.spread.inner.buffers()]
+        self.spread.warm_up(lambda model: self._loss_of(batch, model))
+        with torch.no_grad():
+            for buffer, before in zip(self.spread.inner.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        randomness.restore(states, self.world.device)
+        self._reporter.clock.start()
+
+    def _log(self) -> None:
+        total, count = self._losses.take()
+        self.position.add_losses(total, count)
+        self._reporter.log(self.position, total / count if count else None, self.optimizer)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _open(self, stack: contextlib.ExitStack, train: Feed, epochs: int) -> None:
+        """Get ready to train: from the newest checkpoint, or from the start."""
+        if self._checkpoint_dir is not None:
+            self._checkpoints = Checkpoints(self._checkpoint_dir, self._keep)
+            stack.enter_context(self._wish.listening(self._margin, asks=self.world.rank == 0))
+        if self._checkpoints is not None and self._checkpoints.newest is not None:
+            state.restore(self._checkpoints, self._parts(), train)
+            self._saved = self.position.name
+        elif not self.position.step:
+            randomness.seed_all(self._options.seed, self.world.rank)
+        directory = self._checkpoints.directory if self._checkpoints is not None else None
+        self._reporter = stack.enter_context(
+            reporting.opened(self.world, directory, self._show, self._logger, self._rank_logs, epochs, train.total())
+        )
+        self._reporter.begin(self.position, self._options)
+
+    def _parts(self) -> state.Parts:
+        return state.Parts(
+            self.spread, self.optimizer, self.scheduler, self.precision.scaler, self.position, self._losses, self.world
+        )
+
+    def _save_epoch(self) -> None:
+        if self._save_every is None:
+            self._save()
+
+    def _save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this very moment."""
+        if self._checkpoints is None:
+            return
+        if self._saved != self.position.name:
+            self._losses.look()  # what is not finite must not be kept
+            self._saved = self.position.name
+            self._reporter.note("checkpoint", self.position)
+            content = state.collect(self._parts(), copies=not wait)
+            self._checkpoints.save(self.position.name, self.position.step, content, wait=wait)
+        elif wait:
+            self._checkpoints.wait()
+
+    @property
+    def _for_evaluation(self) -> Options:
+        options = self._options
+        return Options(options.batch_size, 1, options.num_workers, options.pin_memory, options.seed, shuffle=False)
+
+
+def _opened(stack: contextlib.ExitStack, opened: Feed) -> Feed:
+    stack.callback(opened.close)
+    return opened
+
+
+def _pair(batch: Batch, device: torch.device) -> tuple[Any, Any]:
+    """Return the inputs and targets of a batch, on a device.
+
+    Raises:
+        TypeError: If it is no pair.
+    """
+    content = batch.content
+    if not isinstance(content, (list, tuple)) or len(content) != 2:
+        raise TypeError(
+            f"expected batches of (inputs, targets), got a {type(content).__name__}.\n"
+            f"Let the dataset return such pairs; several inputs can be one tuple or dict."
+        )
+    return _moved(content[0], device), _moved(content[1], device)
+
+
+def _moved(content: Any, device: torch.device) -> Any:
+    """Return a batch on a device."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device, non_blocking=True)
+    if isinstance(content, dict):
+        return {name: _moved(each, device) for name, each in content.items()}
+    if isinstance(content, tuple) and hasattr(content, "_fields"):
+        return type(content)(*[_moved(each, device) for each in content])
+    if isinstance(content, (list, tuple)):
+        return type(content)(_moved(each, device) for each in content)
+    return content
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} is none.\nPass a whole number from 1.")
+
+
+def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none.\nThere are {', '.join(map(repr, known))}.")
