@@ -12,8 +12,13 @@ import pytest
 from mpicomm import launchers, mpi
 
 pytest_plugins = ["tests.worlds"]
-# pytest's, and what torch exports when DDP first looks at its compiler.
-SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest's, what torch exports when DDP first looks at its compiler, and what scikit-learn does when it is imported.
+SET_BY_OTHERS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
 LAUNCH = launchers.detect(os.environ)
 
 

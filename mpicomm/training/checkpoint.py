@@ -7,14 +7,17 @@ moment leaves a directory without a mark, which the next start removes.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,11 +28,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mpicomm import mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.errors import CheckpointError, everywhere
+from mpicomm.training.preemption import Preempted
 from mpicomm.verbs import collectives
 
 _MARK = "COMPLETE"
 _ASIDE = ".partial"
 _PREFIX = "step-"
+_LOCK = ".lock"
+_GONE_SECONDS = 10.0  # in which a job must have ended that is started anew
 _SEEN_SECONDS = 10.0  # in which a new file must be seen on all hosts
 
 State = dict[str, Any]
@@ -54,6 +60,7 @@ class Checkpoints:
         self._in_background = not isinstance(dist.group.WORLD, MPIProcessGroup) or mpi.serves_threads()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint")
         self._running: concurrent.futures.Future[None] | None = None
+        self._lock: TextIO | None = None
         self._open()
         self.newest = collectives.broadcast_object(_newest(self.directory) if self._rank == 0 else None, src=0)
         """The last complete checkpoint; None if there is none."""
@@ -70,6 +77,9 @@ class Checkpoints:
 
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.directory / _LOCK).open("w")  # the kernel lets go of it when this process ends, however
+        if not mpi.poll(lambda: _is_locked(self._lock), _GONE_SECONDS, longest_pause=0.1):
+            raise OSError("another job is using it")
         for path in self.directory.glob(_PREFIX + "*"):
             if not (path / _MARK).exists():
                 shutil.rmtree(path)
@@ -124,6 +134,8 @@ class Checkpoints:
         """Wait for the last checkpoint, and end the thread and the group (collective)."""
         self.wait()
         self._pool.shutdown()
+        if self._lock is not None:
+            self._lock.close()
         dist.destroy_process_group(self._group)
 
     def _save(self, name: str, step: int, state: State) -> None:
@@ -216,6 +228,19 @@ class Checkpoints:
         )
 
 
+@contextlib.contextmanager
+def opened(directory: str | os.PathLike[str], keep: int) -> Iterator[Checkpoints]:
+    """Open a directory of checkpoints for a block (collective at both ends)."""
+    checkpoints = Checkpoints(directory, keep)
+    try:
+        yield checkpoints
+    except BaseException as error:
+        if isinstance(error, Preempted) or getattr(error, "is_everywhere", False):
+            checkpoints.close()  # all ranks leave together, and may go on to something else
+        raise
+    checkpoints.close()
+
+
 def packed(objects: Mapping[str, Any]) -> State:
     """Return objects as a part of a state."""
     return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
@@ -259,6 +284,16 @@ def _sync(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_locked(file: TextIO | None) -> bool:
+    """Lock a file against other processes, and tell whether that worked."""
+    assert file is not None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # some file systems have no locks
+    return True
 
 
 def _nothing() -> None:

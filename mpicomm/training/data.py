@@ -10,12 +10,21 @@ import collections
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 _SEED_BITS = 63
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, so that no two (epoch, sample) are one seed by chance
@@ -124,7 +133,7 @@ def _feed_of_loader(loader: DataLoader[Any], options: Options, place: Place) -> 
         shuffle=isinstance(loader.sampler, RandomSampler),
     )
     more = {
-        "collate_fn": loader.collate_fn,
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
         "worker_init_fn": loader.worker_init_fn,
         "timeout": loader.timeout,
         "multiprocessing_context": loader.multiprocessing_context,
@@ -215,9 +224,15 @@ class Sharded:
             loading.setdefault("persistent_workers", True)
         else:
             loading = {name: value for name, value in loading.items() if name in {"collate_fn", "worker_init_fn"}}
+        self._loaded: Iterator[Any] = iter(())
         plan: Any = self._plan  # it need not be lists that a dataset is asked for
+        if type(dataset) is TensorDataset and not loading.get("collate_fn"):
+            source: Dataset[Any] = _Rows(dataset)
+            loading["collate_fn"] = _as_it_is
+        else:
+            source = _Reproducible(dataset, options.seed)
         self._loader = DataLoader(
-            _Reproducible(dataset, options.seed),
+            source,
             batch_sampler=plan,
             num_workers=options.num_workers,
             pin_memory=options.pin_memory,
@@ -239,7 +254,7 @@ class Sharded:
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
         """Return what is left of an epoch for this rank."""
         self._plan.make = lambda: self._planned(epoch, consumed)
-        loaded = iter(self._loader)
+        loaded = self._loaded = iter(self._loader)
         for start, end in self.cut.bounds(consumed):
             yield [self._next(loaded) for _ in self.cut.batches(start, end, self._rank)]
 
@@ -258,7 +273,7 @@ class Sharded:
 
     def close(self) -> None:
         """End the processes that load the data."""
-        _end_workers(self._loader)
+        _end_workers(self._loaded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +297,24 @@ class _Plan:
         for indices in self.make():
             self.given.append(indices)
             yield indices
+
+
+class _Rows(Dataset[Any]):
+    """Tensors, of which a batch is taken at once."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: Indices) -> list[torch.Tensor]:
+        """Return a batch."""
+        return [each[indices.samples] for each in self._tensors]
+
+    def __getitem__(self, _index: int) -> Any:
+        raise AssertionError("batches are taken whole")
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _Reproducible(Dataset[Any]):
@@ -347,6 +380,7 @@ class Stream:
         self._loader: DataLoader[Any] = DataLoader(
             self._share, options.batch_size, num_workers=options.num_workers, pin_memory=options.pin_memory
         )
+        self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> int | None:
         """Return the number of samples, if the dataset tells it."""
@@ -359,11 +393,12 @@ class Stream:
         """Return what is left of an epoch for this rank."""
         self._share.start = consumed
         _set_epoch(self._share.dataset, epoch)
-        return _grouped(self._loader, self._accumulate)
+        self._loaded = iter(self._loader)
+        return _grouped(self._loaded, self._accumulate)
 
     def close(self) -> None:
         """End the processes that load the data."""
-        _end_workers(self._loader)
+        _end_workers(self._loaded)
 
 
 class _Share(IterableDataset[Any]):
@@ -392,6 +427,7 @@ class OwnLoader:
     def __init__(self, loader: DataLoader[Any], accumulate: int) -> None:
         self._loader = loader
         self._accumulate = accumulate
+        self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> None:
         """Return None: what the other ranks load is not known."""
@@ -400,14 +436,15 @@ class OwnLoader:
         """Return what is left of an epoch for this rank; what went before is loaded and left out."""
         for part in (self._loader.sampler, self._loader.batch_sampler, self._loader.dataset):
             _set_epoch(part, epoch)
-        grouped = _grouped(self._loader, self._accumulate)
+        self._loaded = iter(self._loader)
+        grouped = _grouped(self._loaded, self._accumulate)
         for _ in range(steps):
             next(grouped, None)
         return grouped
 
     def close(self) -> None:
         """End the processes that load the data."""
-        _end_workers(self._loader)
+        _end_workers(self._loaded)
 
 
 def _set_epoch(part: Any, epoch: int) -> None:
@@ -416,10 +453,10 @@ def _set_epoch(part: Any, epoch: int) -> None:
         setter(epoch)
 
 
-def _grouped(loader: Iterable[Any], number: int) -> Iterator[Step]:
-    """Return the batches of a loader, so many at once, and what remains at the end."""
+def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
+    """Return batches, so many at once, and what remains at the end."""
     step: Step = []
-    for content in loader:
+    for content in loaded:
         step.append(Batch(content, count_samples(content)))
         if len(step) == number:
             yield step
@@ -450,8 +487,7 @@ def _first_tensor(content: Any) -> torch.Tensor | None:
     return next((found for child in children if (found := _first_tensor(child)) is not None), None)
 
 
-def _end_workers(loader: DataLoader[Any]) -> None:
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
-        loader._iterator = None
+def _end_workers(loaded: Iterator[Any]) -> None:
+    shut_down = getattr(loaded, "_shutdown_workers", None)  # of what a DataLoader with workers returns
+    if shut_down is not None:
+        shut_down()

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,18 @@ class Journal:
         """Write an entry."""
         entry = {"event": event, **values}
         if self._file is not None:
-            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._append(self._file, json.dumps(entry).encode() + b"\n")
         if self._logger is not None:
             self._logger(entry)
+
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """Write a line; on a full disk the run goes on without, as long as its checkpoints can be written."""
+        try:
+            file.write(line)
+        except OSError as error:
+            warnings.warn(f"no more figures are written to {file.name!r}: {error}", RuntimeWarning, stacklevel=2)
+            file.close()
+            self._file = None
 
     def close(self) -> None:
         """Close the file, synced."""

@@ -41,6 +41,9 @@ class Replicated:
         with self.model.no_sync():
             yield
 
+    def begin_step(self) -> None:
+        """Do nothing: DDP itself gives all ranks the buffers of rank 0."""
+
     def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
         """Bring DDP into the state in which it stays, by a pass that is thrown away (collective).
 
@@ -67,8 +70,9 @@ class Sharded:
 
     def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None) -> None:
         self.inner = model.to(device)
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)  # as DDP does: ranks may have begun with other numbers
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), src=0)  # as DDP does: ranks may have begun with other numbers
+        share_buffers(model)
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low is not None else None)
         mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in _layers(model):
@@ -89,6 +93,10 @@ class Sharded:
         finally:
             self.model.set_requires_gradient_sync(True)
 
+    def begin_step(self) -> None:
+        """Give all ranks the buffers of rank 0, as DDP does (collective)."""
+        share_buffers(self.inner)
+
     def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
         """Do nothing: what FSDP does in a step does not depend on those before."""
 
@@ -108,7 +116,12 @@ def spread(
 
     Args:
         low: The dtype in which FSDP computes; None for that of the parameters.
+
+    Raises:
+        ValueError: If batch normalization is to be synchronized where it cannot be.
     """
+    if sync_batchnorm and device.type == "cpu":
+        raise ValueError("torch's synchronized batch normalization needs GPUs.\nLeave sync_batchnorm out on CPUs.")
     names = {parameter: name for name, parameter in model.named_parameters()}
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -119,6 +132,12 @@ def spread(
     for group in optimizer.param_groups:
         group["params"] = [here[names[each]] for each in group["params"]]
     return spread_out
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0, which have seen its samples only (collective)."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer.detach(), src=0)
 
 
 def check_arguments(strategy: str, hook: str | None) -> None:
@@ -147,6 +166,11 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the model's lists, which are its repeated layers; each is gathered by itself."""
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    return [layer for each in lists if each is not model for layer in each if any(True for _ in layer.parameters())]
+    """Return the modules in the model's outermost lists, which are its repeated layers; each is gathered by itself."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            found += [layer for layer in child if any(True for _ in layer.parameters())]
+        else:
+            found += _layers(child)
+    return found

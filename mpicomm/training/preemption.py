@@ -50,6 +50,8 @@ class Wish:
         Args:
             margin: Seconds before the end of the allocation to leave; None never to.
         """
+        self.why = None
+        self._since.clear()
         before = self._take_over()
         done = threading.Event()
         clock = remaining_seconds(os.environ) if asks and margin is not None else None

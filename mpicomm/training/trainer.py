@@ -13,7 +13,7 @@ from torch import nn
 
 from mpicomm import runtime
 from mpicomm.errors import MpicommError
-from mpicomm.training import agreed, parallel, randomness, reporting, state
+from mpicomm.training import agreed, checkpoint, parallel, randomness, reporting, state
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.data import Batch, Feed, Options, Place, Step, feed
 from mpicomm.training.metrics import Averages, Losses, Metric
@@ -195,8 +195,6 @@ class Trainer:
                 self._end_epoch(is_evaluated=test is None)
             self._save(wait=True)
             self._reporter.end(self.position)
-            if self._checkpoints is not None:
-                self._checkpoints.close()
         return self.position.history
 
     def evaluate(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
@@ -235,6 +233,7 @@ class Trainer:
         """Take one step of the optimizer, by the mean loss of `count` samples of all ranks."""
         clock = self._reporter.clock
         is_finite = True
+        self.spread.begin_step()
         for batch in step:
             is_last = batch is step[-1]
             with contextlib.nullcontext() if is_last else self.spread.unsynchronized():
@@ -280,6 +279,7 @@ class Trainer:
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
         self._log()
+        parallel.share_buffers(self.spread.inner)
         if self.scheduler is not None and self._schedule == "epoch":
             self.scheduler.step()
         self.position.end_epoch(is_evaluated=is_evaluated)
@@ -298,6 +298,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, test: Feed, metrics: Mapping[str, Metric]) -> tuple[dict[str, float], int]:
         model = self.spread.for_evaluation
+        was_training = model.training
         model.eval()
         averages = Averages(metrics, self.world.device)
         steps = test.steps(0, 0, 0)
@@ -314,7 +315,7 @@ class Trainer:
                     loss = self.loss_fn(outputs, targets)
                 if batch.count:
                     averages.add(loss, outputs, targets, batch.count)
-        model.train()
+        model.train(was_training)
         return averages.take()
 
     # -- between two steps -------------------------------------------------------------------------------------------
@@ -370,7 +371,8 @@ class Trainer:
     def _open(self, stack: contextlib.ExitStack, train: Feed, epochs: int) -> None:
         """Get ready to train: from the newest checkpoint, or from the start."""
         if self._checkpoint_dir is not None:
-            self._checkpoints = Checkpoints(self._checkpoint_dir, self._keep)
+            self._checkpoints = stack.enter_context(checkpoint.opened(self._checkpoint_dir, self._keep))
+            stack.callback(setattr, self, "_checkpoints", None)
             stack.enter_context(self._wish.listening(self._margin, asks=self.world.rank == 0))
         if self._checkpoints is not None and self._checkpoints.newest is not None:
             state.restore(self._checkpoints, self._parts(), train)
@@ -398,6 +400,7 @@ class Trainer:
             return
         if self._saved != self.position.name:
             self._losses.look()  # what is not finite must not be kept
+            parallel.share_buffers(self.spread.inner)  # any rank may write what all have
             self._saved = self.position.name
             self._reporter.note("checkpoint", self.position)
             content = state.collect(self._parts(), copies=not wait)

@@ -1,0 +1,1 @@
+"""The command `mpicomm`, a module for each of its subcommands."""

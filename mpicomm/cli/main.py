@@ -1,0 +1,33 @@
+"""The command `mpicomm`: reads its arguments and runs the subcommand they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from mpicomm.cli import report
+
+_SUBCOMMANDS = (report,)
+"""Each has `add_parser`, whose parser knows as `run` what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: What follows its name; those of this process if left out.
+
+    Returns:
+        The exit status.
+    """
+    parsed = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mpicomm", description="MPI-first collective communications for PyTorch.")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for subcommand in _SUBCOMMANDS:
+        subcommand.add_parser(subparsers)
+    return parser

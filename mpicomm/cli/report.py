@@ -1,0 +1,65 @@
+"""`mpicomm report`: figures and plots of runs, one or several beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from mpicomm.reports import figures, plots, runs, tables
+from mpicomm.reports.figures import Figures
+
+_FAILED = 2  # argparse's status, for all that is wrong with a command
+_WIDTH = 1000  # of what is not a terminal: rows are not to be broken
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "report",
+        help="show the figures of runs",
+        description=f"Show the figures of runs, from the {runs.FILE} that a Trainer writes to its checkpoint_dir.",
+    )
+    parser.add_argument("directories", metavar="RUN_DIR", nargs="+", type=Path, help="a Trainer's checkpoint_dir")
+    parser.add_argument("--plot", metavar="F.png", type=_png, help="draw the runs into this file (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, a list with one object per run")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Report, and return the exit status."""
+    try:
+        found = runs.read_all(arguments.directories)
+        if arguments.plot is not None:
+            plots.save(found, arguments.plot)
+    except (OSError, ImportError) as error:
+        print(f"mpicomm report: {error}", file=sys.stderr)
+        return _FAILED
+    shown = [figures.of(each) for each in found]
+    _print_warnings(shown)
+    if arguments.json:
+        print(json.dumps([figures.as_json(each) for each in shown], indent=2, allow_nan=False))
+    else:
+        _console().print(tables.table(shown))
+    return 0
+
+
+def _png(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"expected a file *.png, got {text}; name it {path.with_suffix('.png')}")
+    return path
+
+
+def _print_warnings(shown: Sequence[Figures]) -> None:
+    for each in shown:
+        for warning in each.warnings:
+            print(f"mpicomm report: warning: {warning}", file=sys.stderr)
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)

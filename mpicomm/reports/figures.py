@@ -1,0 +1,159 @@
+"""The figures of a run, worked out from its entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from mpicomm.reports.runs import PARTS, Entry, Run
+
+_STATES = {"end": "complete", "preempted": "preempted"}
+_LOWER_IS_BETTER = {"loss", "error", "err", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}
+_OF_EVERY_ENTRY = {"event", "time", "step", "epoch", "consumed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best value of a metric."""
+
+    value: float
+    epoch: int
+    step: int
+    which: str
+    """lowest or highest: which is better is read off the metric's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What is told of a run; None is what is not known."""
+
+    run: str
+    state: str
+    """complete, preempted or interrupted; one that is still running looks interrupted."""
+
+    why: str | None
+    """What a preempted run made way for."""
+
+    ranks: int | None
+    ranks_before: tuple[int, ...]
+    """How many there were before resumes that changed it."""
+
+    resumes: int
+    epochs: int
+    steps: int
+    samples: int
+    training_seconds: float
+    """Of the step entries, without evaluation; what ran between the last of them and a resume is not known."""
+
+    samples_per_s: float | None
+    last_loss: float | None
+    last_evaluation: dict[str, float]
+    best_evaluation: dict[str, Best]
+    time_percent: dict[str, float]
+    """Where rank 0's time went."""
+
+    peak_memory_mib: float | None
+    """Of the rank that used most, once the run is complete; of rank 0 before."""
+
+    warnings: tuple[str, ...]
+
+
+def of(run: Run) -> Figures:
+    """Work out the figures of a run."""
+    steps, evaluations = run.of("step"), run.of("eval")
+    last = run.entries[-1] if run.entries else Entry("", 0, 0, 0, {})
+    state, why = _state(run)
+    ranks = _ranks(run)
+    seconds = sum(entry.seconds for entry in steps)
+    losses = [loss for entry in steps if (loss := entry.number("loss")) is not None]
+    return Figures(
+        run=run.name,
+        state=state,
+        why=why,
+        ranks=ranks[-1] if ranks else None,
+        ranks_before=tuple(ranks[:-1]),
+        resumes=len(run.of("resume")),
+        epochs=last.epoch,
+        steps=last.step,
+        samples=_samples(run, last),
+        training_seconds=seconds,
+        samples_per_s=sum(entry.samples for entry in steps) / seconds if seconds else None,
+        last_loss=losses[-1] if losses else None,
+        last_evaluation=metrics(evaluations[-1]) if evaluations else {},
+        best_evaluation=_best(evaluations),
+        time_percent=_time_percent(steps),
+        peak_memory_mib=_peak_memory(run),
+        warnings=run.warnings,
+    )
+
+
+def as_json(figures: Figures) -> dict[str, Any]:
+    """Return the figures as JSON knows them: it has no infinity, and nothing that is not a number."""
+    return {name: _json_value(value) for name, value in dataclasses.asdict(figures).items()}
+
+
+def metrics(evaluation: Entry) -> dict[str, float]:
+    """Return what an evaluation has found."""
+    names = [name for name in evaluation.values if name not in _OF_EVERY_ENTRY | {"eval_samples"}]
+    return {name: value for name in names if (value := evaluation.number(name)) is not None}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _json_value(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _state(run: Run) -> tuple[str, str | None]:
+    decisive = run.of("start", "resume", *_STATES)
+    last = decisive[-1] if decisive else Entry("", 0, 0, 0, {})
+    why = str(last.values.get("why", "unknown")) if last.event == "preempted" else None
+    return _STATES.get(last.event, "interrupted"), why
+
+
+def _ranks(run: Run) -> list[int]:
+    """Return the numbers of ranks, in their order, each change once."""
+    found: list[int] = []
+    for entry in run.of("start", "resume"):
+        ranks = entry.number("ranks")
+        if ranks is not None and found[-1:] != [int(ranks)]:
+            found.append(int(ranks))
+    return found
+
+
+def _samples(run: Run, last: Entry) -> int:
+    whole = [entry.number("samples") or 0 for entry in run.of("epoch") if entry.epoch <= last.epoch]
+    return int(sum(whole)) + last.consumed
+
+
+def _best(evaluations: list[Entry]) -> dict[str, Best]:
+    found: dict[str, Best] = {}
+    for entry in evaluations:
+        for name, value in metrics(entry).items():
+            which = "lowest" if _is_lower_better(name) else "highest"
+            before = found.get(name)
+            is_better = before is None or (value < before.value if which == "lowest" else value > before.value)
+            if math.isfinite(value) and is_better:
+                found[name] = Best(value, entry.epoch, entry.step, which)
+    return found
+
+
+def _is_lower_better(name: str) -> bool:
+    return not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+
+
+def _time_percent(steps: list[Entry]) -> dict[str, float]:
+    sums = {name: sum(entry.parts[name] for entry in steps) for name in PARTS}
+    total = sum(sums.values())
+    return {name: 100 * seconds / total for name, seconds in sums.items()} if total else {}
+
+
+def _peak_memory(run: Run) -> float | None:
+    found = [value for entry in run.of("step") if (value := entry.number("memory_mib")) is not None]
+    for entry in run.of("end"):
+        ranks = entry.values.get("ranks")
+        each_rank = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+        found += [rank["memory"] / 2**20 for rank in each_rank if isinstance(rank.get("memory"), int)]
+    return max(found, default=None)

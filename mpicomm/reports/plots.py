@@ -1,0 +1,136 @@
+"""Curves of runs: losses, throughput, and where the time went, over the steps. Draws into files, never on a screen."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpicomm.reports.runs import PARTS, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INCHES = (8.0, 9.0)
+_DPI = 150
+_TITLE_COLUMNS = 80
+
+
+def save(runs: Sequence[Run], path: Path) -> None:
+    """Draw runs into a file.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        OSError: If the file cannot be written.
+    """
+    figure = draw(runs)
+    try:
+        figure.savefig(path, format="png", dpi=_DPI)
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"cannot write {path}: {why}.\nName a file in a directory that you may write to.") from error
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Return the figure: three panels over one axis of steps.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f'a plot needs matplotlib: {error}.\nInstall it with: pip install "mpicomm[plot]"') from error
+    # Not by pyplot, which would choose a back end for the whole process and keep the figure.
+    figure = Figure(figsize=_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, throughput, times = figure.subplots(3, 1, sharex=True)
+    _draw_losses(losses, runs)
+    _draw_throughput(throughput, runs)
+    if len(runs) == 1:
+        _draw_parts(times, runs[0])
+    else:
+        _draw_communication(times, runs)
+    times.set_xlabel("step of the optimizer")
+    for axes in (losses, throughput, times):
+        axes.grid(visible=True, alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    figure.align_ylabels()
+    title = textwrap.fill(", ".join(run.name for run in runs), _TITLE_COLUMNS)
+    figure.suptitle(title, parse_math=False)
+    return figure
+
+
+def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
+    axes.set_ylabel("loss")
+    drawn: list[float] = []
+    for number, run in enumerate(runs):
+        trained, evaluated = _points(run, "step", "loss"), _points(run, "eval", "eval_loss")
+        _line(axes, trained, number, "-", _label("training", run, runs))
+        if evaluated:
+            # Of several runs each has one colour, of a single run each curve has.
+            colour = number if len(runs) > 1 else 1
+            _line(axes, evaluated, colour, "o--", _label("evaluation", run, runs))
+        drawn += [value for _, value in (*trained, *evaluated)]
+    if drawn and all(value > 0 for value in drawn):
+        axes.set_yscale("log")
+
+
+def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
+    axes.set_ylabel("throughput (samples/s)")
+    for number, run in enumerate(runs):
+        points = [
+            (entry.step, rate)
+            for entry in run.of("step")
+            if entry.samples and (rate := entry.number("samples_per_s")) is not None
+        ]
+        _line(axes, points, number, "-", _label("throughput", run, runs))
+    axes.set_ylim(bottom=0)
+
+
+def _draw_parts(axes: Axes, run: Run) -> None:
+    axes.set_ylabel("rank 0's time (%)")
+    axes.set_ylim(0, 100)
+    shares = _shares(run)
+    if shares:
+        # Each entry tells of the steps before it, so the areas begin where the run did.
+        steps = [run.entries[0].step, *[step for step, _ in shares]]
+        stacks = [[each[part] for each in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
+        axes.stackplot(steps, stacks, labels=PARTS, step="pre", alpha=0.8)
+
+
+def _draw_communication(axes: Axes, runs: Sequence[Run]) -> None:
+    axes.set_ylabel("communication (% of rank 0's time)")
+    axes.set_ylim(0, 100)
+    for number, run in enumerate(runs):
+        points = [(step, parts["communication"]) for step, parts in _shares(run)]
+        _line(axes, points, number, "-", _label("communication", run, runs))
+
+
+def _shares(run: Run) -> list[tuple[int, dict[str, float]]]:
+    """Return, for each step entry, in percent where its time went."""
+    found = [(entry.step, entry.parts, sum(entry.parts.values())) for entry in run.of("step")]
+    return [
+        (step, {name: 100 * seconds / total for name, seconds in parts.items()})
+        for step, parts, total in found
+        if total > 0
+    ]
+
+
+def _points(run: Run, event: str, name: str) -> list[tuple[int, float]]:
+    return [(entry.step, value) for entry in run.of(event) if (value := entry.number(name)) is not None]
+
+
+def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: str, label: str) -> None:
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    visible = "o" if len(points) == 1 else style  # a line through one point is not
+    axes.plot(steps, values, visible, color=f"C{colour}", label=label, markersize=4)
+
+
+def _label(what: str, run: Run, runs: Sequence[Run]) -> str:
+    """Return what the legend calls a curve; matplotlib sets text between dollars as formulas."""
+    return what if len(runs) == 1 else f"{what}, {run.name}".replace("$", r"\$")

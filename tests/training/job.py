@@ -1,0 +1,207 @@
+"""A run of the trainer that may be ended anywhere: `mpirun -n 4 python -m tests.training.job DIRECTORY`.
+
+It has everything that has a state: dropout, batch normalization, random augmentation in the dataset, an optimizer with
+moments, a scheduler, accumulation, uneven last steps, an evaluation. What it ends with is DIRECTORY/final-<rank>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.data import Dataset
+
+import mpicomm
+from mpicomm.training.checkpoint import Checkpoints
+from mpicomm.training.data import Step
+from mpicomm.training.trainer import Trainer
+
+SAMPLES, EVAL_SAMPLES, FEATURES = 203, 37, 12
+EPOCHS = 8
+SAVE_EVERY = 3
+
+POINTS = ("written", "renaming", "marking", "writing", "removing")
+"""In which a job can be killed: the files are written; just before they get their name; just before the mark; while
+they are being written; the mark of an old checkpoint is gone, and its files are not."""
+
+
+class Samples(Dataset[Any]):
+    """Samples with noise that is another one each time."""
+
+    def __init__(self, count: int, seed: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, FEATURES, generator=generator)
+        self.y = (self.x[:, :3].sum(dim=1) > 0).long()
+        self.noise = noise
+        self.taken: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.taken.append(index)
+        return self.x[index] + self.noise * torch.randn(FEATURES) + 0.01 * random.random(), self.y[index]
+
+
+def make_model() -> nn.Module:
+    """Return a network whose first forward pass would not be its second."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.Linear(24, 2)
+    )
+
+
+def make_trainer(directory: str, arguments: argparse.Namespace) -> Trainer:
+    """Return the trainer of the job."""
+    torch.manual_seed(1)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return Trainer(
+        model,
+        optimizer,
+        nn.functional.cross_entropy,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.97),
+        batch_size=8,
+        accumulate=2,
+        clip_norm=1.0,
+        precision=arguments.precision,
+        strategy=arguments.strategy,
+        checkpoint_dir=directory,
+        save_every=SAVE_EVERY,
+        keep=2,
+        log_every=4,
+        seed=5,
+        num_workers=arguments.workers,
+        show=arguments.show,
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--kill", default="", help="POINT:NUMBER, at that checkpoint of this process's")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--leave-at", type=int, default=0, help="the step after which to leave")
+    parser.add_argument("--record", action="store_true", help="write which samples each rank takes")
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--show", default="none")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    world = mpicomm.bootstrap("mpi", timeout=60)
+    pids = mpicomm.all_gather_object(os.getpid())
+    if arguments.kill:
+        point, _, number = arguments.kill.partition(":")
+        kill_at(point, int(number), world.rank, pids)
+    trainer = make_trainer(arguments.directory, arguments)
+    train, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
+    if arguments.pause:
+        slow_down(trainer, arguments.pause)
+    if arguments.record or arguments.leave_at:
+        watch(trainer, Path(arguments.directory, f"taken-{world.size}-{world.rank}.jsonl"), arguments.leave_at)
+    if world.rank == 0:
+        sys.stdout.write(f"pids {' '.join(map(str, pids))}\n")
+        sys.stdout.flush()
+    history = trainer.fit(train, arguments.epochs, eval_data=test, metrics={"accuracy": is_right})
+    final = {"digest": digest(trainer), "history": history, "step": trainer.position.step}
+    Path(arguments.directory, f"final-{world.rank}.json").write_text(json.dumps(final))
+
+
+def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(dim=1) == labels
+
+
+def digest(trainer: Trainer) -> str:
+    """Return a digest of all that this rank holds of the parameters, buffers and the optimizer."""
+    tensors = [*trainer.spread.inner.state_dict().values()]
+    for state in trainer.optimizer.state.values():
+        tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
+    found = hashlib.sha256()
+    for each in tensors:
+        local = each.to_local() if hasattr(each, "to_local") else each
+        found.update(local.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def slow_down(trainer: Trainer, seconds: float) -> None:
+    loss_fn = trainer.loss_fn
+
+    def slowly(*arguments: Any) -> torch.Tensor:
+        time.sleep(seconds)
+        return loss_fn(*arguments)
+
+    trainer.loss_fn = slowly
+
+
+def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
+    """Write down the samples of each step, and leave after one."""
+    take_step = trainer._take_step
+
+    def taking(step: Step, count: int) -> None:
+        take_step(step, count)
+        indices = [index for batch in step for index in batch.indices or ()]
+        with path.open("a") as file:
+            file.write(json.dumps({"epoch": trainer.position.epoch, "indices": indices}) + "\n")
+        if trainer.position.step + 1 == leave_at:
+            trainer._wish.why = "enough"
+
+    trainer._take_step = taking  # type: ignore[method-assign]
+
+
+# -- killing -----------------------------------------------------------------------------------------------------------
+
+
+def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
+    """Have the whole job killed at a point of saving."""
+    countdown = iter(range(number - 1, -1, -1))
+
+    def strike() -> None:
+        if next(countdown, 1) == 0:
+            for pid in (*[each for each in pids if each != os.getpid()], os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+
+    if point == "writing":
+        if rank == number % len(pids):
+            _before(dcp.FileSystemWriter, "write_data", lambda *_: threading.Timer(0.001, strike).start())
+    elif rank == 0 and point == "written":
+        _before(Checkpoints, "_publish", lambda *_: strike())
+    elif rank == 0 and point == "marking":
+        _before(Checkpoints, "_mark", lambda *_: strike())
+    elif rank == 0 and point == "renaming":
+        _before(Path, "rename", lambda path, *_: strike() if path.suffix == ".partial" else None)
+    elif rank == 0 and point == "removing":
+        import shutil
+
+        # What is removed before a rename is what was left of an earlier try, and is not there.
+        _before(shutil, "rmtree", lambda path, *_, **__: strike() if Path(path).exists() else None)
+
+
+def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
+    inner = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Runs that are killed again and again, and what they come to in the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.launching import almost_empty_environment, python
+from tests.training.job import POINTS
+
+LIMIT = 120.0  # seconds for one start
+_START = "pids "
+
+
+@dataclasses.dataclass
+class Chain:
+    """A run that was killed a number of times before it came to its end."""
+
+    what: str
+    kills: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def newest(directory: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    marks = sorted(directory.glob("step-*/COMPLETE"))
+    return json.loads(marks[-1].read_text())["step"] if marks else 0
+
+
+def start(directory: Path, ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    launcher = Path(sys.executable).parent / "mpiexec"
+    command = [str(launcher), "-n", str(ranks), *python(["-m", "tests.training.job", str(directory), *arguments])]
+    return subprocess.Popen(
+        command,
+        env=almost_empty_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(job: subprocess.Popen[str]) -> str:
+    """Wait for a start to end, and return what it printed."""
+    try:
+        output, _ = job.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+        raise
+    return output
+
+
+def starts(directory: Path) -> list[int]:
+    """Return the steps from which the starts of a run went on, as far as they came to say so."""
+    path = directory / "metrics.jsonl"
+    entries = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+    return [entry["step"] for entry in entries if entry["event"] in ("start", "resume")]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a metrics file up to where it was cut off."""
+    lines = path.read_text().split("\n")
+    return [line for line in lines[:-1] if line.endswith("}")]
+
+
+def final(directory: Path) -> list[str]:
+    return [path.read_text() for path in sorted(directory.glob("final-*.json"))]
+
+
+def run_to_the_end(directory: Path, ranks: int, *arguments: str) -> None:
+    job = start(directory, ranks, *arguments)
+    finish(job)
+    assert job.returncode == 0, f"ended with {job.returncode}"
+
+
+def at_a_point(point: str) -> Callable[[Path, int, random.Random], None]:
+    """Return what starts a run that is killed at one of its next checkpoints."""
+
+    def kill(directory: Path, ranks: int, chance: random.Random) -> None:
+        # The mark of an old checkpoint goes when there are more than are kept.
+        number = chance.randint(3, 4) if point == "removing" else chance.randint(1, 3)
+        job = start(directory, ranks, "--kill", f"{point}:{number}")
+        finish(job)
+        assert job.returncode != 0, "was not killed"
+
+    return kill
+
+
+def at_a_moment(directory: Path, ranks: int, chance: random.Random) -> None:
+    """Start a run, and kill it at a random moment of its training."""
+    job = start(directory, ranks, "--pause", "0.02")
+    assert job.stdout is not None
+    line = job.stdout.readline()
+    while line and _START not in line:
+        line = job.stdout.readline()
+    pids = [int(each) for each in re.findall(r"\d+", line.partition(_START)[2])]
+    time.sleep(chance.uniform(0.0, 1.6))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    finish(job)
+
+
+def chains(each: int, moments: int, ranks: int, seed: int) -> Iterator[Chain]:
+    """Kill runs, go on with them to their end, and compare them with one that was never killed.
+
+    Args:
+        each: Kills at each point of saving.
+        moments: Kills at random moments.
+    """
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder, "whole")
+        whole.mkdir()
+        run_to_the_end(whole, ranks)
+        expected = final(whole)
+        ways = [(point, each, at_a_point(point)) for point in POINTS] + [("a random moment", moments, at_a_moment)]
+        for name, kills, kill in ways:
+            number = 0
+            while number < kills:
+                directory = Path(folder, f"{name}-{number}".replace(" ", "-"))
+                directory.mkdir()
+                chain = Chain(name)
+                _run_chain(chain, directory, ranks, min(3, kills - number), kill, chance)
+                if final(directory) != expected:
+                    chain.problems.append("its end is another one than without kills")
+                number += max(chain.kills, 1)
+                yield chain
+
+
+def _run_chain(
+    chain: Chain,
+    directory: Path,
+    ranks: int,
+    kills: int,
+    kill: Callable[[Path, int, random.Random], None],
+    chance: random.Random,
+) -> None:
+    for number in range(kills + 1):
+        complete, before = newest(directory), len(starts(directory))
+        if number < kills:
+            kill(directory, ranks, chance)
+            chain.kills += 1
+        else:
+            run_to_the_end(directory, ranks)
+        wrong = [step for step in starts(directory)[before:] if step != complete]
+        if wrong:
+            chain.problems.append(f"went on from step {wrong[0]}, where {complete} was complete")
+        if final(directory):
+            return

@@ -1,0 +1,261 @@
+"""What a step does: the same as one process would with all the samples, however they are cut up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import mpicomm
+from mpicomm.examples import trainer as trainer_example
+from mpicomm.examples.ddp import load_digits
+from mpicomm.training.data import Cut
+
+pytestmark = pytest.mark.mpi
+
+FEATURES = 10
+
+
+def samples(count: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(x, (x.sum(dim=1) > 0).long())
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def make_trainer(model: nn.Module, **options: Any) -> mpicomm.Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, show="none", **options)
+
+
+def train(data: TensorDataset, epochs: int = 2, **options: Any) -> list[torch.Tensor]:
+    """Return the parameters after training by the trainer."""
+    model = make_model()
+    make_trainer(model, **options).fit(data, epochs)
+    return [each.detach() for each in model.parameters()]
+
+
+def train_alone(data: TensorDataset, batch: int, size: int, epochs: int = 2) -> list[torch.Tensor]:
+    """Return the parameters after training in one process, with all samples of a step in one batch."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = data.tensors
+    for epoch in range(epochs):
+        order = order_of(data, epoch, size)
+        for start, end in Cut(len(data), batch, 1, size).bounds(0):
+            chosen = order[start:end]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+def order_of(data: TensorDataset, epoch: int, size: int) -> torch.Tensor:
+    from mpicomm.training.data import Options, Place, Sharded
+
+    return Sharded(data, Options(), Place(0, size)).order(epoch)
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [96, 101, 67])
+def test_all_ranks_train_as_one_process_would(world: mpicomm.World, count: int) -> None:
+    """Also where the last step has fewer samples, and not the same number on all ranks."""
+    data = samples(count)
+    assert_close(train(data, batch_size=8), train_alone(data, 8, world.size))
+
+
+@pytest.mark.parametrize("count", [96, 101])
+def test_many_small_batches_are_one_large_one(world: mpicomm.World, count: int) -> None:
+    data = samples(count)
+    assert_close(train(data, batch_size=1, accumulate=16), train(data, batch_size=16))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fsdp_trains_as_ddp_does(world: mpicomm.World, accumulate: int) -> None:
+    data = samples(61)
+    whole = train(data, batch_size=4, accumulate=accumulate)
+    model = make_model()
+    trainer = make_trainer(model, batch_size=4, accumulate=accumulate, strategy="fsdp", clip_norm=100.0)
+    trainer.fit(data, 2)
+    assert_close([each.full_tensor().detach() for each in model.parameters()], whole)  # type: ignore[operator]
+
+
+def test_fewer_samples_than_ranks(world: mpicomm.World) -> None:
+    data = samples(max(1, world.size - 1))
+    assert_close(train(data, batch_size=2), train_alone(data, 2, world.size))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("count", [64, 37, 1])
+def test_an_evaluation_counts_each_sample_once(world: mpicomm.World, count: int, strategy: str) -> None:
+    data, model = samples(count, seed=1), make_model()
+    x, y = data.tensors
+    with torch.no_grad():
+        outputs = model(x)
+        loss = nn.functional.cross_entropy(outputs, y, reduction="none").double().mean().item()
+    right = (outputs.argmax(dim=1) == y).sum().item() / count
+    trainer = make_trainer(model, batch_size=5, strategy=strategy)
+    found = trainer.evaluate(
+        data,
+        {
+            "accuracy": lambda out, target: out.argmax(dim=1) == target,
+            "mean": lambda out, target: (out.argmax(dim=1) == target).double().mean(),
+        },
+    )
+    assert (found["samples"], found["accuracy"]) == (count, right)
+    assert found["mean"] == pytest.approx(right, abs=1e-12)
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_metric_of_another_length_is_refused(world: mpicomm.World) -> None:
+    trainer = make_trainer(make_model(), batch_size=4)
+    with pytest.raises(ValueError, match=r"the metric 'odd' has the shape \[4, 2\] for|\[\d, 2\] for"):
+        trainer.evaluate(samples(16 * world.size), {"odd": lambda out, _: out[: len(out) // 2].repeat(3, 1)})
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_all_samples(world: mpicomm.World) -> None:
+    data, model = samples(53), make_model()
+    x, y = data.tensors
+    before = nn.functional.cross_entropy(copy.deepcopy(model)(x), y).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, batch_size=4, log_every=2, show="none")
+    (first,) = trainer.fit(data, 1)
+    assert (first["epoch"], first["samples"]) == (1, 53)
+    assert first["loss"] == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_train_nearly_as_well(world: mpicomm.World, hook: str) -> None:
+    data = samples(96)
+    whole, found = train(data, batch_size=8), train(data, batch_size=8, hook=hook)
+    for mine, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
+
+
+def test_sixteen_bits_learn_as_well(world: mpicomm.World) -> None:
+    train, test = load_digits()
+    everything = TensorDataset(*[torch.cat(pair) for pair in zip(train.tensors, test.tensors, strict=True)])
+    found = {}
+    for precision in ("float32", "bfloat16", "float16"):
+        torch.manual_seed(0)
+        model = trainer_example.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        trainer = mpicomm.Trainer(
+            model, optimizer, nn.functional.cross_entropy, batch_size=32, precision=precision, show="none"
+        )
+        trainer.fit(train, 6)
+        found[precision] = trainer.evaluate(everything, {"accuracy": trainer_example.is_right})["accuracy"]
+    assert min(found.values()) > 0.95, found
+    assert max(found.values()) - min(found.values()) <= 0.01, found
+
+
+@pytest.mark.parametrize(("schedule", "times"), [("step", 6), ("epoch", 2)])
+def test_a_scheduler_steps_when_it_should(world: mpicomm.World, schedule: str, times: int) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    trainer = mpicomm.Trainer(
+        model,
+        optimizer,
+        nn.functional.cross_entropy,
+        scheduler=scheduler,
+        schedule=schedule,
+        batch_size=4,
+        clip_norm=1.0,
+        show="none",
+    )
+    trainer.fit(samples(12 * world.size), 2)
+    assert optimizer.param_groups[0]["lr"] == 0.5**times
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_are_equal_on_all_ranks_after_an_epoch(world: mpicomm.World, strategy: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
+    trainer = make_trainer(model, batch_size=8, strategy=strategy)
+    trainer.fit(samples(16 * world.size), 1)
+    means = mpicomm.all_gather(trainer.spread.inner.state_dict()["0.running_mean"])
+    assert all(torch.equal(each, means[0]) for each in means)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_without_a_finite_loss_is_skipped(world: mpicomm.World, bad: float) -> None:
+    data = samples(16 * world.size)
+    data.tensors[0][5] = bad
+    model, entries = make_model(), []
+    trainer = make_trainer(model, batch_size=4, if_not_finite="skip", logger=entries.append)
+    history = trainer.fit(data, 2)
+    assert all(torch.isfinite(each).all() for each in model.parameters())
+    assert all(0 < epoch["loss"] < 2 for epoch in history)
+    skipped = [entry for entry in entries if entry["event"] == "skipped"]
+    assert len(skipped) == (2 if world.rank == 0 else 0)
+    assert all([5 in ids for ids in entry["rank_samples"].values()] == [True] for entry in skipped)
+
+
+def test_parameters_that_come_to_differ_are_found(world: mpicomm.World) -> None:
+    model = make_model()
+    trainer = make_trainer(model, batch_size=4, check_every=2)
+
+    def spoil(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if world.rank == world.size - 1 and trainer.position.step == 1:
+            with torch.no_grad():
+                model[2].bias[1] += 1e-6  # type: ignore[index, operator]
+        return nn.functional.cross_entropy(outputs, labels)
+
+    trainer.loss_fn = spoil
+    if world.size == 1:
+        trainer.fit(samples(16), 1)
+        return
+    who = r"rank 0|ranks? \d" if world.size == 2 else f"rank {world.size - 1}"
+    with pytest.raises(mpicomm.TrainingError, match=f"after step 2 the parameters differ: ({who}) from the others"):
+        trainer.fit(samples(16 * world.size), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int8"}, "precision='int8' is none"),
+        ({"strategy": "zero"}, "strategy='zero' is none"),
+        ({"hook": "zip"}, "hook='zip' is none"),
+        ({"hook": "bf16", "strategy": "fsdp"}, "hook='bf16' is for strategy='ddp'"),
+        ({"schedule": "day"}, "schedule='day' is none"),
+        ({"if_not_finite": "hope"}, "if_not_finite='hope' is none"),
+        ({"show": "all"}, "show='all' is none"),
+        ({"batch_size": 0}, "batch_size=0 is none"),
+        ({"keep": True}, "keep=True is none"),
+        ({"save_every": 1.5}, "save_every=1.5 is none"),
+        ({"sync_batchnorm": True}, "torch's synchronized batch normalization needs GPUs"),
+        ({"rank_logs": True}, "rank_logs are written to checkpoint_dir"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(world: mpicomm.World, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mpicomm.Trainer(*_parts(), **options)
+
+
+def _parts() -> tuple[Any, ...]:
+    model = make_model()
+    return model, torch.optim.SGD(model.parameters()), nn.functional.cross_entropy
+
+
+def test_an_optimizer_of_another_model_is_refused(world: mpicomm.World) -> None:
+    model, _, loss = _parts()
+    with pytest.raises(ValueError, match="the optimizer has parameters that the model has not"):
+        mpicomm.Trainer(model, _parts()[1], loss)
+
+
+def test_batches_that_are_no_pairs_are_refused(world: mpicomm.World) -> None:
+    trainer = make_trainer(make_model())
+    with pytest.raises(TypeError, match=r"expected batches of \(inputs, targets\), got a Tensor"):
+        trainer.fit(torch.ones(100, FEATURES), 1)

@@ -1,0 +1,114 @@
+"""The command `mpicomm`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpicomm.cli.main import main
+from mpicomm.reports.runs import FILE
+from tests.launching import ROOT, run_alone
+
+ENTRIES = [
+    {"event": "start", "time": 1.0, "step": 0, "epoch": 0, "consumed": 0, "ranks": 2, "device": "cpu"},
+    {"event": "step", "time": 2.0, "step": 5, "epoch": 0, "consumed": 50, "loss": 1.5, "samples_per_s": 100.0},
+    {"event": "epoch", "time": 2.0, "step": 5, "epoch": 1, "consumed": 0, "loss": 1.5, "samples": 50},
+    {"event": "end", "time": 3.0, "step": 5, "epoch": 1, "consumed": 0, "seconds": 1.0, "ranks": []},
+]
+
+
+def a_run(directory: Path, *, broken: bool = False) -> str:
+    """Write a run's file, and return its directory."""
+    directory.mkdir()
+    lines = [json.dumps(entry) for entry in ENTRIES]
+    (directory / FILE).write_text("\n".join([*["{"] * broken, *lines[broken:], ""]))
+    return str(directory)
+
+
+def test_a_report_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", a_run(tmp_path / "first"), a_run(tmp_path / "second")]) == 0
+    output = capsys.readouterr()
+    assert [word for word in ("first", "second", "complete", "samples/s") if word not in output.out] == []
+    assert output.err == ""
+
+
+def test_a_report_as_json_is_the_same_for_one_run_and_for_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other")
+    assert main(["report", one, "--json"]) == 0
+    (alone,) = json.loads(capsys.readouterr().out)
+    assert main(["report", "--json", one, other]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert [each["run"] for each in both] == ["one", "other"]
+    assert both[0] == alone
+    assert (alone["state"], alone["steps"], alone["samples"], alone["samples_per_s"]) == ("complete", 5, 50, 100.0)
+
+
+def test_the_table_of_many_runs_breaks_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *[a_run(tmp_path / f"a-run-with-a-long-name-{n}") for n in range(12)]]) == 0
+    assert capsys.readouterr().out.count("\n") < 25
+
+
+def test_a_plot_is_written_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "curves.png"
+    assert main(["report", a_run(tmp_path / "run"), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "complete" in capsys.readouterr().out
+
+
+def test_warnings_do_not_mix_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", a_run(tmp_path / "run", broken=True), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err.startswith("mpicomm report: warning: line 1 of ")
+    assert len(json.loads(output.out)[0]["warnings"]) == 1
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, text in ((tmp_path / "gone", "there is no"), (tmp_path, "holds no run")):
+        assert main(["report", a_run(tmp_path / f"good {text}"), str(wrong)]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.startswith("mpicomm report: ")
+        assert text in output.err
+
+
+def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", a_run(tmp_path / "run"), "--plot", str(tmp_path / "gone" / "plot.png")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "required: COMMAND"),
+        (["repotr"], "repotr"),
+        (["report"], "required: RUN_DIR"),
+        (["report", ".", "--plot", "a.jpg"], "expected a file *.png, got a.jpg; name it a.png"),
+    ],
+)
+def test_a_wrong_command_is_an_error(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_command_from_a_shell_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
+    outcome = run_alone(["-X", "importtime", "-m", "mpicomm", "report", a_run(tmp_path / "run")])
+    assert outcome.status == 0, outcome
+    assert "complete" in outcome.stdout
+    modules = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in outcome.stderr.splitlines()}
+    assert not modules & {"torch", "mpi4py", "numpy", "matplotlib"}
+
+
+def test_an_error_is_the_status_of_the_process(tmp_path: Path) -> None:
+    outcome = run_alone(["-m", "mpicomm", "report", str(tmp_path)])
+    assert (outcome.status, outcome.stdout) == (2, ""), outcome
+
+
+def test_the_package_installs_the_command() -> None:
+    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]\n")[2]
+    assert scripts.startswith(f'mpicomm = "{main.__module__}:{main.__name__}"\n')

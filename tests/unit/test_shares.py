@@ -1,0 +1,175 @@
+"""How an epoch is cut into steps and batches: every sample once, whatever the ranks and wherever it was interrupted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from mpicomm.training.data import Cut, Options, OwnLoader, Place, Sharded, Step, Stream, feed
+
+sizes = st.integers(1, 7)
+
+
+@given(st.integers(1, 200), sizes, sizes, sizes)
+@settings(deadline=None)
+def test_every_sample_is_in_one_batch_of_one_rank(length: int, batch_size: int, accumulate: int, size: int) -> None:
+    cut = Cut(length, batch_size, accumulate, size)
+    taken = []
+    for start, end in cut.bounds(0):
+        ranks = [cut.batches(start, end, rank) for rank in range(size)]
+        assert len({len(batches) for batches in ranks}) == 1
+        lengths = [len(range(length)[each]) for batches in ranks for each in batches]
+        assert max(lengths) <= batch_size + 1
+        assert max(lengths) - min(lengths) <= 1 or end - start < size * accumulate
+        taken += [index for batches in ranks for each in batches for index in range(length)[each]]
+    assert sorted(taken) == list(range(length))
+
+
+@given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), st.integers(1, 4), st.integers(0, 30))
+@settings(deadline=None)
+def test_another_number_of_ranks_goes_on(
+    length: int, batch_size: int, accumulate: int, before: int, after: int, steps: int
+) -> None:
+    first, second = (Cut(length, batch_size, accumulate, size) for size in (before, after))
+    bounds = list(first.bounds(0))[:steps]
+    consumed = bounds[-1][1] if bounds else 0
+    taken = [index for start, end in bounds for index in _of(first, start, end)]
+    taken += [index for start, end in second.bounds(consumed) for index in _of(second, start, end)]
+    assert sorted(taken) == list(range(length))
+
+
+def _of(cut: Cut, start: int, end: int) -> list[int]:
+    return [index for rank in range(cut.size) for each in cut.batches(start, end, rank) for index in range(end)[each]]
+
+
+@given(st.integers(1, 100), sizes, sizes, sizes)
+@settings(deadline=None)
+def test_steps_are_whole_where_the_last_is_dropped(length: int, batch_size: int, accumulate: int, size: int) -> None:
+    whole = batch_size * accumulate * size
+    bounds = list(Cut(length, batch_size, accumulate, size, drop_last=True).bounds(0))
+    assert bounds == [(start, start + whole) for start in range(0, length - whole + 1, whole)]
+
+
+@pytest.fixture(autouse=True)
+def workers_are_gone() -> Iterator[None]:
+    """Wait for the threads that feed workers: they end a moment after these."""
+    yield
+    end = time.monotonic() + 5
+    while any(each.name == "QueueFeederThread" for each in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def numbers(length: int) -> TensorDataset:
+    return TensorDataset(torch.arange(length), torch.arange(length))
+
+
+def taken(steps: list[list[Step]]) -> list[int]:
+    """Return the samples that count, of all ranks."""
+    return [int(each) for of_rank in steps for step in of_rank for b in step for each in b.content[0][: b.count]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("length", "size"), [(37, 3), (2, 4), (64, 2)])
+def test_ranks_share_a_dataset(length: int, size: int, num_workers: int) -> None:
+    orders = []
+    for epoch in range(2):
+        steps = []
+        for rank in range(size):
+            shared = Sharded(numbers(length), Options(4, 2, num_workers, seed=3), Place(rank, size))
+            steps.append(list(shared.steps(epoch, 0, 0)))
+            shared.close()
+        assert len({len(of_rank) for of_rank in steps}) == 1
+        orders.append(taken(steps))
+        assert sorted(orders[-1]) == list(range(length))
+    assert length < 3 or orders[0] != orders[1], "each epoch has an order of its own"
+    for step in (step for of_rank in steps for step in of_rank):
+        assert [list(each.content[0][: each.count]) for each in step] == [list(each.indices or ()) for each in step]
+
+
+def test_a_loader_of_the_usual_kind_is_shared() -> None:
+    loader = DataLoader(numbers(20), batch_size=3, collate_fn=lambda pairs: (torch.stack([x for x, _ in pairs]), None))
+    steps = [list(feed(loader, Options(99, 2), Place(rank, 2)).steps(0, 0, 0)) for rank in range(2)]
+    assert taken(steps[:1])[:3] == [0, 2, 4], "it does not shuffle, since the loader does not"
+    assert sorted(taken(steps)) == list(range(20))
+
+
+def test_the_last_is_dropped_as_the_loader_says() -> None:
+    loader = DataLoader(numbers(20), batch_size=3, drop_last=True)
+    shared = feed(loader, Options(), Place(0, 2))
+    assert (shared.total(), len(list(shared.steps(0, 0, 0)))) == (18, 3)
+    with pytest.raises(ValueError, match=r"drop_last leaves no step of 20 samples: one takes 30 x 1 of 2 ranks"):
+        feed(DataLoader(numbers(20), batch_size=30, drop_last=True), Options(), Place(0, 2))
+
+
+def test_a_sampler_of_the_users_own_is_taken_as_it_is() -> None:
+    loader = DataLoader(numbers(20), batch_size=3, sampler=WeightedRandomSampler(torch.ones(20), 10))
+    own = feed(loader, Options(accumulate=2), Place(1, 2))
+    assert isinstance(own, OwnLoader)
+    assert not own.is_shared
+    assert [len(step) for step in own.steps(0, 0, 0)] == [2, 2]
+    assert [sum(each.count for each in step) for step in own.steps(0, 0, 1)] == [4]
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self):
+        return iter(zip(torch.arange(self.length), torch.arange(self.length), strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("length", [1, 23, 48])
+def test_ranks_share_a_stream(length: int, num_workers: int) -> None:
+    size = 2
+    feeds = [Stream(Numbers(length), Options(4, 2, num_workers), Place(rank, size)) for rank in range(size)]
+    steps = [list(each.steps(0, 0, 0)) for each in feeds]
+    assert sorted(taken(steps)) == list(range(length))
+    first = [of_rank[:1] for of_rank in steps]
+    consumed = len(taken(first))
+    others = [Stream(Numbers(length), Options(4, 2, num_workers), Place(rank, 3)) for rank in range(3)]
+    rest = [list(each.steps(0, consumed, 1)) for each in others]
+    assert sorted(taken(first) + taken(rest)) == list(range(length)), "three ranks go on where two were"
+    for each in (*feeds, *others):
+        each.close()
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()), y
+
+
+def test_random_samples_depend_on_seed_epoch_and_sample_alone() -> None:
+    def content(num_workers: int, epoch: int, consumed: int) -> torch.Tensor:
+        data = Noisy(torch.zeros(12), torch.zeros(12))
+        shared = Sharded(data, Options(3, 1, num_workers, seed=9), Place(0, 1))
+        found = torch.cat([each.content[0] for step in shared.steps(epoch, consumed, 0) for each in step])
+        shared.close()
+        return found
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    whole = content(0, 1, 0)
+    assert torch.equal(torch.get_rng_state(), before), "the program's own numbers are left alone"
+    torch.manual_seed(1)
+    assert torch.equal(content(2, 1, 0), whole)
+    assert torch.equal(content(0, 1, 6), whole[6:])
+    assert not torch.equal(content(0, 2, 0), whole)
+    assert len(set(whole.tolist())) == 12
+
+
+def test_what_is_no_data_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"expected a dataset of .input, target. pairs or a DataLoader, got a generator"
+    ):
+        feed((each for each in range(3)), Options(), Place(0, 1))
+    with pytest.raises(ValueError, match="the dataset has no samples"):
+        feed(numbers(0), Options(), Place(0, 1))
