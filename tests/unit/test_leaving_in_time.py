@@ -1,0 +1,134 @@
+"""When a run wishes to leave: signals, and what schedulers say of the time that is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpicomm.training import preemption
+from mpicomm.training.preemption import Wish, remaining_seconds, seconds_of_pbs, seconds_of_slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("45", 45),
+        ("1:30\n", 90),
+        ("2:00:05", 7205),
+        ("3-04:05:06", 3 * 86400 + 4 * 3600 + 5 * 60 + 6),
+        ("0:00", 0),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("INVALID", None),
+        ("", None),
+    ],
+)
+def test_what_slurm_says(text: str, seconds: float | None) -> None:
+    assert seconds_of_slurm(text) == seconds
+
+
+def pbs(walltime: object, stime: str) -> str:
+    return json.dumps({"Jobs": {"7.pbs1": {"Resource_List": {"walltime": walltime}, "stime": stime}}})
+
+
+def test_what_pbs_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.mktime(time.strptime("2026-11-20 10:06:58", "%Y-%m-%d %H:%M:%S"))
+    assert seconds_of_pbs(pbs("00:05:00", "Fri Nov 20 10:06:58 2026"), "7.pbs1", start + 2) == 298
+    assert seconds_of_pbs(pbs("48:00:00", "Fri Nov 20 10:06:58 2026"), "8.pbs1", start) == 48 * 3600
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"Jobs": {}}', '{"Jobs": {"7.pbs1": {}}}', pbs(12, "Fri Nov 20 10:06:58 2026"), pbs("1", "now")]
+)
+def test_what_pbs_does_not_say(text: str) -> None:
+    assert seconds_of_pbs(text, "7.pbs1", 0.0) is None
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scheduler's command that says what is in a file."""
+    said = tmp_path / "said"
+    command = tmp_path / "squeue"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {said}\n')
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return said
+
+
+def test_the_scheduler_is_asked(squeue: Path) -> None:
+    clock = remaining_seconds(os.environ)
+    assert clock is not None
+    squeue.write_text("2:00\n")
+    assert clock() == 120
+    squeue.unlink()
+    assert clock() is None
+    assert (squeue.parent / "asked").read_text().splitlines()[0] == "--noheader --jobs 17 --format %L"
+    assert remaining_seconds({}) is None
+    assert remaining_seconds({"SLURM_JOB_ID": "17", "PATH": ""}) is not None, "the command is looked for as ever"
+
+
+def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_ASK_SECONDS", 0.05)
+    squeue.write_text("5:00\n")
+    wish = Wish()
+    with wish.listening(120.0, asks=True):
+        time.sleep(0.3)
+        assert wish.why is None
+        squeue.write_text("1:59\n")
+        wait_until(lambda: wish.why is not None)
+        assert wish.why == "119 s are left of the allocation"
+    squeue.write_text("0:10\n")
+    for margin, asks in ((None, True), (120.0, False)):
+        with wish.listening(margin, asks=asks):
+            time.sleep(0.2)
+            assert wish.why is None
+    wait_until_threads_end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_is_a_wish(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    wish = Wish()
+    with wish.listening(None, asks=False):
+        os.kill(os.getpid(), number)
+        assert wish.why == number.name
+        os.kill(os.getpid(), number)  # launchers repeat it
+    assert signal.getsignal(number) is before
+
+
+TWICE = """
+import os, signal, sys
+from mpicomm.training import preemption
+preemption._AGAIN_SECONDS = 0.0
+wish = preemption.Wish()
+with wish.listening(None, asks=False):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+print("not reached")
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGUSR1, ""), done
+
+
+def wait_until(is_so: object) -> None:
+    end = time.monotonic() + 20
+    while not is_so() and time.monotonic() < end:  # type: ignore[operator]
+        time.sleep(0.01)
+
+
+def wait_until_threads_end() -> None:
+    import threading
+
+    wait_until(lambda: all(each.name != "mpicomm-time-left" for each in threading.enumerate()))
