@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -11,24 +13,68 @@ from mpicomm.errors import TrainingError, everywhere
 from mpicomm.faults import report
 from mpicomm.training.data import Step
 from mpicomm.training.parallel import Replicated, Sharded
+from mpicomm.training.preemption import is_of_all_ranks
 from mpicomm.verbs import collectives, members
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def sums(count: int, wish: bool) -> tuple[int, int]:
-    """Return the number of samples of all ranks, and how many ranks wish to leave."""
+def total(count: int) -> int:
+    """Return the sum over all ranks."""
     if dist.get_world_size() == 1:
-        return count, int(wish)
-    found = torch.tensor([count, wish], dtype=torch.int64, device=members.resolve(None, "the trainer").control)
+        return count
+    found = torch.tensor([count], dtype=torch.int64, device=members.resolve(None, "the trainer").control)
     dist.all_reduce(found)
-    total, wishes = found.tolist()
-    return total, wishes
+    return int(found)
 
 
 def everybody(is_so: bool) -> bool:
     """Tell whether something is so on all ranks."""
-    return sums(0, not is_so)[1] == 0
+    return total(not is_so) == 0
+
+
+class Ballot:
+    """Asks all ranks whether one wishes to leave, while they do something else (collective, each time).
+
+    Under MPI it is a non-blocking all-reduce of one number, on a communicator of its own: an asynchronous operation of
+    the group would wake its thread, for more time than this takes.
+    """
+
+    def __init__(self, comm: Intracomm | None) -> None:
+        """Make ready.
+
+        Args:
+            comm: A communicator of all ranks, of which a copy is taken; None without MPI.
+        """
+        self._comm = None if comm is None else comm.Dup()
+        self._mine, self._everybodys = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._pending: Any = None
+
+    def open(self, wish: bool) -> None:
+        """Begin to ask."""
+        if self._comm is not None:
+            self._mine[0] = wish
+            self._pending = self._comm.Iallreduce(self._mine, self._everybodys)
+        else:
+            self._pending = collectives.all_reduce(int(wish), async_op=True)
+
+    def close(self) -> bool:
+        """Tell whether a rank wishes to leave."""
+        pending, self._pending = self._pending, None
+        if self._comm is None:
+            return bool(pending.wait())
+        pending.Wait()
+        return bool(self._everybodys[0])
+
+    def __enter__(self) -> Ballot:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._comm is not None and is_of_all_ranks(error):
+            self._comm.Free()
 
 
 def reasons(why: str | None) -> str:
@@ -42,7 +88,7 @@ def reasons(why: str | None) -> str:
 
 def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
     """Return the samples of a step that has no finite loss, by rank, where they are known."""
-    mine = None if is_finite else [index for batch in step for index in batch.indices or ()]
+    mine = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
     found = collectives.all_gather_object(mine)
     return {str(rank): each for rank, each in enumerate(found) if each is not None}
 

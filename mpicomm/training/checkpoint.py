@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mpicomm import mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.errors import CheckpointError, everywhere
-from mpicomm.training.preemption import Preempted
+from mpicomm.training.preemption import is_of_all_ranks
 from mpicomm.verbs import collectives
 
 _MARK = "COMPLETE"
@@ -218,7 +218,7 @@ class Checkpoints:
         }
         if here == there:
             return
-        first = next(name for name in {**there, **here} if here.get(name) != there.get(name))
+        first = next(name for name in {**here, **there} if here.get(name) != there.get(name))
         raise everywhere(
             CheckpointError(
                 f"{self.directory} holds a run of another model: {first} is {_shown(there.get(first))} there, and "
@@ -235,8 +235,8 @@ def opened(directory: str | os.PathLike[str], keep: int) -> Iterator[Checkpoints
     try:
         yield checkpoints
     except BaseException as error:
-        if isinstance(error, Preempted) or getattr(error, "is_everywhere", False):
-            checkpoints.close()  # all ranks leave together, and may go on to something else
+        if is_of_all_ranks(error):
+            checkpoints.close()
         raise
     checkpoints.close()
 

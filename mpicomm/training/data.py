@@ -9,11 +9,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -25,6 +23,8 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
+
+from mpicomm.training import randomness
 
 _SEED_BITS = 63
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, so that no two (epoch, sample) are one seed by chance
@@ -44,12 +44,29 @@ class Batch:
     """Which samples they are, where that is known."""
 
 
-Step = list[Batch]
-"""What one rank takes in one step of the optimizer; empty once it has nothing more."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one rank takes in one step of the optimizer."""
+
+    batches: Sequence[Batch]
+    total: int | None = None
+    """How many samples all ranks take, where each knows that by itself."""
+
+    @property
+    def count(self) -> int:
+        """How many samples this rank takes."""
+        return sum(batch.count for batch in self.batches)
+
+    def stand_in(self) -> Step:
+        """Return a step of the same length without samples that count."""
+        return Step([dataclasses.replace(batch, count=0, indices=()) for batch in self.batches])
 
 
 class Feed(Protocol):
     """The data of a run, as one rank takes them."""
+
+    is_counted: bool
+    """Whether every step has its `total`."""
 
     is_shared: bool
     """Whether the ranks share the samples, so that another number of them can go on."""
@@ -195,7 +212,7 @@ class Cut:
 class Sharded:
     """A dataset with indices, of which each rank takes its part."""
 
-    is_shared = True
+    is_counted = is_shared = True
 
     def __init__(
         self, dataset: Any, options: Options, place: Place, *, drop_last: bool = False, **loading: Any
@@ -256,7 +273,7 @@ class Sharded:
         self._plan.make = lambda: self._planned(epoch, consumed)
         loaded = self._loaded = iter(self._loader)
         for start, end in self.cut.bounds(consumed):
-            yield [self._next(loaded) for _ in self.cut.batches(start, end, self._rank)]
+            yield Step([self._next(loaded) for _ in self.cut.batches(start, end, self._rank)], end - start)
 
     def _next(self, loaded: Iterator[Any]) -> Batch:
         content = next(loaded)  # the plan is ahead of it
@@ -318,9 +335,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _Reproducible(Dataset[Any]):
-    """A dataset whose random numbers (augmentation) depend on seed, epoch and sample alone.
+    """A dataset whose random numbers (augmentation) depend on seed, epoch and sample alone, if workers load it.
 
-    Wherever a batch is loaded, in this process or in any worker, and after any interruption, it is the same.
+    Otherwise workers, whose states nobody keeps, would draw others after an interruption. In the rank's own process the
+    program's generators are used, which checkpoints hold.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -330,32 +348,14 @@ class _Reproducible(Dataset[Any]):
     def __getitems__(self, indices: Indices) -> list[Any]:
         """Return the samples of a batch."""
         samples = indices.samples
-        with _own_randomness(_mixed(self._seed, indices.epoch, 1 + samples[0])):
-            if (many := getattr(self._dataset, "__getitems__", None)) is not None:
-                return many(samples)
-            return [self._dataset[each] for each in samples]
+        if get_worker_info() is not None:
+            randomness.seed_all(_mixed(self._seed, indices.epoch, 1 + samples[0]))
+        if (many := getattr(self._dataset, "__getitems__", None)) is not None:
+            return many(samples)
+        return [self._dataset[each] for each in samples]
 
     def __getitem__(self, _index: int) -> Any:
         raise AssertionError("batches are taken whole")
-
-
-class _own_randomness:  # noqa: N801  used as a function is
-    """Random numbers from a seed within a block, and as they were after it."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        random.seed(self._seed)
-        np.random.seed(self._seed & 0xFFFFFFFF)
-        torch.random.default_generator.manual_seed(self._seed)
-
-    def __exit__(self, *_error: object) -> None:
-        python, numpy, torchs = self._states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torchs)
 
 
 def _mixed(seed: int, epoch: int, sample: int) -> int:
@@ -372,7 +372,7 @@ def _mixed(seed: int, epoch: int, sample: int) -> int:
 class Stream:
     """A dataset without indices: every rank reads all of it, and takes each n-th batch."""
 
-    is_shared = True
+    is_counted, is_shared = False, True
 
     def __init__(self, dataset: IterableDataset[Any], options: Options, place: Place) -> None:
         self._share = _Share(dataset, options.batch_size, place)
@@ -422,7 +422,7 @@ class _Share(IterableDataset[Any]):
 class OwnLoader:
     """A DataLoader of the user's, taken as it is."""
 
-    is_shared = False
+    is_counted = is_shared = False
 
     def __init__(self, loader: DataLoader[Any], accumulate: int) -> None:
         self._loader = loader
@@ -455,14 +455,14 @@ def _set_epoch(part: Any, epoch: int) -> None:
 
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
     """Return batches, so many at once, and what remains at the end."""
-    step: Step = []
+    batches: list[Batch] = []
     for content in loaded:
-        step.append(Batch(content, count_samples(content)))
-        if len(step) == number:
-            yield step
-            step = []
-    if step:
-        yield step
+        batches.append(Batch(content, count_samples(content)))
+        if len(batches) == number:
+            yield Step(batches)
+            batches = []
+    if batches:
+        yield Step(batches)
 
 
 def count_samples(content: Any) -> int:

@@ -36,6 +36,11 @@ class Preempted(SystemExit):
         self.why = why
 
 
+def is_of_all_ranks(error: BaseException | None) -> bool:
+    """Tell whether every rank raises this, or none raises anything, so that what is collective can be taken down."""
+    return error is None or isinstance(error, Preempted) or getattr(error, "is_everywhere", False)
+
+
 class Wish:
     """Whether this rank wants to leave, and why."""
 

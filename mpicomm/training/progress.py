@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -116,10 +117,19 @@ def _terminal_of_launcher() -> int | None:
     launchers = [pid for pid, name in _parents() if _LAUNCHERS.search(name)]
     if not launchers:
         return None
-    with contextlib.suppress(OSError), Path(f"/proc/{launchers[-1]}/fd/1").open("w") as output:
-        if output.isatty():
-            return os.get_terminal_size(output.fileno()).columns or _WIDTH
-    return None
+    output = f"/proc/{launchers[-1]}/fd/1"
+    try:
+        if not stat.S_ISCHR(Path(output).stat().st_mode):  # a file would be emptied by opening it to write
+            return None
+        terminal = os.open(output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return (os.get_terminal_size(terminal).columns or _WIDTH) if os.isatty(terminal) else None
+    except OSError:
+        return None
+    finally:
+        os.close(terminal)
 
 
 def _parents() -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ import torch
 _APART = 1_000_003  # ranks that follow each other have seeds that do not
 
 
-def seed_all(seed: int, rank: int) -> None:
+def seed_all(seed: int, rank: int = 0) -> None:
     """Seed Python's, NumPy's and torch's generators; each rank gets numbers of its own."""
     own = (seed + _APART * rank) % 2**63
     random.seed(own)

@@ -14,6 +14,7 @@ from torch import nn
 from mpicomm import runtime
 from mpicomm.errors import MpicommError
 from mpicomm.training import agreed, checkpoint, parallel, randomness, reporting, state
+from mpicomm.training.agreed import Ballot
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.data import Batch, Feed, Options, Place, Step, feed
 from mpicomm.training.metrics import Averages, Losses, Metric
@@ -22,6 +23,7 @@ from mpicomm.training.preemption import Preempted, Wish
 from mpicomm.training.state import History, Position
 
 _SCHEDULES = ("step", "epoch")
+_NOTHING = Step([])
 _IF_NOT_FINITE = ("stop", "skip")
 
 
@@ -148,7 +150,8 @@ class Trainer:
         self._reporter = reporting.silent(self.world)
         self._saved: str | None = None
         self._is_warm = False
-        self._last_step: Step = []
+        self._last_step = _NOTHING
+        self._ballot: Ballot
 
     # -- the loops ---------------------------------------------------------------------------------------------------
 
@@ -216,14 +219,16 @@ class Trainer:
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         while True:
             clock.start()
-            step = next(steps, [])
+            step = next(steps, _NOTHING)
             clock.add("data")
-            count = self._meet(step)
-            clock.add("communication")
+            count = step.total
+            if count is None:
+                count = 0 if train.is_counted else agreed.total(step.count)
+                clock.add("communication")
             if not count:
                 return
-            step = self._last_step = step or self._stand_in()
-            self._warm_up(step[0])
+            step = self._last_step = step if step.batches else self._stand_in()
+            self._warm_up(step.batches[0])
             self._take_step(step, count)
             position.advance(count)
             self._reporter.step(position, count)
@@ -234,16 +239,17 @@ class Trainer:
         clock = self._reporter.clock
         is_finite = True
         self.spread.begin_step()
-        for batch in step:
-            is_last = batch is step[-1]
+        for batch in step.batches:
+            is_last = batch is step.batches[-1]
             with contextlib.nullcontext() if is_last else self.spread.unsynchronized():
                 loss = self._loss_of(batch, self.spread.model)
                 is_finite = self._losses.add(self.position.step, batch, loss) and is_finite
                 clock.add("compute")
                 # The gradients of all ranks are averaged, whatever their share of the samples.
                 weight = batch.count * self._place.size / count
-                self.precision.scaler.scale(loss * weight).backward()
+                self.precision.scaler.scale(loss if weight == 1 else loss * weight).backward()
             clock.add_backward(is_synchronized=is_last)
+        self._ballot.open(self._wish.why is not None)
         if not self._skips or agreed.everybody(is_finite):
             self._update()
         else:
@@ -267,6 +273,7 @@ class Trainer:
             return self.loss_fn(model(inputs), targets)
 
     def _after_step(self) -> None:
+        is_leaving = self._ballot.close()
         position = self.position
         if position.step % self._log_every == 0:
             self._log()
@@ -276,6 +283,8 @@ class Trainer:
             self._save()
         if self._checkpoints is not None:
             self._checkpoints.check()
+            if is_leaving:
+                self._leave()
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
         self._log()
@@ -288,47 +297,48 @@ class Trainer:
             self._save_epoch()
 
     def _evaluate_epoch(self, test: Feed, metrics: Mapping[str, Metric]) -> None:
+        states = randomness.states(self.world.device)
         with self._reporter.aside():
-            means, count = self._evaluate(test, metrics)
+            means, count = self._evaluate(test, metrics, lambda: randomness.restore(states, self.world.device))
+        randomness.restore(states, self.world.device)
         self.position.add_evaluation(
             {f"eval_{name}" if name == "loss" else name: v for name, v in means.items()}, count
         )
         self._reporter.evaluation(self.position)
 
     @torch.no_grad()
-    def _evaluate(self, test: Feed, metrics: Mapping[str, Metric]) -> tuple[dict[str, float], int]:
+    def _evaluate(
+        self, test: Feed, metrics: Mapping[str, Metric], before_leaving: Callable[[], None] | None = None
+    ) -> tuple[dict[str, float], int]:
         model = self.spread.for_evaluation
         was_training = model.training
         model.eval()
         averages = Averages(metrics, self.world.device)
         steps = test.steps(0, 0, 0)
-        last: Step = []
+        last = _NOTHING
         while True:
-            step = next(steps, [])
-            if not self._meet(step):
+            step = next(steps, _NOTHING)
+            if not (step.total if test.is_counted else agreed.total(step.count)):
                 break
-            last = step or [Batch(each.content, 0) for each in last]
-            for batch in last:
+            last = step if step.batches else last.stand_in()
+            for batch in last.batches:
                 inputs, targets = _pair(batch, self.world.device)
                 with self.precision.arithmetic():
                     outputs = model(inputs)
                     loss = self.loss_fn(outputs, targets)
                 if batch.count:
                     averages.add(loss, outputs, targets, batch.count)
+            if before_leaving is not None and self._is_time_to_leave():
+                before_leaving()
+                self._leave()
         model.train(was_training)
         return averages.take()
 
     # -- between two steps -------------------------------------------------------------------------------------------
 
-    def _meet(self, step: Step) -> int:
-        """Return how many samples all ranks have for the next step; leave, if a rank wishes to (collective).
-
-        It takes one all-reduce of two numbers.
-        """
-        count, leaving = agreed.sums(sum(batch.count for batch in step), self._wish.why is not None)
-        if leaving and self._checkpoints is not None:
-            self._leave()
-        return count
+    def _is_time_to_leave(self) -> bool:
+        self._ballot.open(self._wish.why is not None)
+        return self._ballot.close() and self._checkpoints is not None
 
     def _leave(self) -> None:
         why = agreed.reasons(self._wish.why)
@@ -343,9 +353,9 @@ class Trainer:
         Raises:
             ValueError: If it never had any.
         """
-        if not self._last_step:
+        if not self._last_step.batches:
             raise ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
-        return [Batch(self._last_step[0].content, 0)]
+        return self._last_step.stand_in()
 
     def _warm_up(self, batch: Batch) -> None:
         """Go once through the model before the first step, and undo what that does."""
@@ -379,6 +389,7 @@ class Trainer:
             self._saved = self.position.name
         elif not self.position.step:
             randomness.seed_all(self._options.seed, self.world.rank)
+        self._ballot = stack.enter_context(Ballot(self.world.comm))
         directory = self._checkpoints.directory if self._checkpoints is not None else None
         self._reporter = stack.enter_context(
             reporting.opened(self.world, directory, self._show, self._logger, self._rank_logs, epochs, train.total())

@@ -138,10 +138,10 @@ def test_the_loss_of_an_epoch_is_the_mean_over_all_samples(world: mpicomm.World)
 
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
 def test_compressed_gradients_train_nearly_as_well(world: mpicomm.World, hook: str) -> None:
-    data = samples(96)
-    whole, found = train(data, batch_size=8), train(data, batch_size=8, hook=hook)
-    for mine, theirs in zip(found, whole, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
+    data = samples(32 * world.size)
+    whole, found = (make_trainer(make_model(), batch_size=8, hook=each).fit(data, 5) for each in (None, hook))
+    assert found[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.1)
+    assert found[-1]["loss"] < 0.8 * found[0]["loss"]
 
 
 def test_sixteen_bits_learn_as_well(world: mpicomm.World) -> None:

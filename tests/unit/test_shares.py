@@ -72,7 +72,8 @@ def numbers(length: int) -> TensorDataset:
 
 def taken(steps: list[list[Step]]) -> list[int]:
     """Return the samples that count, of all ranks."""
-    return [int(each) for of_rank in steps for step in of_rank for b in step for each in b.content[0][: b.count]]
+    batches = [batch for of_rank in steps for step in of_rank for batch in step.batches]
+    return [int(each) for batch in batches for each in batch.content[0][: batch.count]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -90,7 +91,8 @@ def test_ranks_share_a_dataset(length: int, size: int, num_workers: int) -> None
         assert sorted(orders[-1]) == list(range(length))
     assert length < 3 or orders[0] != orders[1], "each epoch has an order of its own"
     for step in (step for of_rank in steps for step in of_rank):
-        assert [list(each.content[0][: each.count]) for each in step] == [list(each.indices or ()) for each in step]
+        for each in step.batches:
+            assert list(each.content[0][: each.count]) == list(each.indices or ())
 
 
 def test_a_loader_of_the_usual_kind_is_shared() -> None:
@@ -113,8 +115,8 @@ def test_a_sampler_of_the_users_own_is_taken_as_it_is() -> None:
     own = feed(loader, Options(accumulate=2), Place(1, 2))
     assert isinstance(own, OwnLoader)
     assert not own.is_shared
-    assert [len(step) for step in own.steps(0, 0, 0)] == [2, 2]
-    assert [sum(each.count for each in step) for step in own.steps(0, 0, 1)] == [4]
+    assert [len(step.batches) for step in own.steps(0, 0, 0)] == [2, 2]
+    assert [step.count for step in own.steps(0, 0, 1)] == [4]
 
 
 class Numbers(IterableDataset[torch.Tensor]):
@@ -147,23 +149,29 @@ class Noisy(TensorDataset):
         return x + torch.rand(()), y
 
 
-def test_random_samples_depend_on_seed_epoch_and_sample_alone() -> None:
+def test_random_samples_of_workers_depend_on_seed_epoch_and_sample_alone() -> None:
     def content(num_workers: int, epoch: int, consumed: int) -> torch.Tensor:
         data = Noisy(torch.zeros(12), torch.zeros(12))
         shared = Sharded(data, Options(3, 1, num_workers, seed=9), Place(0, 1))
-        found = torch.cat([each.content[0] for step in shared.steps(epoch, consumed, 0) for each in step])
+        steps = list(shared.steps(epoch, consumed, 0))
+        found = torch.cat([each.content[0] for step in steps for each in step.batches])
         shared.close()
         return found
 
-    torch.manual_seed(0)
     before = torch.get_rng_state()
-    whole = content(0, 1, 0)
+    whole = content(1, 1, 0)
     assert torch.equal(torch.get_rng_state(), before), "the program's own numbers are left alone"
     torch.manual_seed(1)
     assert torch.equal(content(2, 1, 0), whole)
-    assert torch.equal(content(0, 1, 6), whole[6:])
-    assert not torch.equal(content(0, 2, 0), whole)
+    assert torch.equal(content(1, 1, 6), whole[6:])
+    assert not torch.equal(content(1, 2, 0), whole)
     assert len(set(whole.tolist())) == 12
+    torch.manual_seed(7)
+    drawn = torch.rand(12)
+    torch.manual_seed(7)
+    assert sorted(content(0, 1, 0).tolist()) == pytest.approx(sorted(drawn.tolist())), (
+        "without workers they are its own"
+    )
 
 
 def test_what_is_no_data_is_refused() -> None:
