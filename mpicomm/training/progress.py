@@ -151,6 +151,11 @@ def shown_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
+def shown_ranks(count: int) -> str:
+    """Return a number of ranks as people write it."""
+    return "1 rank" if count == 1 else f"{count:,} ranks"
+
+
 def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of a run that has ended.
 
@@ -166,7 +171,7 @@ def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> T
     for host, those in by_host.items():
         memory = max(each["memory"] for each in those) / 2**20
         devices = sorted({each["device"] for each in those})
-        text = f"{len(those)} ranks on {', '.join(devices)}, at most {memory:,.0f} MiB each"
+        text = f"{shown_ranks(len(those))} on {', '.join(devices)}, at most {memory:,.0f} MiB each"
         used = [each["utilization"] for each in those if each["utilization"] is not None]
         if used:
             text += f", GPUs busy {min(used)} to {max(used)} %"

@@ -50,13 +50,13 @@ class Reporter:
         self._loss: float | None = None
         self._next_show = 0.0
         self._busy: list[int] = []
-        self._parts = dict.fromkeys(Clock.PARTS, 0.0)
+        self._parts = dict.fromkeys(self.clock.parts, 0.0)
 
-    def begin(self, position: Position, options: Options) -> None:
+    def begin(self, position: Position, options: Options, *, is_complete: bool) -> None:
         """Tell where the run starts, and set the clocks."""
         about = {"ranks": self._world.size, "device": str(self._world.device), **dataclasses.asdict(options)}
         self.note("resume" if position.step else "start", position, **about)
-        if position.step:
+        if position.step and not is_complete:
             where = f"epoch {position.epoch + 1}, {position.consumed} samples of it done"
             self.say(f"going on from step {position.step}: {where}")
         self._begun = self._logged = time.monotonic()
@@ -76,7 +76,7 @@ class Reporter:
         now = time.monotonic()
         if now >= self._next_show:
             self._next_show = now + _SHOW_SECONDS
-            self._display.show(position.epoch, position.step, position.consumed, self._loss, self._rate(now))
+            self._display.show(position.epoch, position.step, position.consumed, self._loss, self._rate())
 
     def log(self, position: Position, loss: float | None, optimizer: torch.optim.Optimizer) -> None:
         """Write what has happened since the last time."""
@@ -101,6 +101,7 @@ class Reporter:
     def epoch(self, position: Position) -> None:
         """Tell of an epoch that is complete."""
         figures = position.history[-1]
+        self._display.show(position.epoch - 1, position.step, int(figures["samples"]), self._loss, self._rate())
         self.note("epoch", position, loss=figures["loss"], samples=figures["samples"])
         if position.is_evaluated:
             self._say_epoch(position)
@@ -132,7 +133,7 @@ class Reporter:
             "utilization": sum(self._busy) // len(self._busy) if self._busy else None,
         }
         everybodys = collectives.all_gather_object(mine)
-        self.note("end", position, seconds=seconds, samples_per_s=self._rate(time.monotonic()), ranks=everybodys)
+        self.note("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=everybodys)
         if not self._samples:
             self.say(f"the run is complete: {position.epoch} epochs, {position.step} steps. Nothing was left to do.")
             return
@@ -140,7 +141,7 @@ class Reporter:
         shown = {
             "steps": f"{position.step:,} in {position.epoch} epochs",
             "time": f"{progress.shown_seconds(seconds)}, of it evaluation {progress.shown_seconds(self._aside)}",
-            "samples/s": f"{self._rate(time.monotonic()):,.0f} on {self._world.size} ranks",
+            "samples/s": f"{self._rate():,.0f} on {progress.shown_ranks(self._world.size)}",
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }
         self._display.close()
@@ -151,8 +152,8 @@ class Reporter:
         figures = "  ".join(f"{k} {v:.4f}" for k, v in position.history[-1].items() if k not in known)
         self.say(f"epoch {position.epoch}: {figures}")
 
-    def _rate(self, now: float) -> float:
-        return self._samples / max(now - self._begun - self._aside, 1e-9)
+    def _rate(self) -> float:
+        return self._samples / max(time.monotonic() - self._begun - self._aside, 1e-9)
 
 
 @contextlib.contextmanager

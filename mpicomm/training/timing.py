@@ -1,22 +1,24 @@
-"""Where the time of a step goes: waiting for data, computing, and communication that computing did not hide."""
+"""Where the time of a step goes: to data, computing and, where that is seen, communication that this did not hide."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+import torch.distributed as dist
 
+from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.faults import recorder
 
 
 class Clock:
     """Adds up the parts of steps, in seconds, since the last `take`."""
 
-    PARTS = ("data", "compute", "communication")
-
     def __init__(self, device: torch.device) -> None:
-        self._sees_communication = device.type == "cpu"  # a GPU's work goes on after its call
-        self._parts = dict.fromkeys(self.PARTS, 0.0)
+        # A GPU's work goes on after its call, and other back ends' operations are not recorded.
+        self._sees_communication = device.type == "cpu" and isinstance(dist.group.WORLD, MPIProcessGroup)
+        self.parts = ("data", "compute", "communication") if self._sees_communication else ("data", "compute")
+        self._seconds = dict.fromkeys(self.parts, 0.0)
         self._last = time.monotonic()
 
     def start(self) -> None:
@@ -26,7 +28,7 @@ class Clock:
     def add(self, part: str) -> None:
         """Count what has passed since the last call as one part."""
         now = time.monotonic()
-        self._parts[part] += now - self._last
+        self._seconds[part if part in self._seconds else "compute"] += now - self._last
         self._last = now
 
     def add_backward(self, *, is_synchronized: bool) -> None:
@@ -36,11 +38,12 @@ class Clock:
         exposed = 0.0
         if last is not None and last.called > self._last:
             exposed = now - last.called
-        self._parts["communication"] += exposed
-        self._parts["compute"] += now - self._last - exposed
+        if exposed:
+            self._seconds["communication"] += exposed
+        self._seconds["compute"] += now - self._last - exposed
         self._last = now
 
     def take(self) -> dict[str, float]:
         """Return the parts, and begin again."""
-        found, self._parts = self._parts, dict.fromkeys(self.PARTS, 0.0)
+        found, self._seconds = self._seconds, dict.fromkeys(self.parts, 0.0)
         return found

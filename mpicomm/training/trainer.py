@@ -198,6 +198,7 @@ class Trainer:
                 self._end_epoch(is_evaluated=test is None)
             self._save(wait=True)
             self._reporter.end(self.position)
+            dist.barrier()  # what is printed after this comes after the table
         return self.position.history
 
     def evaluate(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
@@ -394,7 +395,8 @@ class Trainer:
         self._reporter = stack.enter_context(
             reporting.opened(self.world, directory, self._show, self._logger, self._rank_logs, epochs, train.total())
         )
-        self._reporter.begin(self.position, self._options)
+        is_complete = self.position.epoch >= epochs and self.position.is_evaluated
+        self._reporter.begin(self.position, self._options, is_complete=is_complete)
 
     def _parts(self) -> state.Parts:
         return state.Parts(

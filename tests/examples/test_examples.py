@@ -21,6 +21,8 @@ PROGRAMS = {
 }
 # A thread of Gloo's that wants the GIL while Python ends aborts the process: one run in twelve on a loaded machine.
 # bootstrap() waits for that thread at the end; a script without mpicomm has to try again.
+TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
+FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
 ABORTED, TRIES = "terminate called without an active exception", 6
 
 
@@ -53,6 +55,12 @@ def form(output: str) -> list[str]:
     return sorted(line.strip() for line in output.splitlines())
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs leave their checkpoints somewhere else."""
+    monkeypatch.chdir(tmp_path)
+
+
 def accuracy(outcome: Outcome) -> float:
     return float(re.search(r"test accuracy ([\d.]+)%", outcome.stdout)[1])
 
@@ -61,7 +69,12 @@ def accuracy(outcome: Outcome) -> float:
 def test_does_what_its_docstring_says(file, command, output):
     outcome = run(command)
     assert outcome.status == (1 if command.startswith("diff") else 0), outcome
-    assert form(outcome.stdout) == form(output), outcome
+    if file in TRAINED:  # what is printed now and then, and the text that a model writes, are others each time
+        assert [line for line in form(outcome.stdout) if FIGURES.match(line)] == [
+            line for line in form(output) if FIGURES.match(line)
+        ], outcome
+    else:
+        assert form(outcome.stdout) == form(output), outcome
 
 
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"])

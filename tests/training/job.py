@@ -94,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--kill", default="", help="POINT:NUMBER, at that checkpoint of this process's")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--pause-on", type=int, default=-1, help="on this rank alone; the others wait in a collective")
     parser.add_argument("--leave-at", type=int, default=0, help="the step after which to leave")
     parser.add_argument("--record", action="store_true", help="write which samples each rank takes")
     parser.add_argument("--precision", default="float32")
@@ -112,7 +113,7 @@ def main() -> None:
         kill_at(point, int(number), world.rank, pids)
     trainer = make_trainer(arguments.directory, arguments)
     train, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
-    if arguments.pause:
+    if arguments.pause and arguments.pause_on in (-1, world.rank):
         slow_down(trainer, arguments.pause)
     if arguments.record or arguments.leave_at:
         watch(trainer, Path(arguments.directory, f"taken-{world.size}-{world.rank}.jsonl"), arguments.leave_at)
@@ -155,12 +156,12 @@ def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
     take_step = trainer._take_step
 
     def taking(step: Step, count: int) -> None:
-        take_step(step, count)
-        indices = [index for batch in step for index in batch.indices or ()]
-        with path.open("a") as file:
-            file.write(json.dumps({"epoch": trainer.position.epoch, "indices": indices}) + "\n")
         if trainer.position.step + 1 == leave_at:
             trainer._wish.why = "enough"
+        take_step(step, count)
+        indices = [index for batch in step.batches for index in batch.indices or ()]
+        with path.open("a") as file:
+            file.write(json.dumps({"epoch": trainer.position.epoch, "indices": indices}) + "\n")
 
     trainer._take_step = taking  # type: ignore[method-assign]
 

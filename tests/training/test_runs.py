@@ -36,10 +36,12 @@ def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
     assert kills.final(broken) == kills.final(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals) -> None:
-    """All leave together with status 85, also while the others wait for that rank in a collective."""
-    job = kills.start(tmp_path, 4, "--pause", "0.05", "--show", "lines")
+@pytest.mark.parametrize(("number", "slow"), [(signal.SIGUSR1, 2), (signal.SIGUSR1, 1), (signal.SIGTERM, -1)])
+def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int) -> None:
+    """All leave together with status 85, also while others wait in a collective for that rank, or it for another."""
+    job = kills.start(
+        tmp_path, 4, "--pause", "0.3" if slow >= 0 else "0.05", "--pause-on", str(slow), "--show", "lines"
+    )
     assert job.stdout is not None
     while "pids" not in (line := job.stdout.readline()):
         assert line, "ended before it began"

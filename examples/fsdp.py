@@ -1,0 +1,92 @@
+"""A model in parts: the language model of char_lm.py, of which each rank holds a part of every parameter (FSDP2).
+
+A layer's parameters are whole on a rank only while it computes with them, so that a model may be larger than the memory
+of one GPU; so are the optimizer's numbers, of which Adam has two for each parameter. At the end rank 0 gathers the
+parameters into an ordinary model, which then writes. Checkpoints hold the same as without FSDP.
+
+    $ mpirun -n 4 python -m mpicomm.examples.fsdp
+    epoch 1/4  step 1  loss -  53 samples/s    2%  3:32 left
+    epoch 1/4  step 19  loss -  189 samples/s   43%  0:53 left
+    epoch 1/4  step 35  loss 3.3632  196 samples/s   80%  0:46 left
+    epoch 1: loss 3.0090  eval_loss 2.5409
+    epoch 2/4  step 47  loss 2.6547  186 samples/s    7%  0:44 left
+    epoch 2/4  step 61  loss 2.5787  183 samples/s   39%  0:40 left
+    epoch 2/4  step 75  loss 2.5787  182 samples/s   71%  0:36 left
+    epoch 2: loss 2.4970  eval_loss 2.3281
+    epoch 3/4  step 95  loss 2.3943  195 samples/s   16%  0:27 left
+    epoch 3/4  step 119  loss 2.3622  210 samples/s   71%  0:17 left
+    epoch 3: loss 2.2713  eval_loss 2.1059
+    epoch 4/4  step 134  loss 2.1956  208 samples/s    5%  0:13 left
+    epoch 4/4  step 155  loss 2.1322  215 samples/s   52%  0:06 left
+    epoch 4/4  step 169  loss 2.0795  211 samples/s   84%  0:02 left
+    epoch 4: loss 2.0659  eval_loss 1.9577
+    13,166 characters per second
+    rank 2 holds 110,336 of 441,344 bytes
+    rank 1 holds 110,336 of 441,344 bytes
+    rank 3 holds 110,336 of 441,344 bytes
+    run
+    ┌────────────────┬─────────────────────────────────────────┐
+    │ steps          │ 176 in 4 epochs                         │
+    │ time           │ 0:56, of it evaluation 0:01             │
+    │ samples/s      │ 206 on 4 ranks                          │
+    │ rank 0's steps │ 1% data, 88% compute, 11% communication │
+    │ vm             │ 4 ranks on cpu, at most 366 MiB each    │
+    └────────────────┴─────────────────────────────────────────┘
+    rank 0 holds 110,336 of 441,344 bytes
+    held-out loss 1.96. Gathered on rank 0, it writes:
+    def in arg_inergsse(args)
+    if arltinge od if te cerionn ion as ppntandestions arg omeale att ings:
+    re(arsgedtude):
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+import mpicomm
+from mpicomm.examples.char_lm import GOAL, Model, Text, generate, parse_arguments, read, train
+from mpicomm.examples.ddp import share_cores
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__, "runs/fsdp")
+    world = mpicomm.bootstrap()
+    share_cores(world)
+    text = read(arguments.characters)
+    model, loss = train(text, arguments, strategy="fsdp")
+    here, whole = bytes_held(model)
+    print(f"rank {world.rank} holds {here:,} of {whole:,} bytes\n", end="", flush=True)
+    copy = gathered(world, model, text)
+    if copy is not None:
+        print(f"held-out loss {loss:.2f}. Gathered on rank 0, it writes:\n{generate(copy, text)}", flush=True)
+    if loss > GOAL:
+        sys.exit(1)  # on all ranks: each has the same number
+
+
+def bytes_held(model: nn.Module) -> tuple[int, int]:
+    """Return how many bytes of parameters this rank has, and how many all ranks have together."""
+    here = whole = 0
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)  # FSDP has put it in the parameter's place
+        here += parameter.to_local().nbytes
+        whole += parameter.nbytes
+    return here, whole
+
+
+def gathered(world: mpicomm.World, model: nn.Module, text: Text) -> nn.Module | None:
+    """Return an ordinary model with the same parameters on rank 0, and None elsewhere (collective)."""
+    # With cpu_offload rank 0 alone gets them: where many ranks share a host, its memory need hold them only once.
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if world.rank != 0:
+        return None
+    copy = Model(len(text.characters))
+    copy.load_state_dict(state)
+    return copy
+
+
+if __name__ == "__main__":
+    main()
