@@ -273,7 +273,8 @@ def status_of_a_child_that_gets_sigterm() -> int:
 def test_a_forked_childs_signals_reach_the_parent_without_a_watchdog_that_lets_go(ear: Ear) -> None:
     signals.watch(ear.fileno())
     assert status_of_a_child_that_gets_sigterm() == 77
-    assert ear.heard() == TERM
+    # torch has a handler for the ends of children, once a DataLoader has had workers.
+    assert ear.heard().replace(bytes([signal.SIGCHLD]), b"") == TERM
 
 
 @pytest.mark.parametrize("forks_on_a_thread", [True, False])
