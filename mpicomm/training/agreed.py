@@ -24,10 +24,19 @@ _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def total(count: int) -> int:
     """Return the sum over all ranks."""
+    return _reduced(count, dist.ReduceOp.SUM)
+
+
+def most(count: int) -> int:
+    """Return the most that any rank has."""
+    return _reduced(count, dist.ReduceOp.MAX)
+
+
+def _reduced(count: int, op: dist.ReduceOp.RedOpType) -> int:
     if dist.get_world_size() == 1:
         return count
     found = torch.tensor([count], dtype=torch.int64, device=members.resolve(None, "the trainer").control)
-    dist.all_reduce(found)
+    dist.all_reduce(found, op)
     return int(found)
 
 
@@ -37,9 +46,9 @@ def everybody(is_so: bool) -> bool:
 
 
 class Ballot:
-    """Asks all ranks whether one wishes to leave, while they do something else (collective, each time).
+    """Asks all ranks whether one wishes to leave or has failed to write, while they do something else (collective).
 
-    Under MPI it is a non-blocking all-reduce of one number, on a communicator of its own: an asynchronous operation of
+    Under MPI it is a non-blocking all-reduce of two numbers, on a communicator of its own: an asynchronous operation of
     the group would wake its thread, for more time than this takes.
     """
 
@@ -50,24 +59,26 @@ class Ballot:
             comm: A communicator of all ranks, of which a copy is taken; None without MPI.
         """
         self._comm = None if comm is None else comm.Dup()
-        self._mine, self._everybodys = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._mine, self._everybodys = np.zeros(2, np.int64), np.zeros(2, np.int64)
         self._pending: Any = None
 
-    def open(self, wish: bool) -> None:
+    def open(self, wish: bool, has_failed: bool) -> None:
         """Begin to ask."""
+        self._mine[:] = wish, has_failed
         if self._comm is not None:
-            self._mine[0] = wish
             self._pending = self._comm.Iallreduce(self._mine, self._everybodys)
         else:
-            self._pending = collectives.all_reduce(int(wish), async_op=True)
+            self._pending = collectives.all_reduce(self._mine, async_op=True)
 
-    def close(self) -> bool:
-        """Tell whether a rank wishes to leave."""
+    def close(self) -> tuple[bool, bool]:
+        """Tell whether a rank wishes to leave, and whether one has failed."""
         pending, self._pending = self._pending, None
         if self._comm is None:
-            return bool(pending.wait())
-        pending.Wait()
-        return bool(self._everybodys[0])
+            self._everybodys = pending.wait()
+        else:
+            pending.Wait()
+        wish, has_failed = self._everybodys.tolist()
+        return wish > 0, has_failed > 0
 
     def __enter__(self) -> Ballot:
         return self

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import pickle
@@ -45,11 +46,12 @@ State = dict[str, Any]
 class Checkpoints:
     """The checkpoints in a directory that all ranks see."""
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int, device: torch.device) -> None:
         """Open the directory, see that all ranks can write there, and remove what was not finished (collective).
 
         Args:
             keep: How many to keep.
+            device: This rank's.
 
         Raises:
             CheckpointError: On every rank, if a rank cannot write there.
@@ -58,7 +60,9 @@ class Checkpoints:
         self._keep = keep
         self._rank = dist.get_rank()
         self._in_background = not isinstance(dist.group.WORLD, MPIProcessGroup) or mpi.serves_threads()
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint")
+        # A thread of its own begins with the first GPU as its current one.
+        begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
         self._running: concurrent.futures.Future[None] | None = None
         self._lock: TextIO | None = None
         self._open()
@@ -115,10 +119,11 @@ class Checkpoints:
         if wait or not self._in_background:
             self.wait()
 
-    def check(self) -> None:
-        """Raise the error of a checkpoint that was being written in the background, if it has failed."""
-        if self._running is not None and self._running.done():
-            self.wait()
+    @property
+    def has_failed(self) -> bool:
+        """Whether the checkpoint that was being written has failed, as far as this rank knows; `wait` raises that."""
+        running = self._running
+        return running is not None and running.done() and running.exception() is not None
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete.
@@ -190,18 +195,41 @@ class Checkpoints:
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _contents(self) -> dict[str, Any]:
+        """What was in the newest checkpoint when this was first asked for."""
+        assert self.newest is not None
+        return dcp.FileSystemReader(self.newest).read_metadata().state_dict_metadata
+
     def objects(self) -> dict[str, Any]:
         """Return the objects of the newest checkpoint by name (collective)."""
-        assert self.newest is not None
-        names = [name for name in _contents(self.newest) if name.startswith("object.")]
+        names = [name for name in self._contents if name.startswith("object.")]
         state: State = dict.fromkeys(names, b"")
-        dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest), process_group=self._group)
+        self.load(state)
         return {name.removeprefix("object."): pickle.loads(state[name]) for name in names}
 
     def load(self, state: State) -> None:
-        """Read the newest checkpoint's tensors and the optimizer's values into a state (collective)."""
+        """Read of the newest checkpoint what a state has, into it (collective).
+
+        Raises:
+            CheckpointError: On every rank, if something is missing or cannot be read.
+        """
         assert self.newest is not None
-        dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest), process_group=self._group)
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest), process_group=self._group)
+        except CheckpointException as error:
+            rank, (why, _) = min(error.failures.items())
+            raise everywhere(
+                CheckpointError(
+                    f"{self.newest} cannot be read: rank {rank}: {why}\n"
+                    f"Is the model, or the optimizer, another one? Remove that directory to go on from the one before."
+                )
+            ) from error
+
+    def has_state_of(self, parameter: str) -> bool:
+        """Tell whether the newest checkpoint has the optimizer's state of a parameter; some never get a gradient."""
+        prefix = f"optimizer.state.{parameter}."
+        return any(name.startswith(prefix) for name in self._contents)
 
     def check_model(self, model: Mapping[str, Any]) -> None:
         """Refuse a model that is not the one of the newest checkpoint.
@@ -209,11 +237,10 @@ class Checkpoints:
         Raises:
             CheckpointError: If a parameter or buffer is missing, or of another shape or dtype; it is named.
         """
-        assert self.newest is not None
-        here = {name: (tuple(each.shape), each.dtype) for name, each in model.items()}
+        here = {name: (tuple(each.shape), each.dtype) for name, each in model.items() if isinstance(each, torch.Tensor)}
         there = {
             name.removeprefix("model."): (tuple(each.size), each.properties.dtype)
-            for name, each in _contents(self.newest).items()
+            for name, each in self._contents.items()
             if name.startswith("model.") and isinstance(each, TensorStorageMetadata)
         }
         if here == there:
@@ -229,9 +256,9 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def opened(directory: str | os.PathLike[str], keep: int) -> Iterator[Checkpoints]:
+def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -> Iterator[Checkpoints]:
     """Open a directory of checkpoints for a block (collective at both ends)."""
-    checkpoints = Checkpoints(directory, keep)
+    checkpoints = Checkpoints(directory, keep, device)
     try:
         yield checkpoints
     except BaseException as error:
@@ -249,10 +276,6 @@ def packed(objects: Mapping[str, Any]) -> State:
 def _newest(directory: Path) -> Path | None:
     marks = sorted(directory.glob(f"{_PREFIX}*/{_MARK}"))
     return marks[-1].parent if marks else None
-
-
-def _contents(path: Path) -> dict[str, Any]:
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
 
 
 def _shown(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:

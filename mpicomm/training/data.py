@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mpicomm.training import randomness
+from mpicomm.training import preemption, randomness
 
 _SEED_BITS = 63
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, so that no two (epoch, sample) are one seed by chance
@@ -61,6 +62,11 @@ class Step:
         """Return a step of the same length without samples that count."""
         return Step([dataclasses.replace(batch, count=0, indices=()) for batch in self.batches])
 
+    def of_length(self, number: int) -> Step:
+        """Return a step of so many batches, of which those that are added do not count; nothing comes of nothing."""
+        more = list(self.stand_in().batches[:1]) * (number - len(self.batches))
+        return dataclasses.replace(self, batches=[*self.batches[:number], *more])
+
 
 class Feed(Protocol):
     """The data of a run, as one rank takes them."""
@@ -82,6 +88,9 @@ class Feed(Protocol):
 
     def total(self) -> int | None:
         """Return the number of samples in an epoch, of all ranks; None if nobody knows."""
+
+    def first(self) -> Step:
+        """Return some batch of this rank's, or of any; nothing if there is none."""
 
     def close(self) -> None:
         """End the processes that load the data."""
@@ -138,8 +147,7 @@ def feed(data: Any, options: Options, place: Place) -> Feed:
 
 
 def _feed_of_loader(loader: DataLoader[Any], options: Options, place: Place) -> Feed:
-    usual = isinstance(loader.sampler, (RandomSampler, SequentialSampler)) and loader.batch_size is not None
-    if isinstance(loader.dataset, IterableDataset) or not usual or getattr(loader.sampler, "replacement", False):
+    if isinstance(loader.dataset, IterableDataset) or not _is_usual(loader):
         return OwnLoader(loader, options.accumulate)
     assert loader.batch_size is not None
     options = dataclasses.replace(
@@ -158,6 +166,14 @@ def _feed_of_loader(loader: DataLoader[Any], options: Options, place: Place) -> 
         "persistent_workers": loader.persistent_workers,
     }
     return Sharded(loader.dataset, options, place, drop_last=loader.drop_last, **more)
+
+
+def _is_usual(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader takes every sample of its dataset once, in order or in any."""
+    sampler: Any = loader.sampler
+    if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
+        return False
+    return not getattr(sampler, "replacement", False) and len(sampler) == len(sampler.data_source)
 
 
 # -- datasets with indices ---------------------------------------------------------------------------------------------
@@ -248,6 +264,7 @@ class Sharded:
             loading["collate_fn"] = _as_it_is
         else:
             source = _Reproducible(dataset, options.seed)
+        loading["worker_init_fn"] = _Undisturbed(loading.get("worker_init_fn"))
         self._loader = DataLoader(
             source,
             batch_sampler=plan,
@@ -260,6 +277,10 @@ class Sharded:
     def total(self) -> int:
         """Return the number of samples in an epoch, of all ranks."""
         return max(end for _, end in self.cut.bounds(0))
+
+    def first(self) -> Step:
+        """Return nothing: every rank has a part of every step."""
+        return Step([])
 
     def order(self, epoch: int) -> torch.Tensor:
         """Return the order of an epoch's samples, the same on all ranks."""
@@ -376,9 +397,16 @@ class Stream:
 
     def __init__(self, dataset: IterableDataset[Any], options: Options, place: Place) -> None:
         self._share = _Share(dataset, options.batch_size, place)
+        self._seed = options.seed
+        self._generator = torch.Generator()  # of the workers' seeds; the program's own is left alone
         self._accumulate = options.accumulate
         self._loader: DataLoader[Any] = DataLoader(
-            self._share, options.batch_size, num_workers=options.num_workers, pin_memory=options.pin_memory
+            self._share,
+            options.batch_size,
+            num_workers=options.num_workers,
+            pin_memory=options.pin_memory,
+            generator=self._generator,
+            worker_init_fn=_Undisturbed(None),
         )
         self._loaded: Iterator[Any] = iter(())
 
@@ -392,9 +420,15 @@ class Stream:
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
         """Return what is left of an epoch for this rank."""
         self._share.start = consumed
+        self._generator.manual_seed(_mixed(self._seed, epoch, 0))
         _set_epoch(self._share.dataset, epoch)
         self._loaded = iter(self._loader)
         return _grouped(self._loaded, self._accumulate)
+
+    def first(self) -> Step:
+        """Return the stream's first samples."""
+        samples = list(itertools.islice(self._share.dataset, self._share.batch_size))
+        return Step([Batch(default_collate(samples), 0)] if samples else [])
 
     def close(self) -> None:
         """End the processes that load the data."""
@@ -407,14 +441,14 @@ class _Share(IterableDataset[Any]):
     def __init__(self, dataset: IterableDataset[Any], batch_size: int, place: Place) -> None:
         self.dataset = dataset
         self.start = 0
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._place = place
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         for number, sample in enumerate(self.dataset, -self.start):
-            turn, rank = divmod(number // self._batch_size, self._place.size)
+            turn, rank = divmod(number // self.batch_size, self._place.size)
             if number >= 0 and rank == self._place.rank and turn % workers == worker:
                 yield sample
 
@@ -441,6 +475,10 @@ class OwnLoader:
         for _ in range(steps):
             next(grouped, None)
         return grouped
+
+    def first(self) -> Step:
+        """Return the loader's first batch."""
+        return next(_grouped(iter(self._loader), 1), Step([]))
 
     def close(self) -> None:
         """End the processes that load the data."""
@@ -487,7 +525,23 @@ def _first_tensor(content: Any) -> torch.Tensor | None:
     return next((found for child in children if (found := _first_tensor(child)) is not None), None)
 
 
+class _Undisturbed:
+    """Begins a worker: signals that make a run leave go to all processes, and batches are needed until it does."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        for number in preemption.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if self._then is not None:
+            self._then(worker)
+
+
 def _end_workers(loaded: Iterator[Any]) -> None:
     shut_down = getattr(loaded, "_shutdown_workers", None)  # of what a DataLoader with workers returns
     if shut_down is not None:
         shut_down()
+    for worker in getattr(loaded, "_workers", ()):
+        if worker.is_alive():
+            worker.kill()  # it does not listen to less

@@ -46,7 +46,7 @@ class Losses:
             TrainingError: If it is not, and that ends the run; on GPUs, `look` does.
         """
         if not batch.count:
-            return True
+            return self._stops or bool(torch.isfinite(loss))
         if self._at_once or not self._stops:
             value = loss.item()
             if not math.isfinite(value):
@@ -85,7 +85,8 @@ def _not_finite(step: int, batch: Batch, value: float) -> TrainingError:
     which = "of unknown place" if batch.indices is None else ", ".join(map(str, batch.indices))
     return TrainingError(
         f"the loss of step {step} is {value} on rank {dist.get_rank()}, for the samples {which}.\n"
-        f"Look at these samples, lower the learning rate, or set clip_norm; if_not_finite='skip' leaves such steps out."
+        f"Look at these samples, set clip_norm, or leave such steps out by if_not_finite='skip'. A lower learning rate "
+        f"needs a checkpoint_dir of its own: a run that goes on has that of its checkpoint."
     )
 
 

@@ -29,6 +29,11 @@ class Replicated:
             self.inner, device_ids=devices, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
         self._hook = hook
+        self.hook_state: Any = None
+        """What the hook remembers from step to step."""
+
+        if hook == "powersgd":
+            self.hook_state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
 
     @property
     def for_evaluation(self) -> nn.Module:
@@ -59,7 +64,7 @@ class Replicated:
         hooks: dict[str | None, tuple[Any, Callable[..., Any]]] = {
             "bf16": (None, bf16_compression_hook),
             "fp16": (None, default_hooks.fp16_compress_hook),
-            "powersgd": (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook),
+            "powersgd": (self.hook_state, powerSGD_hook.powerSGD_hook),
         }
         state, hook = hooks[self._hook]
         self.model.register_comm_hook(state, hook)
@@ -78,6 +83,7 @@ class Sharded:
         for layer in _layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self.model: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.hook_state: Any = None
 
     @property
     def for_evaluation(self) -> nn.Module:

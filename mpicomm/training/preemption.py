@@ -21,7 +21,7 @@ from typing import Any
 STATUS = 85
 """With which a run leaves that wants to go on later."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Launchers and schedulers repeat SIGTERM after a quarter of a second, and after six; only what comes later is meant.
 _AGAIN_SECONDS = 10.0
 _ASK_SECONDS = 60.0
@@ -74,7 +74,7 @@ class Wish:
     def _take_over(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def _note(self, number: int, _frame: types.FrameType | None) -> None:
         now = time.monotonic()

@@ -90,18 +90,10 @@ class Parts:
     world: World
 
 
-def collect(parts: Parts, *, copies: bool) -> State:
-    """Return what a checkpoint holds (collective where the model is in parts).
-
-    Args:
-        copies: Training goes on while it is written, so nothing of it may be shared.
-    """
-    on_host = parts.world.device.type == "cpu"
-    options = StateDictOptions(cpu_offload=copies and not on_host)
-    model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer, options=options)
-    tensors = {"model": model, "optimizer": optimizer}
-    if copies and on_host:
-        tensors = _copied(tensors)
+def collect(parts: Parts) -> State:
+    """Return what a checkpoint holds, copied, since training goes on while it is written."""
+    model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer)
+    tensors = _copied({"model": model, "optimizer": optimizer})
     parts.losses.look()
     shared = {
         "position": dataclasses.asdict(parts.position),
@@ -113,6 +105,7 @@ def collect(parts: Parts, *, copies: bool) -> State:
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
+        "hook": parts.spread.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
 
@@ -143,8 +136,11 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
                 f"dataset itself."
             )
         )
+    model: Any
+    optimizer: Any
     model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer)
     checkpoints.check_model(model)
+    optimizer["state"] = {name: each for name, each in optimizer["state"].items() if checkpoints.has_state_of(name)}
     content: State = {"model": model, "optimizer": optimizer}
     checkpoints.load(content)
     set_state_dict(
@@ -152,6 +148,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
         parts.optimizer,
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
+        options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
     )
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
@@ -164,6 +161,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
     else:
         own = owns[parts.world.rank]
         randomness.restore(own["random"], parts.world.device)
+        parts.spread.hook_state = own["hook"]
         parts.losses.total, parts.losses.count = own["losses"]
 
 
@@ -179,7 +177,7 @@ def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
     if isinstance(value, dict):
         return {name: _copied(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -228,7 +228,8 @@ class Trainer:
                 clock.add("communication")
             if not count:
                 return
-            step = self._last_step = step if step.batches else self._stand_in()
+            if not train.is_counted:
+                step = (step if step.batches else self._stand_in(train)).of_length(agreed.most(len(step.batches)))
             self._warm_up(step.batches[0])
             self._take_step(step, count)
             position.advance(count)
@@ -240,6 +241,7 @@ class Trainer:
         clock = self._reporter.clock
         is_finite = True
         self.spread.begin_step()
+        buffers = [buffer.clone() for buffer in self.spread.inner.buffers()] if self._skips else []
         for batch in step.batches:
             is_last = batch is step.batches[-1]
             with contextlib.nullcontext() if is_last else self.spread.unsynchronized():
@@ -250,10 +252,12 @@ class Trainer:
                 weight = batch.count * self._place.size / count
                 self.precision.scaler.scale(loss if weight == 1 else loss * weight).backward()
             clock.add_backward(is_synchronized=is_last)
-        self._ballot.open(self._wish.why is not None)
+        self._open_ballot()
         if not self._skips or agreed.everybody(is_finite):
+            self._last_step = step
             self._update()
         else:
+            self._put_back(buffers)
             self._reporter.note("skipped", self.position, rank_samples=agreed.samples(step, is_finite))
         self.optimizer.zero_grad(set_to_none=True)
         clock.add("compute")
@@ -274,7 +278,7 @@ class Trainer:
             return self.loss_fn(model(inputs), targets)
 
     def _after_step(self) -> None:
-        is_leaving = self._ballot.close()
+        is_leaving = self._is_time_to_leave()
         position = self.position
         if position.step % self._log_every == 0:
             self._log()
@@ -282,10 +286,8 @@ class Trainer:
             agreed.check_parameters(self.spread, position.step)
         if self._save_every is not None and position.step % self._save_every == 0:
             self._save()
-        if self._checkpoints is not None:
-            self._checkpoints.check()
-            if is_leaving:
-                self._leave()
+        if is_leaving:
+            self._leave()
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
         self._log()
@@ -321,7 +323,11 @@ class Trainer:
             step = next(steps, _NOTHING)
             if not (step.total if test.is_counted else agreed.total(step.count)):
                 break
-            last = step if step.batches else last.stand_in()
+            if not test.is_counted:
+                number = agreed.most(len(step.batches))
+                step = (step if step.batches else last.stand_in()).of_length(number)
+                self._check_has_data(step)
+            last = step
             for batch in last.batches:
                 inputs, targets = _pair(batch, self.world.device)
                 with self.precision.arithmetic():
@@ -329,17 +335,32 @@ class Trainer:
                     loss = self.loss_fn(outputs, targets)
                 if batch.count:
                     averages.add(loss, outputs, targets, batch.count)
-            if before_leaving is not None and self._is_time_to_leave():
-                before_leaving()
-                self._leave()
+            if before_leaving is not None:
+                self._open_ballot()
+                if self._is_time_to_leave():
+                    before_leaving()
+                    self._leave()
         model.train(was_training)
         return averages.take()
 
     # -- between two steps -------------------------------------------------------------------------------------------
 
+    def _open_ballot(self) -> None:
+        has_failed = self._checkpoints is not None and self._checkpoints.has_failed
+        self._ballot.open(self._wish.why is not None, has_failed)
+
     def _is_time_to_leave(self) -> bool:
-        self._ballot.open(self._wish.why is not None)
-        return self._ballot.close() and self._checkpoints is not None
+        """Tell whether a rank wishes to leave.
+
+        Raises:
+            CheckpointError: On all ranks, if a checkpoint could not be written.
+        """
+        wish, has_failed = self._ballot.close()
+        if self._checkpoints is None:
+            return False
+        if has_failed:
+            self._checkpoints.wait()
+        return wish
 
     def _leave(self) -> None:
         why = agreed.reasons(self._wish.why)
@@ -348,15 +369,34 @@ class Trainer:
         self._reporter.say(f"{why}: leaving at step {self.position.step} with a checkpoint; start again to go on")
         raise Preempted(why)
 
-    def _stand_in(self) -> Step:
+    def _stand_in(self, train: Feed) -> Step:
         """Return what this rank goes through a step with that others have samples for, and it has none.
 
         Raises:
-            ValueError: If it never had any.
+            ValueError: If it never has any.
         """
-        if not self._last_step.batches:
+        if self._last_step.batches:
+            return self._last_step.stand_in()
+        states = randomness.states(self.world.device)
+        first = train.first()  # this process has begun in the middle of the epoch
+        randomness.restore(states, self.world.device)
+        if not first.batches:
             raise ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
-        return self._last_step.stand_in()
+        return first.stand_in()
+
+    def _check_has_data(self, step: Step) -> None:
+        """Refuse an evaluation that would stand still.
+
+        Raises:
+            ValueError: If the model is in parts, which all ranks call equally often, and this rank has no sample to.
+        """
+        if not step.batches and isinstance(self.spread, parallel.Sharded):
+            raise ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
+
+    def _put_back(self, buffers: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, before in zip(self.spread.inner.buffers(), buffers, strict=True):
+                buffer.copy_(before)
 
     def _warm_up(self, batch: Batch) -> None:
         """Go once through the model before the first step, and undo what that does."""
@@ -366,9 +406,7 @@ class Trainer:
         states = randomness.states(self.world.device)
         buffers = [buffer.clone() for buffer in self.spread.inner.buffers()]
         self.spread.warm_up(lambda model: self._loss_of(batch, model))
-        with torch.no_grad():
-            for buffer, before in zip(self.spread.inner.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+        self._put_back(buffers)
         randomness.restore(states, self.world.device)
         self._reporter.clock.start()
 
@@ -382,7 +420,9 @@ class Trainer:
     def _open(self, stack: contextlib.ExitStack, train: Feed, epochs: int) -> None:
         """Get ready to train: from the newest checkpoint, or from the start."""
         if self._checkpoint_dir is not None:
-            self._checkpoints = stack.enter_context(checkpoint.opened(self._checkpoint_dir, self._keep))
+            self._checkpoints = stack.enter_context(
+                checkpoint.opened(self._checkpoint_dir, self._keep, self.world.device)
+            )
             stack.callback(setattr, self, "_checkpoints", None)
             stack.enter_context(self._wish.listening(self._margin, asks=self.world.rank == 0))
         if self._checkpoints is not None and self._checkpoints.newest is not None:
@@ -416,7 +456,7 @@ class Trainer:
             parallel.share_buffers(self.spread.inner)  # any rank may write what all have
             self._saved = self.position.name
             self._reporter.note("checkpoint", self.position)
-            content = state.collect(self._parts(), copies=not wait)
+            content = state.collect(self._parts())
             self._checkpoints.save(self.position.name, self.position.step, content, wait=wait)
         elif wait:
             self._checkpoints.wait()

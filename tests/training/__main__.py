@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import sys
+import tempfile
 import time
 
 from tests.training import kills
@@ -25,7 +26,8 @@ def main() -> int:
     begun = time.monotonic()
     counts: collections.Counter[str] = collections.Counter()
     bad = 0
-    for chain in kills.chains(arguments.each, arguments.moments, arguments.ranks, arguments.seed):
+    folder = tempfile.mkdtemp(prefix="runs-")
+    for chain in kills.chains(folder, arguments.each, arguments.moments, arguments.ranks, arguments.seed):
         counts[chain.what] += chain.kills
         bad += bool(chain.problems)
         sys.stdout.write(f"{chain.what}: {chain.kills} kills, {'; '.join(chain.problems) or 'bit-identical'}\n")

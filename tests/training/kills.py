@@ -7,10 +7,10 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,31 +112,34 @@ def at_a_moment(directory: Path, ranks: int, chance: random.Random) -> None:
     finish(job)
 
 
-def chains(each: int, moments: int, ranks: int, seed: int) -> Iterator[Chain]:
+def chains(folder: str, each: int, moments: int, ranks: int, seed: int) -> Iterator[Chain]:
     """Kill runs, go on with them to their end, and compare them with one that was never killed.
 
     Args:
+        folder: Where the runs are; those that are as they must be are removed.
         each: Kills at each point of saving.
         moments: Kills at random moments.
     """
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder, "whole")
-        whole.mkdir()
-        run_to_the_end(whole, ranks)
-        expected = final(whole)
-        ways = [(point, each, at_a_point(point)) for point in POINTS] + [("a random moment", moments, at_a_moment)]
-        for name, kills, kill in ways:
-            number = 0
-            while number < kills:
-                directory = Path(folder, f"{name}-{number}".replace(" ", "-"))
-                directory.mkdir()
-                chain = Chain(name)
-                _run_chain(chain, directory, ranks, min(3, kills - number), kill, chance)
-                if final(directory) != expected:
-                    chain.problems.append("its end is another one than without kills")
-                number += max(chain.kills, 1)
-                yield chain
+    whole = Path(folder, "whole")
+    whole.mkdir()
+    run_to_the_end(whole, ranks)
+    expected = final(whole)
+    ways = [(point, each, at_a_point(point)) for point in POINTS] + [("a random moment", moments, at_a_moment)]
+    for name, kills, kill in ways:
+        number = 0
+        while number < kills:
+            directory = Path(folder, f"{name}-{number}".replace(" ", "-"))
+            directory.mkdir()
+            chain = Chain(name)
+            _run_chain(chain, directory, ranks, min(3, kills - number), kill, chance)
+            if final(directory) != expected:
+                chain.problems.append(f"its end is another one than without kills: {directory}")
+            if not chain.problems:
+                shutil.rmtree(directory)
+            number += max(chain.kills, 1)
+            yield chain
+    shutil.rmtree(whole)
 
 
 def _run_chain(

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from mpicomm.training.data import Cut, Options, OwnLoader, Place, Sharded, Step, Stream, feed
 
@@ -181,3 +181,10 @@ def test_what_is_no_data_is_refused() -> None:
         feed((each for each in range(3)), Options(), Place(0, 1))
     with pytest.raises(ValueError, match="the dataset has no samples"):
         feed(numbers(0), Options(), Place(0, 1))
+
+
+@pytest.mark.parametrize(
+    "sampler", [RandomSampler(range(20), num_samples=7), RandomSampler(range(20), replacement=True)]
+)
+def test_a_sampler_of_torchs_that_takes_others_is_taken_as_it_is(sampler: RandomSampler) -> None:
+    assert isinstance(feed(DataLoader(numbers(20), batch_size=3, sampler=sampler), Options(), Place(0, 2)), OwnLoader)

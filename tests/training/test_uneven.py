@@ -1,0 +1,196 @@
+"""Runs whose ranks do not have equally much, or of which a part has no state: nothing hangs, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import mpicomm
+from mpicomm.training.checkpoint import Checkpoints
+from mpicomm.training.trainer import Trainer
+from tests.training.test_checkpoints import complete, directory  # noqa: F401  a fixture
+from tests.training.test_steps import FEATURES, make_model, samples
+
+pytestmark = pytest.mark.mpi
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.pairs = samples(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pairs)
+
+
+def make_trainer(model: nn.Module | None = None, *, leave_at: int = 0, **options: Any) -> Trainer:
+    model = model or make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    given = {"batch_size": 2, "show": "none", **options}
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, **given)
+    inner = trainer.loss_fn
+
+    def loss_fn(*arguments: Any) -> torch.Tensor:
+        if leave_at and trainer.position.step + 1 == leave_at:
+            trainer._wish.why = "enough"
+        return inner(*arguments)
+
+    trainer.loss_fn = loss_fn
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy: str, accumulate: int) -> None:
+    count = 2 * world.size * accumulate + 2  # one more batch, for rank 0
+    trainer = make_trainer(strategy=strategy, accumulate=accumulate)
+    (epoch,) = trainer.fit(Stream(count), 1)
+    assert epoch["samples"] == count
+    assert trainer.evaluate(Stream(count))["samples"] == count
+
+
+def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+    count = 2 * world.size * 2 + 2
+    with pytest.raises(mpicomm.Preempted):
+        make_trainer(checkpoint_dir=directory, leave_at=2).fit(Stream(count), 1)
+    (epoch,) = make_trainer(checkpoint_dir=directory).fit(Stream(count), 1)
+    assert (epoch["samples"], epoch["step"]) == (count, 3)
+
+
+class Partly(nn.Module):
+    """A model of which a part never gets a gradient, and with more than tensors in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(FEATURES, 2), nn.Linear(4, 4)
+        self.note = "first"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+    data = samples(16 * world.size)
+    whole = Partly()
+    make_trainer(whole, find_unused=True).fit(data, 2)
+    model = Partly()
+    model.note = "second"
+    with pytest.raises(mpicomm.Preempted):
+        make_trainer(model, find_unused=True, checkpoint_dir=directory, leave_at=3).fit(data, 2)
+    model = Partly()
+    trainer = make_trainer(model, find_unused=True, checkpoint_dir=directory)
+    trainer.fit(data, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert model.unused.weight not in trainer.optimizer.state
+    assert model.note == "second"
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_skipped_steps_leave_nothing_behind(world: mpicomm.World, place: int) -> None:
+    """Not in the buffers, and not in what a rank goes through a step with that has no data left."""
+    stream = Stream(2 * world.size + 2)
+    stream.pairs.tensors[0][2 * world.size - 1 if place else 0] = torch.nan
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
+    (epoch,) = make_trainer(model, if_not_finite="skip").fit(stream, 1)
+    assert epoch["step"] == 2
+    assert all(torch.isfinite(each).all() for each in model.state_dict().values())
+
+
+def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+    def parameters(**options: Any) -> list[torch.Tensor]:
+        model = nn.Linear(FEATURES, 64)
+        torch.manual_seed(3)
+        nn.init.normal_(model.weight)
+        nn.init.zeros_(model.bias)
+        trainer = make_trainer(model, hook="powersgd", **options)
+        try:
+            trainer.fit(samples(2 * world.size * 30), 1)
+        except mpicomm.Preempted:
+            return []
+        return [each.detach() for each in model.parameters()]
+
+    whole = parameters()
+    assert parameters(checkpoint_dir=directory, leave_at=17) == []
+    assert all(torch.equal(a, b) for a, b in zip(parameters(checkpoint_dir=directory), whole, strict=True))
+
+
+def test_all_ranks_hear_of_a_failed_checkpoint_at_once(
+    world: mpicomm.World,
+    directory: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save = Checkpoints._save
+
+    def late(self: Checkpoints, *arguments: Any) -> None:
+        try:
+            save(self, *arguments)
+        finally:
+            time.sleep(0.2 * world.rank)
+
+    monkeypatch.setattr(Checkpoints, "_save", late)
+    monkeypatch.setattr(Checkpoints, "_publish", lambda *_: "no room")
+    trainer = make_trainer(checkpoint_dir=directory, save_every=3)
+    inner = trainer.loss_fn
+
+    def slowly(*arguments: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return inner(*arguments)
+
+    trainer.loss_fn = slowly
+    with pytest.raises(mpicomm.CheckpointError, match="no room"):
+        trainer.fit(samples(2 * world.size * 200), 1)
+    steps = mpicomm.all_gather(trainer.position.step)
+    assert len(set(steps)) == 1
+    assert complete(directory) == []
+
+
+class Slow(Dataset[Any]):
+    def __init__(self, pairs: TensorDataset) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return self.pairs[index]
+
+
+def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+    trainer = make_trainer(checkpoint_dir=directory, num_workers=1)
+    inner = trainer.loss_fn
+
+    def signalled(*arguments: Any) -> torch.Tensor:
+        if trainer.position.step == 2:
+            for pid in (*children(), os.getpid()):
+                os.kill(pid, signal.SIGTERM)
+        return inner(*arguments)
+
+    trainer.loss_fn = signalled
+    with pytest.raises(mpicomm.Preempted, match="85"):
+        trainer.fit(Slow(samples(2 * world.size * 50)), 1)
+    assert complete(directory) == [f"step-{trainer.position.step:09d}"]
+    end = time.monotonic() + 10
+    while children() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not children()
+
+
+def children() -> list[int]:
+    text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return [pid for pid in map(int, text.split()) if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()]
