@@ -160,5 +160,5 @@ def _run_chain(
         wrong = [step for step in starts(directory)[before:] if step != complete]
         if wrong:
             chain.problems.append(f"went on from step {wrong[0]}, where {complete} was complete")
-        if final(directory):
+        if len(final(directory)) == ranks:  # a kill may come when only some have written theirs
             return
