@@ -242,8 +242,8 @@ class Trainer:
         is_finite = True
         self.spread.begin_step()
         buffers = [buffer.clone() for buffer in self.spread.inner.buffers()] if self._skips else []
-        for batch in step.batches:
-            is_last = batch is step.batches[-1]
+        for number, batch in enumerate(step.batches, start=1):
+            is_last = number == len(step.batches)
             with contextlib.nullcontext() if is_last else self.spread.unsynchronized():
                 loss = self._loss_of(batch, self.spread.model)
                 is_finite = self._losses.add(self.position.step, batch, loss) and is_finite

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import mpicomm
 from mpicomm.training.checkpoint import Checkpoints
@@ -55,6 +55,14 @@ def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy:
     (epoch,) = trainer.fit(Stream(count), 1)
     assert epoch["samples"] == count
     assert trainer.evaluate(Stream(count))["samples"] == count
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) -> None:
+    mine = 12 if world.rank == 0 else 2
+    loader = DataLoader(samples(12), batch_size=2, sampler=range(mine))
+    (epoch,) = make_trainer(strategy=strategy, accumulate=4).fit(loader, 1)
+    assert (epoch["samples"], epoch["step"]) == (12 + 2 * (world.size - 1), 2)
 
 
 def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
