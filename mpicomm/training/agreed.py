@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def reduced(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+    """Return what all ranks' values are together, in float64."""
+    found = torch.tensor(values, dtype=torch.float64, device=members.resolve(None, "the trainer").control)
+    dist.all_reduce(found, op)
+    return found.tolist()
+
+
 def total(count: int) -> int:
     """Return the sum over all ranks."""
-    return _reduced(count, dist.ReduceOp.SUM)
+    return int(reduced([count])[0])
 
 
 def most(count: int) -> int:
     """Return the most that any rank has."""
-    return _reduced(count, dist.ReduceOp.MAX)
-
-
-def _reduced(count: int, op: dist.ReduceOp.RedOpType) -> int:
-    if dist.get_world_size() == 1:
-        return count
-    found = torch.tensor([count], dtype=torch.int64, device=members.resolve(None, "the trainer").control)
-    dist.all_reduce(found, op)
-    return int(found)
+    return int(reduced([count], dist.ReduceOp.MAX)[0])
 
 
 def everybody(is_so: bool) -> bool:

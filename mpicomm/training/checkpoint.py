@@ -226,10 +226,12 @@ class Checkpoints:
                 )
             ) from error
 
-    def has_state_of(self, parameter: str) -> bool:
-        """Tell whether the newest checkpoint has the optimizer's state of a parameter; some never get a gradient."""
-        prefix = f"optimizer.state.{parameter}."
-        return any(name.startswith(prefix) for name in self._contents)
+    def parameters_with_state(self) -> set[str]:
+        """Return the parameters of which the newest checkpoint has the optimizer's state; some never get a gradient."""
+        prefix = "optimizer.state."
+        places = [name.removeprefix(prefix).split(".") for name in self._contents if name.startswith(prefix)]
+        # How deep a state is below its parameter is the optimizer's affair.
+        return {".".join(place[:end]) for place in places for end in range(1, len(place))}
 
     def check_model(self, model: Mapping[str, Any]) -> None:
         """Refuse a model that is not the one of the newest checkpoint.

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.errors import TrainingError
+from mpicomm.training import agreed
 from mpicomm.training.data import Batch
-from mpicomm.verbs import members
 
 Metric = Callable[[Any, Any], Any]
 """From a batch's outputs and targets to a number for each sample, or to their mean."""
@@ -76,7 +76,7 @@ class Losses:
     def take(self) -> tuple[float, int]:
         """Return the sum over all ranks and the number of samples, and begin again (collective)."""
         self.look()
-        total, count = reduced([float(self.total), self.count])
+        total, count = agreed.reduced([float(self.total), self.count])
         self.total, self.count = 0.0, 0
         return total, int(count)
 
@@ -88,13 +88,6 @@ def _not_finite(step: int, batch: Batch, value: float) -> TrainingError:
         f"Look at these samples, set clip_norm, or leave such steps out by if_not_finite='skip'. A lower learning rate "
         f"needs a checkpoint_dir of its own: a run that goes on has that of its checkpoint."
     )
-
-
-def reduced(values: Sequence[float]) -> list[float]:
-    """Return sums over all ranks, in float64 (collective)."""
-    found = torch.tensor(values, dtype=torch.float64, device=members.resolve(None, "the trainer").control)
-    dist.all_reduce(found)
-    return found.tolist()
 
 
 class Averages:
@@ -127,7 +120,7 @@ class Averages:
     def take(self) -> tuple[dict[str, float], int]:
         """Return the means and the number of samples, of all ranks (collective)."""
         sums = [each.item() for each in self._sums.values()]
-        *totals, count = reduced([*sums, self.count])
+        *totals, count = agreed.reduced([*sums, self.count])
         return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
 
 

@@ -36,7 +36,7 @@ class Display:
         """
         self._epochs, self._total = epochs, total
         self._style = ("none" if not speaks else _find_style()) if style == "auto" or not speaks else style
-        self._console = console()
+        self._console = Console(quiet=True) if self._style == "none" else console()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._line_at = 0.0
@@ -78,13 +78,11 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        if self._style != "none":
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show_table(self, table: Table) -> None:
         """Print a table."""
-        if self._style != "none":
-            self._console.print(table)
+        self._console.print(table)
 
     def close(self) -> None:
         """End the bar."""

@@ -94,7 +94,6 @@ def collect(parts: Parts) -> State:
     """Return what a checkpoint holds, copied, since training goes on while it is written."""
     model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer)
     tensors = _copied({"model": model, "optimizer": optimizer})
-    parts.losses.look()
     shared = {
         "position": dataclasses.asdict(parts.position),
         "optimizer": type(parts.optimizer).__name__,
@@ -140,7 +139,8 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
     optimizer: Any
     model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer)
     checkpoints.check_model(model)
-    optimizer["state"] = {name: each for name, each in optimizer["state"].items() if checkpoints.has_state_of(name)}
+    with_state = checkpoints.parameters_with_state()
+    optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
     content: State = {"model": model, "optimizer": optimizer}
     checkpoints.load(content)
     set_state_dict(

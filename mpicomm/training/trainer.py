@@ -381,7 +381,7 @@ class Trainer:
         first = train.first()  # this process has begun in the middle of the epoch
         randomness.restore(states, self.world.device)
         if not first.batches:
-            raise ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
+            raise self._no_data()
         return first.stand_in()
 
     def _check_has_data(self, step: Step) -> None:
@@ -391,7 +391,10 @@ class Trainer:
             ValueError: If the model is in parts, which all ranks call equally often, and this rank has no sample to.
         """
         if not step.batches and isinstance(self.spread, parallel.Sharded):
-            raise ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
+            raise self._no_data()
+
+    def _no_data(self) -> ValueError:
+        return ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
 
     def _put_back(self, buffers: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
