@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import pytest
 from mpicomm import launchers, mpi
 
 pytest_plugins = ["tests.worlds"]
-# pytest's, what torch exports when DDP first looks at its compiler, and what scikit-learn does when it is imported.
+# pytest's, what torch exports when DDP first looks at its compiler and when that is used, and what scikit-learn does
+# when it is imported.
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
+ENDING_SECONDS = 2.0
 LAUNCH = launchers.detect(os.environ)
 
 
@@ -53,7 +57,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves an environment variable, a thread, a process group or a file."""
     before = _surroundings()
     yield
-    after = _surroundings()
+    end = time.monotonic() + ENDING_SECONDS
+    while (after := _surroundings()) != before and time.monotonic() < end:
+        time.sleep(0.01)  # a queue's thread ends soon after the queue was closed
     for what, left in after.items():
         assert left == before[what], f"the test left {what} behind or changed them"
 

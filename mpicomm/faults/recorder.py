@@ -27,6 +27,7 @@ _HELD_WORKS = 16  # of a stream
 _CLOSED_GROUPS = 64  # that are remembered
 
 _ring: list[Operation | None] = [None] * RING
+_last: Operation | None = None
 _running: dict[int, Operation] = {}
 _numbers = itertools.count()
 _new, _getframe = object.__new__, sys._getframe
@@ -185,6 +186,7 @@ def note(
         is_running: The operation begins at once.
         depth: How many frames lie between this one and the first that may be the user's.
     """
+    global _last  # noqa: PLW0603  as the ring
     try:
         frame = _getframe(depth + 2)  # the user's, if the call went through a function of torch's and its wrapper
         code, instruction = frame.f_code, frame.f_lasti
@@ -216,7 +218,7 @@ def note(
         operation.sequence = operation.start = None
         if is_running:
             operation.begin()
-    _ring[number % RING] = operation
+    _ring[number % RING] = _last = operation
     return operation
 
 
@@ -311,19 +313,7 @@ def running() -> list[Operation]:
 
 def last() -> Operation | None:
     """Return the operation that was called last, if any was."""
-    first = _ring[0]
-    if first is None:
-        return None
-    # What has gone round is a sorted list in two parts: the last of the newer part is looked for by halves.
-    low, high = 0, RING
-    while high - low > 1:
-        middle = (low + high) // 2
-        each = _ring[middle]
-        if each is not None and each.number >= first.number:
-            low = middle
-        else:
-            high = middle
-    return _ring[low]
+    return _last
 
 
 def sequences() -> dict[str, int]:

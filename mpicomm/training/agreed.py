@@ -17,7 +17,7 @@ from mpicomm.training.preemption import is_of_all_ranks
 from mpicomm.verbs import collectives, members
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpi4py.MPI import Intracomm, Prequest
 
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -48,7 +48,8 @@ class Ballot:
     """Asks all ranks whether one wishes to leave or has failed to write, while they do something else (collective).
 
     Under MPI it is a non-blocking all-reduce of two numbers, on a communicator of its own: an asynchronous operation of
-    the group would wake its thread, for more time than this takes.
+    the group would wake its thread, for more time than this takes. Where MPI has persistent collectives (MPI 4), it is
+    planned once for all steps.
     """
 
     def __init__(self, comm: Intracomm | None) -> None:
@@ -59,12 +60,16 @@ class Ballot:
         """
         self._comm = None if comm is None else comm.Dup()
         self._mine, self._everybodys = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self._planned = None if self._comm is None else _planned(self._comm, self._mine, self._everybodys)
         self._pending: Any = None
 
     def open(self, wish: bool, has_failed: bool) -> None:
         """Begin to ask."""
-        self._mine[:] = wish, has_failed
-        if self._comm is not None:
+        self._mine[0], self._mine[1] = wish, has_failed
+        if self._planned is not None:
+            self._planned.Start()
+            self._pending = self._planned
+        elif self._comm is not None:
             self._pending = self._comm.Iallreduce(self._mine, self._everybodys)
         else:
             self._pending = collectives.all_reduce(self._mine, async_op=True)
@@ -84,7 +89,16 @@ class Ballot:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._comm is not None and is_of_all_ranks(error):
+            if self._planned is not None:
+                self._planned.Free()
             self._comm.Free()
+
+
+def _planned(comm: Intracomm, mine: np.ndarray, everybodys: np.ndarray) -> Prequest | None:
+    try:
+        return comm.Allreduce_init(mine, everybodys)
+    except NotImplementedError:  # mpi4py was built for an older MPI
+        return None
 
 
 def reasons(why: str | None) -> str:

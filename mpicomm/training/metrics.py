@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +174,11 @@ def _end_the_line(path: Path, file: io.FileIO) -> None:
             file.write(b"\n")
 
 
-def to_tensorboard(directory: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a logger that writes the entries' numbers for TensorBoard.
+@contextlib.contextmanager
+def tensorboard(directory: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Use a logger that writes the entries' numbers for TensorBoard."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError('logger="tensorboard" needs it: pip install "mpicomm[tensorboard]"') from error
     writer = SummaryWriter(directory)
 
     def log(entry: dict[str, Any]) -> None:
@@ -192,4 +188,5 @@ def to_tensorboard(directory: Path) -> Callable[[dict[str, Any]], None]:
                     writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])
             writer.flush()
 
-    return log
+    with writer:
+        yield log

@@ -22,12 +22,17 @@ HOOKS = ("bf16", "fp16", "powersgd")
 class Replicated:
     """The whole model on every rank; gradients are averaged while the backward pass runs."""
 
-    def __init__(self, model: nn.Module, device: torch.device, hook: str | None, find_unused: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, hook: str | None, *, find_unused: bool, is_compiled: bool
+    ) -> None:
         self.inner = model.to(device)
         devices = [device.index] if device.type == "cuda" else None
-        self.model = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             self.inner, device_ids=devices, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
+        # What is compiled is DDP itself: its compiler leaves gaps between the buckets, where they are sent.
+        self.model: Any = torch.compile(self._ddp) if is_compiled else self._ddp
+        self._alone: Any = torch.compile(self.inner) if is_compiled else self.inner
         self._hook = hook
         self.hook_state: Any = None
         """What the hook remembers from step to step."""
@@ -35,15 +40,16 @@ class Replicated:
         if hook == "powersgd":
             self.hook_state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
 
-    @property
-    def for_evaluation(self) -> nn.Module:
-        """The model without what keeps it alike on all ranks."""
-        return self.inner
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[Any]:
+        """Use the model as it is for evaluation: without what keeps it alike on all ranks."""
+        with _evaluating(self.inner):
+            yield self._alone
 
     @contextlib.contextmanager
     def unsynchronized(self) -> Iterator[None]:
         """Run a backward pass that another one of the same step follows."""
-        with self.model.no_sync():
+        with self._ddp.no_sync():
             yield
 
     def begin_step(self) -> None:
@@ -56,7 +62,7 @@ class Replicated:
         otherwise, so the first step of a resumed run would not have the bits that it had in the run before.
         """
         run(self.model).backward()
-        self.model.zero_grad(set_to_none=True)
+        self._ddp.zero_grad(set_to_none=True)
         if self._hook is not None:
             self._register_hook()
 
@@ -67,28 +73,36 @@ class Replicated:
             "powersgd": (self.hook_state, powerSGD_hook.powerSGD_hook),
         }
         state, hook = hooks[self._hook]
-        self.model.register_comm_hook(state, hook)
+        self._ddp.register_comm_hook(state, hook)
 
 
 class Sharded:
     """Every rank holds its part of each parameter, and gets the rest for as long as it computes with it."""
 
-    def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None, *, is_compiled: bool) -> None:
         self.inner = model.to(device)
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)  # as DDP does: ranks may have begun with other numbers
         share_buffers(model)
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low is not None else None)
         mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-        for layer in _layers(model):
+        layers = _layers(model)
+        for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
+        if is_compiled:
+            for part in layers or [model]:  # between two of them parameters are gathered, which is not compiled
+                part.forward = torch.compile(part.forward)
         self.model: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
         self.hook_state: Any = None
 
-    @property
-    def for_evaluation(self) -> nn.Module:
-        """The model as it is used in evaluation: all ranks call it equally often."""
-        return self.model
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[Any]:
+        """Use the model as it is for evaluation: all ranks call it equally often."""
+        with _evaluating(self.model):
+            try:
+                yield self.model
+            finally:
+                self.model.reshard()  # otherwise what was gathered last stays until the next pass
 
     @contextlib.contextmanager
     def unsynchronized(self) -> Iterator[None]:
@@ -117,6 +131,7 @@ def spread(
     low: torch.dtype | None,
     sync_batchnorm: bool,
     find_unused: bool,
+    is_compiled: bool,
 ) -> Replicated | Sharded:
     """Spread a model over the ranks, and let the optimizer know its parameters (collective).
 
@@ -132,12 +147,22 @@ def spread(
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if strategy == "ddp":
-        return Replicated(model, device, hook, find_unused)
-    spread_out = Sharded(model, device, low)
+        return Replicated(model, device, hook, find_unused=find_unused, is_compiled=is_compiled)
+    spread_out = Sharded(model, device, low, is_compiled=is_compiled)
     here = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [here[names[each]] for each in group["params"]]
     return spread_out
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import nn
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float32": None,
@@ -34,7 +35,26 @@ class Precision:
         self._device = device
         self._casts = casts and self.dtype is not None
         # float16 has few exponents: without a scale small gradients would be 0.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self._scales)
+
+    @property
+    def _scales(self) -> bool:
+        return self.dtype == torch.float16
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass."""
+        (self.scaler.scale(loss) if self._scales else loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip_norm: float | None) -> None:
+        """Take a step of the optimizer, with gradients that are cut down to a norm; scaled ones may not be finite."""
+        if clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if self._scales:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         """Return the block in which the forward pass is to run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 from mpicomm.runtime import World
 from mpicomm.training import progress
 from mpicomm.training.data import Options
-from mpicomm.training.metrics import FILE, Journal, to_tensorboard
+from mpicomm.training.metrics import FILE, Journal, tensorboard
 from mpicomm.training.progress import Display
 from mpicomm.training.state import Position
 from mpicomm.training.timing import Clock
@@ -25,12 +26,17 @@ Logger = Callable[[dict[str, Any]], None]
 _SHOW_SECONDS = 0.1
 
 
-def check_arguments(show: str, *, rank_logs: bool, checkpoint_dir: object) -> None:
+def check_arguments(show: str, logger: Logger | str | None, *, rank_logs: bool, checkpoint_dir: object) -> None:
     """Refuse what means nothing.
 
     Raises:
         ValueError: Then.
+        ImportError: If TensorBoard is asked for, and not installed.
     """
+    if isinstance(logger, str) and logger != "tensorboard":
+        raise ValueError(f"logger={logger!r} is none.\nThere is 'tensorboard'; or pass a function.")
+    if logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError('logger="tensorboard" needs TensorBoard.\nInstall it: pip install "mpicomm[tensorboard]"')
     if show not in progress.STYLES:
         raise ValueError(f"show={show!r} is none.\nThere are {', '.join(map(repr, progress.STYLES))}.")
     if rank_logs and checkpoint_dir is None:
@@ -174,10 +180,11 @@ def opened(
     """
     speaks = world.rank == 0
     log = directory / f"rank_{world.rank:03d}.log" if rank_logs and directory is not None else None
-    if logger == "tensorboard":
-        logger = to_tensorboard(directory or Path("runs")) if speaks else None
     file = directory / FILE if speaks and directory is not None else None
-    with progress.rank_log(log):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(progress.rank_log(log))
+        if logger == "tensorboard" and speaks:
+            logger = stack.enter_context(tensorboard(directory or Path("runs")))
         journal = Journal(file, logger if speaks and callable(logger) else None)
         display = Display(show, epochs, total, speaks=speaks)
         try:

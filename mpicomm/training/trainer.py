@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from mpicomm.training.state import History, Position
 
 _SCHEDULES = ("step", "epoch")
 _NOTHING = Step([])
+_SYNCHRONIZED = contextlib.nullcontext()
 _IF_NOT_FINITE = ("stop", "skip")
 
 
@@ -60,7 +61,7 @@ class Trainer:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         keep: int = 3,
-        log_every: int = 20,
+        log_every: int = 50,
         seed: int = 0,
         num_workers: int = 0,
         if_not_finite: str = "stop",
@@ -86,7 +87,7 @@ class Trainer:
             hook: How DDP sends gradients: "bf16", "fp16" or "powersgd".
             sync_batchnorm: Normalize over the batches of all ranks.
             find_unused: Some parameters take no part in some steps (DDP).
-            compile_model: Use torch.compile.
+            compile_model: Use torch.compile: for the whole model, or with "fsdp" for each of its repeated layers.
             deterministic: Use repeatable algorithms on GPUs too: `torch.use_deterministic_algorithms`, no choice of
                 convolutions by trial, CUBLAS_WORKSPACE_CONFIG=:4096:8. Make the trainer before GPUs are used, then.
             checkpoint_dir: A directory of this run's own that all hosts share. None for no checkpoints.
@@ -114,7 +115,7 @@ class Trainer:
         parallel.check_optimizer(model, optimizer)
         _check_one_of("schedule", schedule, _SCHEDULES)
         _check_one_of("if_not_finite", if_not_finite, _IF_NOT_FINITE)
-        reporting.check_arguments(show, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
+        reporting.check_arguments(show, logger, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
         for name, value in (("batch_size", batch_size), ("accumulate", accumulate), ("keep", keep)):
             _check_positive(name, value)
         for name, each in (("save_every", save_every), ("check_every", check_every), ("log_every", log_every)):
@@ -132,8 +133,6 @@ class Trainer:
         self._log_every, self._show, self._logger, self._rank_logs = log_every, show, logger, rank_logs
         if deterministic:
             randomness.make_repeatable()
-        if compile_model:
-            model.compile()
         self.spread = parallel.spread(
             model,
             optimizer,
@@ -143,6 +142,7 @@ class Trainer:
             low=self.precision.dtype,
             sync_batchnorm=sync_batchnorm,
             find_unused=find_unused,
+            is_compiled=compile_model,
         )
         self._losses = Losses(device, stops=not self._skips)
         self._wish = Wish()
@@ -244,13 +244,12 @@ class Trainer:
         buffers = [buffer.clone() for buffer in self.spread.inner.buffers()] if self._skips else []
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
-            with contextlib.nullcontext() if is_last else self.spread.unsynchronized():
+            with _SYNCHRONIZED if is_last else self.spread.unsynchronized():
                 loss = self._loss_of(batch, self.spread.model)
                 is_finite = self._losses.add(self.position.step, batch, loss) and is_finite
-                clock.add("compute")
                 # The gradients of all ranks are averaged, whatever their share of the samples.
                 weight = batch.count * self._place.size / count
-                self.precision.scaler.scale(loss if weight == 1 else loss * weight).backward()
+                self.precision.backward(loss if weight == 1 else loss * weight)
             clock.add_backward(is_synchronized=is_last)
         self._open_ballot()
         if not self._skips or agreed.everybody(is_finite):
@@ -263,12 +262,7 @@ class Trainer:
         clock.add("compute")
 
     def _update(self) -> None:
-        scaler = self.precision.scaler
-        if self._clip_norm is not None:
-            scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.spread.model.parameters(), self._clip_norm)
-        scaler.step(self.optimizer)
-        scaler.update()
+        self.precision.step(self.optimizer, self.spread.model, self._clip_norm)
         if self.scheduler is not None and self._schedule == "step":
             self.scheduler.step()
 
@@ -313,41 +307,43 @@ class Trainer:
     def _evaluate(
         self, test: Feed, metrics: Mapping[str, Metric], before_leaving: Callable[[], None] | None = None
     ) -> tuple[dict[str, float], int]:
-        model = self.spread.for_evaluation
-        was_training = model.training
-        model.eval()
         averages = Averages(metrics, self.world.device)
+        with self.spread.evaluating() as model:
+            for step in self._steps_of_evaluation(test):
+                for batch in step.batches:
+                    inputs, targets = _pair(batch, self.world.device)
+                    with self.precision.arithmetic():
+                        outputs = model(inputs)
+                        loss = self.loss_fn(outputs, targets)
+                    if batch.count:
+                        averages.add(loss, outputs, targets, batch.count)
+                if before_leaving is not None:
+                    self._open_ballot()
+                    if self._is_time_to_leave():
+                        before_leaving()
+                        self._leave()
+        return averages.take()
+
+    def _steps_of_evaluation(self, test: Feed) -> Iterator[Step]:
+        """Return equally many steps of equally many batches on all ranks (collective)."""
         steps = test.steps(0, 0, 0)
         last = _NOTHING
         while True:
             step = next(steps, _NOTHING)
             if not (step.total if test.is_counted else agreed.total(step.count)):
-                break
+                return
             if not test.is_counted:
                 number = agreed.most(len(step.batches))
                 step = (step if step.batches else last.stand_in()).of_length(number)
                 self._check_has_data(step)
             last = step
-            for batch in last.batches:
-                inputs, targets = _pair(batch, self.world.device)
-                with self.precision.arithmetic():
-                    outputs = model(inputs)
-                    loss = self.loss_fn(outputs, targets)
-                if batch.count:
-                    averages.add(loss, outputs, targets, batch.count)
-            if before_leaving is not None:
-                self._open_ballot()
-                if self._is_time_to_leave():
-                    before_leaving()
-                    self._leave()
-        model.train(was_training)
-        return averages.take()
+            yield step
 
     # -- between two steps -------------------------------------------------------------------------------------------
 
     def _open_ballot(self) -> None:
-        has_failed = self._checkpoints is not None and self._checkpoints.has_failed
-        self._ballot.open(self._wish.why is not None, has_failed)
+        if self._checkpoints is not None:  # without, nobody leaves before the end
+            self._ballot.open(self._wish.why is not None, self._checkpoints.has_failed)
 
     def _is_time_to_leave(self) -> bool:
         """Tell whether a rank wishes to leave.
@@ -355,9 +351,9 @@ class Trainer:
         Raises:
             CheckpointError: On all ranks, if a checkpoint could not be written.
         """
-        wish, has_failed = self._ballot.close()
         if self._checkpoints is None:
             return False
+        wish, has_failed = self._ballot.close()
         if has_failed:
             self._checkpoints.wait()
         return wish

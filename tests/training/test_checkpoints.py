@@ -21,12 +21,6 @@ from tests.training.job import Samples, digest, make_model
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture
-def directory(world: mpicomm.World, tmp_path: Path) -> Path:
-    """Return a directory that all ranks share."""
-    return mpicomm.broadcast_object(tmp_path / "run", src=0)
-
-
 def make_trainer(directory: Path | None, model: nn.Module | None = None, **options: Any) -> Trainer:
     torch.manual_seed(1)
     model = model or make_model()

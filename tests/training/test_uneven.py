@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import mpicomm
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
-from tests.training.test_checkpoints import complete, directory  # noqa: F401  a fixture
+from tests.training.test_checkpoints import complete
 from tests.training.test_steps import FEATURES, make_model, samples
 
 pytestmark = pytest.mark.mpi
@@ -65,7 +65,7 @@ def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) 
     assert (epoch["samples"], epoch["step"]) == (12 + 2 * (world.size - 1), 2)
 
 
-def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:
     count = 2 * world.size * 2 + 2
     with pytest.raises(mpicomm.Preempted):
         make_trainer(checkpoint_dir=directory, leave_at=2).fit(Stream(count), 1)
@@ -92,7 +92,7 @@ class Partly(nn.Module):
         self.note = state["note"]
 
 
-def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory: Path) -> None:
     data = samples(16 * world.size)
     whole = Partly()
     make_trainer(whole, find_unused=True).fit(data, 2)
@@ -119,7 +119,7 @@ def test_skipped_steps_leave_nothing_behind(world: mpicomm.World, place: int) ->
     assert all(torch.isfinite(each).all() for each in model.state_dict().values())
 
 
-def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory: Path) -> None:
     def parameters(**options: Any) -> list[torch.Tensor]:
         model = nn.Linear(FEATURES, 64)
         torch.manual_seed(3)
@@ -139,7 +139,7 @@ def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory
 
 def test_all_ranks_hear_of_a_failed_checkpoint_at_once(
     world: mpicomm.World,
-    directory: Path,  # noqa: F811
+    directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save = Checkpoints._save
@@ -179,7 +179,7 @@ class Slow(Dataset[Any]):
         return self.pairs[index]
 
 
-def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.World, directory: Path) -> None:  # noqa: F811
+def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.World, directory: Path) -> None:
     trainer = make_trainer(checkpoint_dir=directory, num_workers=1)
     inner = trainer.loss_fn
 

@@ -1,0 +1,15 @@
+"""What the trainer's tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mpicomm
+
+
+@pytest.fixture
+def directory(world: mpicomm.World, tmp_path: Path) -> Path:
+    """Return a directory that all ranks share."""
+    return mpicomm.broadcast_object(tmp_path / "run", src=0)

@@ -1,0 +1,89 @@
+"""What a run may be told besides: to compile the model, to be repeatable, to write for TensorBoard, to log by rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpicomm
+from tests.training.test_steps import make_model, make_trainer, samples, train
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_compiled_model_trains_as_it_would(world: mpicomm.World, strategy: str) -> None:
+    data = samples(24 * world.size + 3)
+    model = make_model()
+    trainer = make_trainer(model, batch_size=8, strategy=strategy, compile_model=True)
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.config.patch(compile_threads=1):  # more are processes that stay
+        trainer.fit(data, 2, eval_data=data)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    found = [each.full_tensor() if strategy == "fsdp" else each for each in model.parameters()]  # type: ignore[operator]
+    for mine, plain in zip(found, train(data, batch_size=8), strict=True):
+        torch.testing.assert_close(mine.detach(), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    benchmark = torch.backends.cudnn.benchmark
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = benchmark
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_run_can_be_told_to_be_repeatable(world: mpicomm.World) -> None:
+    torch.backends.cudnn.benchmark = True
+    data = samples(16 * world.size)
+    first, second = (train(data, batch_size=4, deterministic=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert (torch.backends.cudnn.benchmark, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == (False, ":4096:8")
+
+
+def test_tensorboard_is_given_the_figures(world: mpicomm.World, directory: Path) -> None:
+    data = samples(32 * world.size)
+    options = {"batch_size": 4, "log_every": 2, "logger": "tensorboard", "checkpoint_dir": directory}
+    history = make_trainer(make_model(), **options).fit(data, 3, eval_data=data)
+    if world.rank:
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    board = EventAccumulator(str(directory))
+    board.Reload()
+    for event, name in (("step", "loss"), ("step", "lr"), ("step", "samples_per_s"), ("eval", "eval_loss")):
+        expected = [(each["step"], each[name]) for each in entries if each["event"] == event and each[name] is not None]
+        found = [(each.step, each.value) for each in board.Scalars(f"{event}/{name}")]
+        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+        assert len(found) >= 3
+    assert board.Scalars("eval/eval_loss")[-1].value == pytest.approx(history[-1]["eval_loss"])
+
+
+def test_an_absent_tensorboard_is_an_error_at_once(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r'pip install "mpicomm\[tensorboard\]"'):
+        make_trainer(make_model(), logger="tensorboard")
+
+
+def test_an_older_mpi_has_no_persistent_collectives(
+    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = samples(16 * world.size)
+    new = train(data, batch_size=4, checkpoint_dir=directory / "new")
+    monkeypatch.setattr("mpicomm.training.agreed._planned", lambda *_: None)
+    old = train(data, batch_size=4, checkpoint_dir=directory / "old")
+    assert all(torch.equal(one, other) for one, other in zip(new, old, strict=True))
