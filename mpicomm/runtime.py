@@ -49,6 +49,7 @@ _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes 
 _CLAIM_SECONDS = 2.0  # in which rank 0's store says who failed first
 _LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
 _DUMPS = "mpicomm-dumps"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # What torch calls a back end that bootstrap knows by another name.
 _TORCH_NAMES = {backends.MPI: plugin.NAME, backends.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
@@ -573,7 +574,7 @@ def _world(
 def _export(session: _Session) -> None:
     """Set the variables that other code reads; the store is there, so nobody needs to bind its port."""
     world = session.world
-    values = {
+    values: dict[str, object] = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
@@ -582,6 +583,10 @@ def _export(session: _Session) -> None:
         "MASTER_PORT": world.master_port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
+    # By itself Gloo takes the address that the host's own name stands for, which may be 127.0.1.1.
+    interface = rendezvous.interface_towards(world.master_addr) if world.num_nodes > 1 else None
+    if interface and not os.environ.get(_GLOO_INTERFACE):
+        values[_GLOO_INTERFACE] = interface
     for name, value in values.items():
         session.environ[name] = os.environ.get(name)
         os.environ[name] = str(value)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from mpicomm.cli import report
+from mpicomm.cli import info, report
 
-_SUBCOMMANDS = (report,)
+_SUBCOMMANDS = (info, report)
 """Each has `add_parser`, whose parser knows as `run` what to do."""
 
 

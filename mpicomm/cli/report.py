@@ -8,13 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from mpicomm.cli.console import console
 from mpicomm.reports import figures, plots, runs, tables
 from mpicomm.reports.figures import Figures
 
 _FAILED = 2  # argparse's status, for all that is wrong with a command
-_WIDTH = 1000  # of what is not a terminal: rows are not to be broken
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([figures.as_json(each) for each in shown], indent=2, allow_nan=False))
     else:
-        _console().print(tables.table(shown))
+        console().print(tables.table(shown))
     return 0
 
 
@@ -59,7 +57,3 @@ def _print_warnings(shown: Sequence[Figures]) -> None:
     for each in shown:
         for warning in each.warnings:
             print(f"mpicomm report: warning: {warning}", file=sys.stderr)
-
-
-def _console() -> Console:
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)

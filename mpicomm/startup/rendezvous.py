@@ -203,6 +203,18 @@ def own_addresses() -> list[str]:
     return sorted(addresses, key=lambda address: address not in named)
 
 
+def interface_towards(address: str) -> str | None:
+    """Return the interface by which this host reaches an address; None if that cannot be told."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # of a datagram socket: asks for the route, and sends nothing
+            mine = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((name for name, each in _interfaces() if each == mine), None)
+
+
 def _interfaces() -> list[tuple[str, str]]:
     """Return name and address of every interface that is up; IPv4 first, then global IPv6."""
     found = []

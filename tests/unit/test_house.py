@@ -32,6 +32,7 @@ FLOORS = {
     "training": 7,
     "bench": 7,
     "reports": 7,
+    "inventory": 7,
     "cli": 8,
     "__main__": 9,
 }

@@ -1,0 +1,139 @@
+"""`mpicomm info`: what the ranks of a job have, in one table; started plainly or by the launcher that is looked at."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from mpicomm.cli.console import console
+
+if TYPE_CHECKING:
+    from mpicomm.inventory import Inventory
+    from mpicomm.runtime import World
+
+# What the tables of variables say, as World calls it.
+_FACTS = (
+    "rank",
+    "size",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "num_nodes",
+    "master_addr",
+    "master_port",
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "info",
+        help="show what the ranks of a job have",
+        description="Show where each rank is, its device and cores, and the software that it loads. "
+        "Start it as you start your program: srun mpicomm info, mpirun -n 4 mpicomm info.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--env",
+        metavar="RANK",
+        type=int,
+        nargs="?",
+        const=0,
+        help="show what launchers told a rank (0) in which variables, beside PyTorch's names",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the job, and return the exit status."""
+    from mpicomm import inventory, runtime
+
+    with runtime.bootstrap() as world:
+        if arguments.env is not None and not 0 <= arguments.env < world.size:
+            if world.rank == 0:
+                print(
+                    f"mpicomm info: there is no rank {arguments.env}: --env takes 0 to {world.size - 1}",
+                    file=sys.stderr,
+                )
+            return 2
+        everybodys = inventory.of_all(world)
+        if world.rank == 0:
+            _show(world, everybodys, arguments)
+    return 0
+
+
+def _show(world: World, everybodys: Sequence[Inventory], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(_as_json(world, everybodys), indent=2))
+        return
+    out = console()
+    nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    place = f"{world.master_addr} port {world.master_port}"
+    out.print(Text(f"{ranks} on {nodes}, started by {world.launcher}, meeting at {place}"), soft_wrap=True)
+    out.print(_ranks(everybodys))
+    out.print(_software(everybodys))
+    if arguments.env is not None:
+        out.print(_variables(everybodys[arguments.env]))
+
+
+def _as_json(world: World, everybodys: Sequence[Inventory]) -> dict[str, object]:
+    return {
+        "size": world.size,
+        "num_nodes": world.num_nodes,
+        "launcher": world.launcher,
+        "backend": world.backend,
+        "master_addr": world.master_addr,
+        "master_port": world.master_port,
+        "ranks": [dataclasses.asdict(each) for each in everybodys],
+    }
+
+
+def _ranks(everybodys: Sequence[Inventory]) -> Table:
+    table = Table()
+    has_gpus = any(each.uuid for each in everybodys)
+    for name in ("rank", "host", "node", "local rank", "device", *["GPU", "UUID"] * has_gpus, "processors", "NUMA"):
+        table.add_column(name, justify="right" if name in {"rank", "node", "local rank"} else "left")
+    for each in everybodys:
+        gpu = [each.device_name, each.uuid] if has_gpus else []
+        places = [each.rank, each.host, each.node_rank, each.local_rank, each.device]
+        table.add_row(*[Text(str(cell)) for cell in (*places, *gpu, each.cpus, each.numa_nodes or "-")])
+    return table
+
+
+def _software(everybodys: Sequence[Inventory]) -> Table:
+    from mpicomm import inventory
+    from mpicomm.faults import report
+
+    table = Table(show_header=False)
+    for name, values in inventory.differences(everybodys).items():
+        for value, ranks in values.items():
+            is_everybodys = len(ranks) == len(everybodys)
+            table.add_row(Text(name), Text(value if is_everybodys else f"{value} on {report.called(ranks)}"))
+    return table
+
+
+def _variables(which: Inventory) -> Table:
+    """Return the table of variables: for each fact, what each party calls it and says."""
+    from mpicomm import inventory
+
+    table = Table()
+    for name in ("", "says", "variable", f"of rank {which.rank}"):
+        table.add_column(name)
+    for fact in _FACTS:
+        named = [(party, getattr(party, fact)) for party in inventory.tables_of_variables(which.environment)]
+        shown = fact
+        for party, name in named:
+            if name is not None:
+                title = "PyTorch" if party.title == "torchrun" else party.title
+                table.add_row(*map(Text, (shown, title, name, which.environment.get(name, "not set"))))
+                shown = ""
+        table.add_section()
+    return table

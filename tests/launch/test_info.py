@@ -1,0 +1,109 @@
+"""`mpicomm info` under every launcher at hand, and what it is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpicomm import inventory
+from mpicomm.startup import rendezvous
+from tests.launching import Outcome, run_alone, run_command, run_ranks
+
+INFO = ["-m", "mpicomm", "info"]
+
+
+def rows_of(outcome: Outcome) -> list[list[str]]:
+    """Return the cells of the lines of tables."""
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_every_rank_is_told_of() -> None:
+    outcome = run_ranks(3, INFO)
+    assert outcome.status == 0, outcome
+    assert "3 ranks on 1 node, started by " in outcome.stdout
+    rows = rows_of(outcome)
+    host = os.uname().nodename
+    assert [row[:5] for row in rows[:3]] == [[str(rank), host, "0", str(rank), "cpu"] for rank in range(3)]
+    software = {row[0]: row[1] for row in rows[3:]}
+    assert software["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert software["back end"] == "mpi"
+    assert software["MPI"].partition(" ")[0] in {"Open", "MPICH"}
+
+
+def test_the_same_as_json() -> None:
+    outcome = run_ranks(2, [*INFO, "--json"])
+    assert outcome.status == 0, outcome
+    found = json.loads(outcome.stdout)
+    assert (found["size"], found["num_nodes"], found["backend"], found["master_addr"]) == (2, 1, "mpi", "127.0.0.1")
+    assert [(each["rank"], each["local_rank"], each["uuid"]) for each in found["ranks"]] == [(0, 0, ""), (1, 1, "")]
+    for each in found["ranks"]:
+        assert (each["environment"]["RANK"], each["environment"]["WORLD_SIZE"]) == (str(each["rank"]), "2")
+        assert set(inventory.report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
+
+
+def test_what_launchers_say_is_beside_what_pytorch_is_told() -> None:
+    outcome = run_ranks(2, [*INFO, "--env", "1"], env={"SLURM_PROCID": "7"})
+    assert outcome.status == 0, outcome
+    rows = [row for row in rows_of(outcome) if len(row) == 4]
+    said = {name: value for _, _, name, value in rows}
+    assert (said["RANK"], said["WORLD_SIZE"], said["LOCAL_RANK"]) == ("1", "2", "1")
+    assert said["SLURM_NODEID"] == "not set"
+    launchers = {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(said)
+    assert [said[name] for name in launchers] == ["1"]
+
+
+def test_alone_and_under_torchrun() -> None:
+    alone = run_alone(INFO)
+    assert alone.status == 0, alone
+    assert "1 rank on 1 node, started by " in alone.stdout
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "mpicomm",
+        "info",
+        "--json",
+    ]
+    outcome = run_command(torchrun, env={"MPICOMM_DEBUG": ""})
+    assert outcome.status == 0, outcome
+    found = json.loads(outcome.stdout)
+    assert (found["size"], found["backend"], found["launcher"]) == (2, "gloo", "torchrun")
+    assert found["ranks"][1]["software"]["MPI"] == "not in use"
+
+
+def test_a_rank_that_is_none_is_refused() -> None:
+    outcome = run_ranks(2, [*INFO, "--env", "2"])
+    assert outcome.status == 2, outcome
+    assert "mpicomm info: there is no rank 2: --env takes 0 to 1" in outcome.stderr
+
+
+def test_software_that_differs_is_told_with_its_ranks() -> None:
+    def having(rank: int, torch: str) -> inventory.Inventory:
+        return inventory.Inventory(rank, "h", 0, rank, "cpu", "", "", "0", "0", {"torch": torch, "MPI": "a"}, {})
+
+    found = inventory.differences([having(0, "2.13"), having(1, "2.12"), having(2, "2.13")])
+    assert found == {"torch": {"2.13": [0, 2], "2.12": [1]}, "MPI": {"a": [0, 1, 2]}}
+
+
+@pytest.mark.parametrize(("cpus", "nodes"), [([0], [0]), ([5, 8], [0, 1]), ([12], [1]), ([99], [])])
+def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int], nodes: list[int]) -> None:
+    for node, text in enumerate(["0-3,5\n", "8-11,12\n", "\n"]):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(text)
+    assert inventory.numa_nodes(cpus, tmp_path) == nodes
+
+
+def test_the_interface_towards_an_address() -> None:
+    assert rendezvous.interface_towards("127.0.0.1") == "lo"
+    assert rendezvous.interface_towards("no-such-host.invalid") is None
+    for address in rendezvous.own_addresses():
+        here = [name for name, each in rendezvous._interfaces() if each == address]
+        assert [rendezvous.interface_towards(address)] == here
