@@ -1,6 +1,7 @@
 """Ranks that leave a job: `table` runs every way and writes docs/faults.md, `random 50` runs random faults.
 
-`OTHER_MPI_ENV=path python -m tests.faults table` runs the ways on both MPIs.
+`OTHER_MPI_ENV=path python -m tests.faults table` runs the ways on both MPIs, and with `--srun` as steps of a Slurm
+cluster with two nodes, such as `python -m tests.cluster up` makes, where TMPDIR must be a directory that they share.
 `python -m tests.faults random 50 [--seed S] [--only K]` repeats, with the seed that it printed, all faults or the K-th.
 """
 
@@ -34,14 +35,15 @@ def main() -> int:
     """Do what the command line asks for, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("table", help="run every way and write docs/faults.md")
+    table = commands.add_parser("table", help="run every way and write docs/faults.md")
+    table.add_argument("--srun", action="store_true", help="by srun on two nodes, instead of mpiexec")
     faults = commands.add_parser("random", help="run random faults")
     faults.add_argument("count", type=int, help="how many")
     faults.add_argument("--seed", type=int, default=None)
     faults.add_argument("--only", type=int, default=None, metavar="K", help="run only the K-th of them")
     args = parser.parse_args()
     if args.command == "table":
-        return write_table()
+        return write_tables(by_srun=args.srun)
     return run_random(args.count, args.seed, args.only)
 
 
@@ -77,15 +79,22 @@ _HEAD = """\
 """
 
 
-def write_table() -> int:
-    """Run every way with and without mpicomm, on the MPIs there are, and write the page and the raw results."""
-    tables: list[dict[str, Any]] = []
+def write_tables(*, by_srun: bool) -> int:
+    """Run every way with and without mpicomm, on the MPIs there are, and write the page and the raw results.
+
+    What was measured with other launchers and MPIs stays.
+    """
+    tables: list[dict[str, Any]] = json.loads(RAW.read_text()) if RAW.exists() else []
     is_well = True
     for environment in ways.environments():
-        tables.append({"machine": _machine(environment), "rows": []})
+        machine = _machine(environment)
+        launcher = _srun(ways.mpi_of(ways.programs_of(environment))) if by_srun else []
+        title = _title(machine["mpi"], launcher)
+        tables = [each for each in tables if each["title"] != title]
+        tables.append({"title": title, "machine": machine, "rows": []})
         for way in ways.WAYS:
-            ours = ways.run(way, _WHO, environment=environment)
-            plain = None if way.env else ways.run(way, _WHO, is_plain=True, environment=environment)
+            ours = ways.run(way, _WHO, environment=environment, launcher=launcher)
+            plain = None if way.env else ways.run(way, _WHO, is_plain=True, environment=environment, launcher=launcher)
             without = "" if plain is None else f"; without mpicomm {_end(plain)}"
             _print(f"{ours}, names {ours.named}{without}{''.join(f'; {each}' for each in ours.problems)}")
             is_well = is_well and not ours.problems
@@ -94,7 +103,17 @@ def write_table() -> int:
     return 0 if is_well else 1
 
 
+def _srun(mpi: str) -> list[str]:
+    kind = "pmix" if mpi == ways.OPEN_MPI else "pmi2"
+    return ["srun", "--nodes=2", f"--ntasks-per-node={ways.SIZE // 2}", f"--mpi={kind}"]
+
+
+def _title(mpi: str, launcher: list[str]) -> str:
+    return f"{mpi}, started by {' '.join(launcher)}" if launcher else mpi
+
+
 def _write(tables: list[dict[str, Any]]) -> None:
+    tables = sorted(tables, key=lambda table: ("srun" in table["title"], not table["title"].startswith(ways.OPEN_MPI)))
     RAW.parent.mkdir(parents=True, exist_ok=True)
     RAW.write_text(_public(json.dumps(tables, indent=1) + "\n"))
     PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables)))
@@ -108,7 +127,7 @@ def _shown_table(table: dict[str, Any]) -> str:
         cells += ["as above", "", ""] if plain is None else _cells(plain)
         rows.append(f"| {' | '.join(cells)} |\n")
     machine = table["machine"]
-    return f"\n## {machine['mpi']}\n\n{_described(machine)}\n\n{_HEAD.format(who=_WHO)}{''.join(rows)}"
+    return f"\n## {table['title']}\n\n{_described(machine)}\n\n{_HEAD.format(who=_WHO)}{''.join(rows)}"
 
 
 def _cells(raw: dict[str, Any]) -> list[str]:

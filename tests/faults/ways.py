@@ -334,6 +334,7 @@ def run(
     before: str = _BEFORE,
     is_plain: bool = False,
     environment: Path | None = None,
+    launcher: Sequence[str] = (),
 ) -> Result:
     """Run a way, in a directory of its own.
 
@@ -341,13 +342,14 @@ def run(
         before: What all ranks run before.
         is_plain: With mpi4py alone, instead of mpicomm.
         environment: The virtual environment with the MPI; this Python's if left out.
+        launcher: The command that starts the ranks; the MPI's own mpiexec if left out.
     """
     programs = programs_of(environment)
     with tempfile.TemporaryDirectory() as folder:
         at, cwd = Path(folder, "at"), Path(folder, "cwd")
         cwd.mkdir()
         shared = shared_memory()
-        command = [str(programs / "mpiexec"), "-n", str(size), str(programs / "python")]
+        command = [*(launcher or [str(programs / "mpiexec"), "-n", str(size)]), str(programs / "python")]
         command += ["-c", script(way, who, before=before, is_plain=is_plain)]
         try:
             outcome = run_command(
