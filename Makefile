@@ -16,7 +16,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # N ranks with a thread for every core each would spend their time taking turns.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone test-gpu conformance limits lint clean
+.PHONY: help env demo test test-full test-alone test-cluster test-gpu cluster-up cluster-down conformance limits lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -36,6 +36,10 @@ test-alone: $(ENVS) ## test what is not run under mpirun, with both MPIs
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi"
 	$(mpich) OTHER_MPI_ENV=.venv $(limited) pytest -m "not mpi"
 
+test-cluster: $(ENVS) ## test with Slurm, on several hosts that are namespaces; installs it (root, apt)
+	-$(openmpi) python -m tests.cluster install
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest tests/cluster
+
 test-%: $(ENVS) ## test on N ranks, with both MPIs
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi
@@ -43,6 +47,12 @@ test-%: $(ENVS) ## test on N ranks, with both MPIs
 features-%: $(ENVS) ## test what torch builds on a back end on N ranks, with both MPIs
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi tests/features
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features
+
+cluster-up: $(ENVS) ## start a Slurm cluster of four hosts on this machine (root)
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.cluster up
+
+cluster-down: .venv/.ready ## end it, and leave nothing of it
+	$(openmpi) python -m tests.cluster down
 
 test-gpu: $(ENVS) ## test tensors on GPUs, on two ranks and four, which may share one, and measure their way to MPI
 	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu

@@ -54,7 +54,9 @@ def run(line: str) -> Outcome:
     while setting := SETTING.fullmatch(words[0]):
         env[setting[1]] = setting[2]
         words = words[1:]
-    return run_command([each for word in words for each in PROGRAMS.get(word, [word])], env=env, timeout=120)
+    to_run = words.index("--") if "--" in words else len(words)  # what follows is only written into a script
+    words = [each for word in words[:to_run] for each in PROGRAMS.get(word, [word])] + words[to_run:]
+    return run_command(words, env=env, timeout=120)
 
 
 @pytest.fixture

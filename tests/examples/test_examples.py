@@ -18,6 +18,7 @@ PROGRAMS = {
     "mpirun": [str(Path(sys.executable).parent / "mpiexec")],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "python": [sys.executable],
+    "mpicomm": [sys.executable, "-m", "mpicomm"],
 }
 # A thread of Gloo's that wants the GIL while Python ends aborts the process: one run in twelve on a loaded machine.
 # bootstrap() waits for that thread at the end; a script without mpicomm has to try again.

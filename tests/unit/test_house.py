@@ -23,6 +23,7 @@ FLOORS = {
     "settings": 0,
     "launchers": 0,
     "jobscript": 0,
+    "startcommand": 0,
     "mpi": 1,
     "startup": 2,
     "faults": 3,

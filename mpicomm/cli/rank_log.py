@@ -1,0 +1,118 @@
+"""The first program of each rank of `mpicomm run --log-dir`: `python -m mpicomm.cli.rank_log DIR all|0 COMMAND...`.
+
+A rank that is not shown writes its file itself. Of one that is shown a copy must be made, by the process that the
+launcher started, since some launchers end what is left when that one ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpicomm import launchers
+
+_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
+_NOT_RUN = 127
+_LOOK_SECONDS = 0.2  # for the end of the program, where something it started keeps its output open
+# Launchers send these to the whole process group, so that the program has them already.
+_OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a rank's program with its output in a file; return its exit status where a copy is made."""
+    directory, shown, *command = arguments
+    rank = launchers.guess_rank(os.environ)
+    path = Path(directory) / f"rank_{rank:03d}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    except OSError as error:
+        print(f"mpicomm run: rank {rank} cannot write its log: {error}", file=sys.stderr)
+        return _NOT_RUN
+    if shown == "all" or rank == 0:
+        return _run_and_copy(command, log)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return _become(command)
+
+
+def _become(command: list[str]) -> int:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"mpicomm run: cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
+    return _NOT_RUN
+
+
+def _run_and_copy(command: list[str], log: int) -> int:
+    pipes = {1: os.pipe(), 2: os.pipe()}
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
+        for stream, (_, write) in pipes.items():
+            os.dup2(write, stream)
+        os._exit(_become(command))
+    for number in _OF_THE_GROUP:
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # off the rank's cores
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    for _, write in pipes.values():
+        os.close(write)
+    status = _copy({read: stream for stream, (read, _) in pipes.items()}, log, pid)
+    if status < 0:
+        _end_by(-status)
+    return status
+
+
+def _copy(streams: dict[int, int], log: int, pid: int) -> int:
+    """Copy until the program has ended and all it wrote is copied; return its status, negative for a signal's."""
+    ended: int | None = None
+    with selectors.DefaultSelector() as selector:
+        for read in streams:
+            selector.register(read, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(_LOOK_SECONDS if ended is None else 0)
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    selector.unregister(key.fd)
+                    continue
+                _write(log, data)
+                _write(streams[key.fd], data)
+            if not ready:
+                if ended is not None:
+                    break
+                ended = _status_if_ended(pid)
+    if ended is None:
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return ended
+
+
+def _status_if_ended(pid: int) -> int | None:
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _write(file: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk or a closed terminal is no reason to end a rank
+        while data:
+            data = data[os.write(file, data) :]
+
+
+def _end_by(number: int) -> None:
+    """End as the program did, without a core on top of its own."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""`mpicomm run`: start ranks by the launcher that belongs to the MPI, and by the scheduler where there is one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpicomm import mpi
+from mpicomm.cli import surroundings
+from mpicomm.errors import LaunchError, MPINotFoundError
+from mpicomm.startcommand import allocations, by_mpiexec, by_srun, by_torchrun, environment, hosts, request
+from mpicomm.startcommand.allocations import PBS, Slurm
+from mpicomm.startcommand.request import Node, Request, Start
+
+_FAILED = 2  # argparse's status, for all that is wrong with a command
+_PORT = 29500  # torchrun's
+_DESCRIPTION = """\
+Start a program on several ranks, by the launcher that belongs to the MPI that mpi4py loads.
+
+In an allocation of Slurm's or PBS's all of it is used. The command is printed, and then is this process: its exit
+status and signals are those of the launcher."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "run",
+        help="start a program on several ranks",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="mpicomm run [OPTIONS] SCRIPT.py|-m MODULE|COMMAND [ARGUMENT ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-n",
+        dest="ranks",
+        metavar="N",
+        type=_count,
+        help="number of ranks; if left out, what the allocation or the hosts are for, or one for each GPU, or core",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
+    where.add_argument("--hostfile", metavar="F", help="the same in a file: `a slots=4` or `a:4` on each line")
+    parser.add_argument("--log-dir", metavar="D", help="each rank's output into D/rank_003.log; only rank 0's is shown")
+    parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and do not run it")
+    by_hand = parser.add_argument_group(
+        "by hand, one command on each node", "torchrun's agent, without MPI: -n is the number of ranks on this node"
+    )
+    by_hand.add_argument("--nnodes", metavar="N", type=_count, help="number of nodes")
+    by_hand.add_argument("--node-rank", metavar="K", type=int, help="which of them this is, from 0")
+    by_hand.add_argument("--master-addr", metavar="HOST", help="node 0, as all nodes can reach it")
+    by_hand.add_argument("--master-port", metavar="P", type=_count, help=f"a free port there; {_PORT} if left out")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
+    parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="what to run, and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Become the launcher; return the exit status only where nothing is to be run."""
+    before = dict(os.environ)
+    try:
+        start = _start(arguments, before)
+        if arguments.dry_run:
+            print(start.shown(before))
+            return 0
+        print(f"mpicomm run: {start.shown(before)}", file=sys.stderr, flush=True)
+        if arguments.log_dir is not None:
+            Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
+        os.execvpe(start.command[0], start.command, dict(start.environ))
+    except (LaunchError, MPINotFoundError, OSError) as error:
+        print(f"mpicomm run: {error}", file=sys.stderr)
+    return _FAILED
+
+
+def _start(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Start:
+    asked = _request(arguments)
+    here = surroundings.machine(environ)
+    if asked.node is not None:
+        return by_torchrun.start(asked, asked.node, here, environ)
+    environment.refuse_ranks(environ, surroundings.ancestors())
+    library = mpi.library()
+    job = surroundings.allocation(environ)
+    if here.gpus or allocations.has_gpus(environ):
+        environ = {**environment.of_gpus(library, surroundings.files_in_memory()), **environ}
+    if isinstance(job, Slurm) and not asked.hosts:
+        kind = by_srun.mpi_type(library, surroundings.mpi_types(), environ)
+        if kind is not None:
+            return by_srun.start(asked, here, job, kind, environ)
+    agent = surroundings.pbs_agent(environ) if isinstance(job, PBS) else None
+    mpiexec = surroundings.mpiexec(library, environ)
+    return by_mpiexec.start(asked, here, library, mpiexec, environ, job=job, agent=agent)
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    program = request.program(arguments.words, arguments.module, sys.executable)
+    _check_that_there_is(program)
+    return Request(
+        program=program,
+        ranks=arguments.ranks,
+        hosts=_hosts(arguments),
+        node=_node(arguments),
+        log_dir=arguments.log_dir,
+        tag_output=arguments.tag_output,
+    )
+
+
+def _check_that_there_is(program: tuple[str, ...]) -> None:
+    """Say once what each rank would say."""
+    command = program[0]
+    if command == sys.executable:
+        script = program[1] if len(program) > 1 else ""
+        if script.endswith(".py") and not Path(script).is_file():
+            raise LaunchError(f"there is no file {script}")
+    elif not shutil.which(command):
+        raise LaunchError(f"there is no command {command}")
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[hosts.Host, ...]:
+    if arguments.hosts is not None:
+        return hosts.of_option(arguments.hosts)
+    if arguments.hostfile is not None:
+        return hosts.of_file(Path(arguments.hostfile).read_text(), arguments.hostfile)
+    return ()
+
+
+def _node(arguments: argparse.Namespace) -> Node | None:
+    nodes, rank, addr, port = (
+        arguments.nnodes,
+        arguments.node_rank,
+        arguments.master_addr,
+        arguments.master_port,
+    )
+    if (nodes, rank, addr, port) == (None,) * 4:
+        return None
+    if None in (nodes, rank, addr):
+        raise LaunchError(
+            "--nnodes, --node-rank and --master-addr belong together.\n"
+            "On each node: mpicomm run --nnodes 2 --node-rank 0 --master-addr HOST train.py, with its own --node-rank"
+        )
+    if arguments.hosts is not None or arguments.hostfile is not None:
+        raise LaunchError("--nnodes is for one command on each node: leave out --hosts and --hostfile, or --nnodes.")
+    if not 0 <= rank < nodes:
+        raise LaunchError(f"--node-rank {rank}: expected 0 to {nodes - 1}, since --nnodes is {nodes}")
+    return Node(rank, nodes, addr, port or _PORT)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text}")
+    return int(text)

@@ -1,0 +1,426 @@
+"""`mpicomm run`, for real: the ranks it starts, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from mpicomm import mpi
+from tests.launching import OTHER_MPI_ENV, ROOT, Outcome, almost_empty_environment, run_command, run_ranks
+
+LIBRARY = mpi.library()
+IS_OPEN_MPI = LIBRARY.vendor == "Open MPI"
+CORES = len(os.sched_getaffinity(0))
+
+# One write per line: what ranks print at the same time may else be mixed.
+WHO = """
+import os, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+node = world.Split_type(MPI.COMM_TYPE_SHARED)
+host, threads = os.uname().nodename, os.environ["OMP_NUM_THREADS"]
+line = f"rank {world.rank} of {world.size}, {node.rank} of {node.size} on {host}, {threads} {sys.argv[1:]}\\n"
+os.write(1, line.encode())
+os.write(2, f"error of rank {world.rank}\\n".encode())
+world.Barrier()
+"""
+
+
+def run(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60) -> Outcome:
+    """Run the command without what else lets tests run MPI anywhere."""
+    helps = [name for name in almost_empty_environment() if name.startswith(("OMPI_", "PRTE_", "OMP_"))]
+    bare = [word for name in helps for word in ("-u", name)]
+    added = [f"{name}={value}" for name, value in (env or {}).items()]
+    return run_command(["env", *bare, *added, sys.executable, "-m", "mpicomm", "run", *arguments], timeout=timeout)
+
+
+@pytest.fixture(name="who")
+def _who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a script in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("who.py").write_text(WHO)
+    return "who.py"
+
+
+def said(size: int, *, per_node: int = 0, threads: int | None = None, arguments: Sequence[str] = ()) -> list[str]:
+    """Return what the script prints where the first node is this one."""
+    per_node = per_node or size
+    threads = max(1, CORES // per_node) if threads is None else threads
+    names = [socket.gethostname(), "nodeb"]
+    return [
+        f"rank {rank} of {size}, {rank % per_node} of {per_node} on {names[rank // per_node]}, {threads} {arguments}"
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, CORES, 2 * CORES], ids=["one", "as many as cores", "more than cores"])
+def test_ranks_are_one_world(who: str, size: int) -> None:
+    outcome = run(["-n", str(size), who, "-n", "3"])
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == sorted(said(size, arguments=["-n", "3"])), outcome
+    first = outcome.stderr.splitlines()[0]
+    assert re.match(rf"mpicomm run: .*{LIBRARY.mpiexec} -n {size} .*{sys.executable} who.py -n 3$", first), outcome
+
+
+def test_the_number_of_ranks_is_that_of_the_cores(who: str) -> None:
+    outcome = run([who], env={"CUDA_VISIBLE_DEVICES": ""})
+    siblings = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in range(CORES)]
+    cores = len({path.read_text() for path in siblings})
+    assert outcome.stdout.count(f" of {cores}, ") == cores, outcome
+
+
+def test_fewer_cores_are_fewer_ranks_that_are_not_bound() -> None:
+    command = [sys.executable, "-m", "mpicomm", "run", "--dry-run", "true"]
+    outcome = run_command(["taskset", "--cpu-list", "0", *command], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert " -n 1 " in outcome.stdout, outcome
+    assert "core" not in outcome.stdout, outcome
+
+
+def test_gpus_decide_the_number_of_ranks(who: str) -> None:
+    outcome = run(["--dry-run", who], env={"CUDA_VISIBLE_DEVICES": "0,3,GPU-5"})
+    assert " -n 3 " in outcome.stdout, outcome
+    assert ("MPIR_CVAR_ENABLE_GPU=1" in outcome.stdout) != IS_OPEN_MPI, outcome
+
+
+def test_another_mpis_launcher_first_in_the_path_is_not_taken(who: str, tmp_path: Path) -> None:
+    for name in ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 99\n")
+        (tmp_path / name).chmod(0o755)
+    outcome = run(["-n", "2", who], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert sorted(outcome.stdout.splitlines()) == said(2, arguments=[]), outcome
+
+
+@pytest.mark.skipif(OTHER_MPI_ENV is None, reason="OTHER_MPI_ENV names no environment with another MPI")
+def test_the_launcher_of_another_environment_is_not_taken(who: str) -> None:
+    other = ROOT / str(OTHER_MPI_ENV) / "bin"
+    assert (other / "mpiexec").exists()
+    outcome = run(["-n", "2", who], env={"PATH": f"{other}:{os.environ['PATH']}"})
+    assert sorted(outcome.stdout.splitlines()) == said(2, arguments=[]), outcome
+
+
+def test_bootstrap_takes_what_run_starts(tmp_path: Path) -> None:
+    left = {"RANK": "5", "WORLD_SIZE": "9", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    outcome = run(["-n", "2", "-m", "mpicomm.examples.p2p"], env=left)
+    assert outcome.status == 0, outcome
+    assert "env -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u RANK -u WORLD_SIZE " in outcome.stderr, outcome
+
+
+@pytest.mark.parametrize("logs", [[], ["--log-dir", "logs"]], ids=["shown", "logged"])
+def test_the_status_of_the_ranks_is_that_of_the_command(logs: list[str], who: str) -> None:
+    Path("status.py").write_text(WHO + "MPI.Finalize()\nsys.exit(7)\n")
+    assert run(["-n", "2", *logs, "status.py"]).status == 7
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_has_a_log_and_rank_0_is_shown(who: str) -> None:
+    outcome = run(["-n", "3", "--log-dir", "new/logs", who])
+    assert outcome.status == 0, outcome
+    lines = said(3, arguments=[])
+    assert outcome.stdout.splitlines() == lines[:1], outcome
+    assert outcome.stderr.splitlines()[1:] == ["error of rank 0"], outcome
+    logs = sorted(Path("new/logs").iterdir())
+    assert [path.name for path in logs] == ["rank_000.log", "rank_001.log", "rank_002.log"]
+    for rank, path in enumerate(logs):
+        assert sorted(path.read_text().splitlines()) == sorted([lines[rank], f"error of rank {rank}"])
+
+
+@pytest.mark.parametrize("logs", [[], ["--log-dir", "logs"]], ids=["shown", "logged"])
+def test_lines_are_tagged_with_their_rank(logs: list[str], who: str) -> None:
+    outcome = run(["-n", "3", "--tag-output", *logs, who])
+    tag = "[1,{}]<stdout>: {}" if IS_OPEN_MPI else "[{}] {}"
+    tagged = [tag.format(rank, line) for rank, line in enumerate(said(3, arguments=[]))]
+    assert sorted(outcome.stdout.splitlines()) == tagged, outcome
+    assert Path("logs/rank_002.log").exists() == bool(logs)
+
+
+def test_nothing_is_lost_of_much_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    count = 200_000
+    Path("much.py").write_text(f"import os\nprint(*range({count}), sep='\\n', flush=True)\nos._exit(0)\n")
+    outcome = run(["-n", "2", "--log-dir", "logs", "much.py"])
+    expected = "".join(f"{number}\n" for number in range(count))
+    assert outcome.stdout == expected
+    assert [path.read_text() == expected for path in sorted(Path("logs").iterdir())] == [True, True]
+
+
+def test_a_process_that_a_rank_leaves_behind_keeps_no_log_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "mpicomm.cli.rank_log", "logs", "0", "sh", "-c", "sleep 2 & echo done; exit 3"]
+    outcome = run_command(command)
+    assert (outcome.status, outcome.stdout) == (3, "done\n"), outcome
+    assert outcome.seconds < 1.9, outcome
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_logged_rank_ends_by_its_programs_signal(number: int, tmp_path: Path) -> None:
+    program = ["sh", "-c", f"ulimit -c 0; echo last words; kill -{number} $$"]
+    outcome = run_command([sys.executable, "-m", "mpicomm.cli.rank_log", str(tmp_path), "0", *program])
+    assert (outcome.status, outcome.stdout) == (-number, "last words\n"), outcome
+    assert (tmp_path / "rank_000.log").read_text() == "last words\n"
+
+
+def test_a_logged_rank_whose_first_process_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """As launchers do that kill a process and not its group; run_command looks for what is left."""
+    program = ["sh", "-c", "kill -KILL $PPID; exec sleep 30"]
+    outcome = run_command([sys.executable, "-m", "mpicomm.cli.rank_log", str(tmp_path), "0", *program])
+    assert outcome.status == -signal.SIGKILL, outcome
+
+
+def test_a_log_that_cannot_be_written_is_told(who: str) -> None:
+    Path("logs").write_text("no directory")
+    outcome = run(["-n", "2", "--log-dir", "logs", who])
+    assert outcome.status == 2, outcome
+    assert "File exists: 'logs'" in outcome.stderr, outcome
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+WAITS = """
+import os, signal, time
+from mpi4py import MPI
+got = []
+signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+MPI.COMM_WORLD.Barrier()
+open(f"up{MPI.COMM_WORLD.rank}", "w").close()
+until = time.monotonic() + 30
+while not got and time.monotonic() < until:
+    time.sleep(0.05)
+os.write(1, f"rank {MPI.COMM_WORLD.rank} got {got == [signal.SIGUSR1]}\\n".encode())
+"""
+
+
+def signalled(number: int, options: Sequence[str]) -> tuple[float, Outcome]:
+    """Send a signal to `mpicomm run` once its ranks are up; return the seconds until it had ended."""
+    Path("waits.py").write_text(WAITS)
+    # The shell sends the signal, so that run_command keeps its watch over the whole job.
+    line = f"""
+        {shlex.join([sys.executable, "-m", "mpicomm", "run", "-n", "2", *options, "waits.py"])} & pid=$!
+        while ! [ -e up0 -a -e up1 ]; do kill -0 $pid || exit 99; sleep 0.05; done
+        date +%s.%N > sent; kill -{number} $pid; wait $pid; exit $?
+    """
+    outcome = run_command(["bash", "-c", line], timeout=60)
+    return outcome.ended - float(Path("sent").read_text()), outcome
+
+
+@pytest.mark.parametrize("options", [[], ["--log-dir", "logs"]], ids=["shown", "logged"])
+def test_ranks_get_the_signals_of_the_command(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, outcome = signalled(signal.SIGUSR1, options)
+    assert outcome.status == 0, outcome
+    lines = {"rank 0 got True", *([] if options else ["rank 1 got True"])}
+    assert set(outcome.stdout.splitlines()) == lines, outcome
+
+
+@pytest.mark.parametrize("options", [[], ["--log-dir", "logs"], ["--log-dir", "logs", "--tag-output"]])
+def test_the_job_ends_when_asked_and_leaves_nothing(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seconds, outcome = signalled(signal.SIGTERM, options)
+    assert outcome.status not in (0, 99), outcome
+    assert seconds < 10, outcome
+
+
+# -- other hosts -----------------------------------------------------------------------------------------------------
+
+# As PBS does it: on another host, with hardly any environment, without a shell. The other host is this machine with
+# another name, which is what makes nodes for MPI.
+FAKE_TMRSH = """#!/bin/sh
+host=$1
+shift
+echo "$host" >> {log}
+exec unshare --uts env -i PATH=/usr/bin:/bin HOME="$HOME" TESTS_JOB="$TESTS_JOB" \\
+    sh -c 'hostname "$0"; exec "$@"' "$host" "$@"
+"""
+
+
+@pytest.fixture(name="bin_of_pbs")
+def _bin_of_pbs(tmp_path: Path) -> Path:
+    """A directory with a pbs_tmrsh."""
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user cannot make hosts with unshare --uts")
+    directory = tmp_path / "pbs" / "bin"
+    directory.mkdir(parents=True)
+    (directory / "pbs_tmrsh").write_text(FAKE_TMRSH.format(log=tmp_path / "hosts"))
+    (directory / "pbs_tmrsh").chmod(0o755)
+    return directory
+
+
+def test_hosts_of_pbs_without_ssh(who: str, bin_of_pbs: Path) -> None:
+    here = socket.gethostname()
+    Path("nodefile").write_text(f"{here}\n{here}\nnodeb\nnodeb\n")
+    pbs = {
+        "PATH": f"{bin_of_pbs}:/usr/bin:/bin",
+        "PBS_JOBID": "7.pbs1",
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_NODEFILE": str(Path("nodefile").absolute()),
+        "NCPUS": "1",
+        "OMP_NUM_THREADS": "5",
+    }
+    outcome = run(["--log-dir", "logs", "--tag-output", who], env=pbs)
+    assert outcome.status == 0, outcome
+    shown = sorted(re.sub(r"^\[.*?(\d+)\](<stdout>:)? ", "", line) for line in outcome.stdout.splitlines())
+    assert shown == said(4, per_node=2, threads=5, arguments=[]), outcome
+    assert Path("hosts").read_text() == "nodeb\n"
+    assert len(list(Path("logs").iterdir())) == 4
+
+
+def test_hosts_that_are_named(who: str, bin_of_pbs: Path) -> None:
+    agent = ROOT / "mpicomm" / "startcommand" / "pbs_agent.sh"  # takes what ssh takes
+    Path("hosts.txt").write_text(f"{socket.gethostname()} slots=1\nnodeb:1\n")
+    environ = {
+        "PATH": f"{bin_of_pbs}:{os.environ['PATH']}",
+        "PRTE_MCA_plm_ssh_agent": str(agent),
+        "HYDRA_LAUNCHER_EXEC": str(agent),
+        "HYDRA_LAUNCHER": "ssh",
+    }
+    outcome = run(["--hostfile", "hosts.txt", who], env=environ)
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == said(2, per_node=1, arguments=[]), outcome
+
+
+# -- by hand, one command on each node -------------------------------------------------------------------------------
+
+WORLD = """
+import os, sys
+import torch, torch.distributed as dist
+import mpicomm
+world = mpicomm.bootstrap(*sys.argv[1:])
+total = torch.tensor([world.rank])
+dist.all_reduce(total)
+line = (f"{world.rank} of {world.size}, {world.local_rank} of {world.local_size}, node {world.node_rank} of "
+        f"{world.num_nodes}, {world.backend}, {world.comm}, {total.item()}, {'mpi4py.MPI' in sys.modules}\\n")
+os.write(1, line.encode())
+"""
+
+
+def by_hand(arguments: Sequence[str]) -> Outcome:
+    """Run two agents with two ranks each; the second one's output is in a file."""
+    Path("world.py").write_text(WORLD)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    program = ["-n", "2", "--log-dir", "logs", "world.py", *arguments]
+    command = [sys.executable, "-m", "mpicomm", "run", *meeting]
+    agents = [[*command, "--node-rank", str(rank), *program] for rank in range(2)]
+    first, second = map(shlex.join, agents)
+    return run_command(["bash", "-c", f"{second} >second 2>&1 & {first}; status=$?; wait; exit $status"], timeout=120)
+
+
+def test_one_command_on_each_node_makes_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = by_hand([])
+    assert outcome.status == 0, outcome
+    written = [path.read_text().splitlines()[-1] for path in sorted(Path("logs").iterdir())]
+    total = sum(range(4))
+    assert written == [
+        f"{rank} of 4, {rank % 2} of 2, node {rank // 2} of 2, gloo, None, {total}, False" for rank in range(4)
+    ], outcome
+
+
+def test_by_hand_there_is_no_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = by_hand(["mpi"])
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("LaunchError: backend='mpi' needs MPI, but this process was started by torchrun") == 1
+
+
+# -- schedulers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_of_slurms_starts_by_srun(who: str, tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(
+        '#!/bin/sh\n[ "$*" = --mpi=list ] && { echo "srun: pmi2" >&2; echo "srun: pmix" >&2; exit; }\necho "$@"\n'
+    )
+    srun.chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "8",
+        "SLURM_CPUS_PER_TASK": "3",
+    }
+    outcome = run([who, "--lr", "1"], env=environ)
+    options = f"--mpi={LIBRARY.srun_type} --kill-on-bad-exit=1 --ntasks=8 --cpus-per-task=3"
+    assert outcome.stdout == f"{options} {sys.executable} who.py --lr 1\n", outcome
+    srun.write_text("#!/bin/sh\necho 'MPI plugin types are...'\necho none\n")
+    outcome = run(["--dry-run", who], env=environ)
+    assert f"{LIBRARY.mpiexec} -n 8 " in outcome.stdout, outcome
+
+
+def test_a_rank_starts_no_job() -> None:
+    outcome = run_ranks(2, ["-m", "mpicomm", "run", "-n", "2", "true"])
+    assert outcome.status != 0, outcome
+    assert "mpicomm run: this is a rank that " in outcome.stderr, outcome
+
+
+def test_variables_of_ranks_alone_are_no_job(who: str) -> None:
+    left = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9"}
+    outcome = run(["-n", "2", who], env=left)
+    assert sorted(outcome.stdout.splitlines()) == said(2, arguments=[]), outcome
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("", "nothing to run is given"),
+        ("-n 2", "nothing to run is given"),
+        ("-n 0 who.py", "expected a number from 1, got 0"),
+        ("-n two who.py", "expected a number from 1, got two"),
+        ("--oversubscribe who.py", "unrecognized arguments: --oversubscribe"),
+        ("--dry who.py", "unrecognized arguments: --dry"),
+        ("gone.py", "there is no file gone.py"),
+        ("-- gone", "there is no command gone"),
+        ("--hosts a:x who.py", "as in --hosts a:4,b:4"),
+        ("--hosts a --hostfile b who.py", "not allowed with argument"),
+        ("--hostfile gone who.py", "No such file or directory: 'gone'"),
+        ("--nnodes 2 who.py", "--nnodes, --node-rank and --master-addr belong together"),
+        ("--master-port 5 who.py", "--nnodes, --node-rank and --master-addr belong together"),
+        ("--nnodes 2 --node-rank 2 --master-addr a who.py", "expected 0 to 1, since --nnodes is 2"),
+        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b who.py", "leave out --hosts"),
+    ],
+)
+def test_a_mistake_is_told_and_starts_nothing(arguments: str, text: str, who: str) -> None:
+    outcome = run(shlex.split(arguments))
+    assert (outcome.status, outcome.stdout) == (2, ""), outcome
+    assert text in outcome.stderr, outcome
+    assert "Traceback" not in outcome.stderr, outcome
+
+
+def test_a_job_of_pbs_that_is_over_is_told(who: str) -> None:
+    over = {"PBS_JOBID": "7.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/gone/7.pbs1"}
+    outcome = run([who], env=over)
+    assert outcome.status == 2, outcome
+    assert "unset PBS_JOBID PBS_ENVIRONMENT PBS_NODEFILE" in outcome.stderr, outcome
+
+
+def test_a_dry_run_prints_a_command_that_runs(who: str) -> None:
+    outcome = run(["-n", "2", "--dry-run", who, "two words"])
+    assert (outcome.status, outcome.stderr) == (0, ""), outcome
+    again = run_command(["env", "-u", "OMP_NUM_THREADS", "sh", "-c", outcome.stdout])
+    assert sorted(again.stdout.splitlines()) == said(2, arguments=["two words"]), again
+
+
+def test_the_command_needs_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "mpicomm", "run", "--dry-run", "-n", "2", "true"]
+    outcome = run_command(command)
+    modules = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in outcome.stderr.splitlines()}
+    assert "mpi4py" in modules, outcome
+    assert not modules & {"torch", "numpy"}

@@ -1,0 +1,423 @@
+"""`mpicomm job`: what a script says of the job, read back from its directives, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpicomm.cli.main import main
+from mpicomm.jobscript import JobSpec, Scheduler, script, values
+from mpicomm.jobscript.spec import SCHEDULERS
+
+PROGRAM = ("python", "train.py")
+each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
+
+
+def directives(text: str) -> list[str]:
+    """Return what a scheduler reads: the directives before the first command, of which there are no others."""
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    first_command = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    found = [line for line in lines if re.match(r"\s*#(SBATCH|PBS)\b", line)]
+    assert found == [line for line in lines[:first_command] if re.match(r"#(SBATCH|PBS) ", line)]
+    assert len({line.partition(" ")[0] for line in found}) == 1
+    return [line.partition(" ")[2] for line in found]
+
+
+def of_slurm(spec: JobSpec) -> dict[str, str]:
+    options = dict(re.fullmatch(r"--([\w-]+)=?(.*)", each).groups() for each in directives(script(spec)))
+    assert len(options) == len(directives(script(spec)))
+    return options
+
+
+def of_pbs(spec: JobSpec) -> dict[str, str]:
+    """Return options by letter, and what `-l` says by its own names."""
+    pairs = [each.split(" ", 1) for each in directives(script(spec))]
+    found = {}
+    for letter, value in pairs:
+        name, text = value.split("=", 1) if letter == "-l" else (letter, value)
+        assert name not in found
+        found[name] = text
+    return found
+
+
+def chunk(spec: JobSpec) -> tuple[int, dict[str, str]]:
+    nodes, *resources = of_pbs(spec)["select"].split(":")
+    return int(nodes), dict(each.split("=") for each in resources)
+
+
+def job(scheduler: Scheduler, *command: str, **options: object) -> JobSpec:
+    return JobSpec(scheduler, command or PROGRAM, **options)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command and return what it prints."""
+    assert main(["job", *arguments]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that is refused, and return its one line."""
+    try:
+        status = main(["job", *arguments])
+    except SystemExit as end:
+        status = end.code
+    output = capsys.readouterr()
+    assert (status, output.out) == (2, "")
+    assert output.err.startswith(f"mpicomm job {arguments[0]}: ")
+    assert output.err.endswith("\n")
+    assert output.err.count("\n") == 1
+    return output.err.strip()
+
+
+# -- what a script says ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, object]:
+    gpus = draw(st.integers(0, 8))
+    ranks = draw(st.sampled_from([n for n in range(1, 33) if not gpus or gpus % n == 0 or n % gpus == 0]))
+    memory = draw(st.sampled_from([None, "mem", "mem_per_cpu", *["mem_per_gpu"] * bool(gpus)]))
+    size = {
+        "nodes": draw(st.integers(1, 500)),
+        "ranks_per_node": ranks,
+        "gpus_per_node": gpus,
+        "cpus_per_rank": draw(st.integers(1, 64)),
+        "time": str(draw(st.integers(10, 9999))),
+        "exclusive": draw(st.booleans()),
+    }
+    if memory:
+        size[memory] = f"{draw(st.integers(1, 999))}{draw(st.sampled_from('KMGT'))}"
+    return size
+
+
+def without_suffix(text: str) -> tuple[int, str]:
+    number, unit = re.fullmatch(r"(\d+)(\w+)", text).groups()
+    return int(number), unit
+
+
+@settings(deadline=None, derandomize=True)
+@given(sizes(), st.booleans())
+def test_slurm_gets_a_task_for_each_rank(size: dict[str, object], has_torchrun: bool) -> None:
+    spec = job("slurm", *(["torchrun", "x.py"] if has_torchrun else PROGRAM), **size)
+    options = of_slurm(spec)
+    assert int(options["nodes"]) == spec.nodes
+    assert int(options["ntasks-per-node"]) == (1 if has_torchrun else spec.ranks_per_node)
+    cores = int(options["ntasks-per-node"]) * int(options["cpus-per-task"])
+    assert cores == spec.ranks_per_node * spec.cpus_per_rank
+    assert int(options.get("gpus-per-node", 0)) == spec.gpus_per_node
+    assert "gpus-per-task" not in options
+    assert seconds(options["time"]) == 60 * int(spec.time)
+    assert ("exclusive" in options) == spec.exclusive
+    for name in ("mem", "mem-per-cpu", "mem-per-gpu"):
+        assert options.get(name) == getattr(spec, name.replace("-", "_"))
+
+
+def seconds(time: str) -> int:
+    """Read days-hours:minutes:seconds."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    assert hours < 24 or not days
+    return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + rest
+
+
+@settings(deadline=None, derandomize=True)
+@given(sizes(), st.booleans())
+def test_pbs_gets_a_chunk_for_each_node(size: dict[str, object], has_torchrun: bool) -> None:
+    spec = job("pbs", *(["torchrun", "x.py"] if has_torchrun else PROGRAM), **size)
+    options, (nodes, resources) = of_pbs(spec), chunk(spec)
+    assert nodes == spec.nodes
+    assert int(resources["mpiprocs"]) == (1 if has_torchrun else spec.ranks_per_node)
+    assert int(resources["ncpus"]) == spec.ranks_per_node * spec.cpus_per_rank
+    assert int(resources["ompthreads"]) == spec.cpus_per_rank
+    assert int(resources.get("ngpus", 0)) == spec.gpus_per_node
+    hours, minutes, rest = map(int, options["walltime"].split(":"))
+    assert (3600 * hours + 60 * minutes + rest, minutes < 60, rest) == (60 * int(spec.time), True, 0)
+    assert options["place"] == ("scatter:exclhost" if spec.exclusive else "scatter")
+    memory = {"mem": 1, "mem_per_cpu": spec.ranks_per_node * spec.cpus_per_rank, "mem_per_gpu": spec.gpus_per_node}
+    wanted = [(times, without_suffix(getattr(spec, name))) for name, times in memory.items() if getattr(spec, name)]
+    assert ("mem" in resources) == bool(wanted)
+    for times, (number, unit) in wanted:
+        assert without_suffix(resources["mem"]) == (number * times, f"{unit.lower()}b")
+
+
+@pytest.mark.parametrize(
+    ("time", "wanted"),
+    [
+        ("1:00:00", 3600),
+        ("0:00:30", 30),
+        ("48:00:00", 172800),
+        ("90", 5400),
+        ("1-00:00:00", 86400),
+        ("2-3", 183600),
+        ("1-2:30", 95400),
+        ("1-02:30:15", 95415),
+    ],
+)
+def test_times(time: str, wanted: int) -> None:
+    assert values.seconds_of(time, has_days=True) == wanted
+    assert seconds(of_slurm(job("slurm", time=time))["time"]) == wanted
+
+
+TEXTS = {
+    "partition": ("gpu-large", "--partition=gpu-large", "-q gpu-large"),
+    "account": ("proj_12.a", "--account=proj_12.a", "-A proj_12.a"),
+    "array": ("0-9%2", "--array=0-9%2", "-J 0-9%2"),
+    "mail_user": ("me@example.org", "--mail-user=me@example.org", "-M me@example.org"),
+    "mail_type": ("begin,fail", "--mail-type=BEGIN,FAIL", "-m ba"),
+    "output": ("logs/%x-%j.out", "--output=logs/%x-%j.out", "-o logs/%x-%j.out"),
+    "error": ("a.err", "--error=a.err", "-e a.err"),
+    "name": ("first-run", "--job-name=first-run", "-N first-run"),
+    "exclusive": (True, "--exclusive", "-l place=scatter:exclhost"),
+    "qos": ("long", "--qos=long", None),
+    "constraint": ("[a100|h100]&nvlink", "--constraint=[a100|h100]&nvlink", None),
+    "signal": ("USR2@60", "--signal=USR2@60", None),
+    "requeue": (True, "--requeue", None),
+    "project": ("abc1", None, "-P abc1"),
+}
+
+
+@each_scheduler
+@pytest.mark.parametrize("field", TEXTS)
+def test_an_option_is_a_directive(scheduler: Scheduler, field: str) -> None:
+    value, *written = TEXTS[field]
+    expected = written[SCHEDULERS.index(scheduler)]
+    if expected is None:
+        if field != "requeue":
+            with pytest.raises(ValueError, match=f"--{field} is for (Slurm|PBS) alone: "):
+                job(scheduler, **{field: value})
+        return
+    before, after = directives(script(job(scheduler))), directives(script(job(scheduler, **{field: value})))
+    assert expected not in before
+    assert after.count(expected) == 1
+
+
+def test_what_follows_from_an_option() -> None:
+    assert of_slurm(job("slurm"))["output"] == "%x-%j.out"
+    assert of_slurm(job("slurm", array="1,3,5-9:2%1"))["output"] == "%x-%A_%a.out"
+    assert of_slurm(job("slurm", mail_user="me"))["mail-type"] == "END,FAIL"
+    assert of_pbs(job("pbs", mail_user="me"))["-m"] == "ea"
+    assert of_pbs(job("pbs", mail_type="ALL"))["-m"] == "abe"
+    assert of_pbs(job("pbs"))["-j"] == "oe"
+    assert "-j" not in of_pbs(job("pbs", error="a.err"))
+    requeued = of_slurm(job("slurm", requeue=True))
+    assert (requeued["signal"], requeued["open-mode"]) == ("USR1@180", "append")
+    assert of_slurm(job("slurm", requeue=True, signal="TERM@60"))["signal"] == "TERM@60"
+    assert "--mpi=pmix " in script(job("slurm"))
+    assert "--mpi=pmi2 " in script(job("slurm", mpi="mpich"))
+    assert "--gpus-per-task" not in script(job("slurm", gpus_per_node=1))
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("python", "train.py"), "train"),
+        (("python", "-u", "a/b/learn.py", "--seed", "1.py"), "learn"),
+        (("python", "-m", "mpicomm.examples.ddp"), "ddp"),
+        (("torchrun", "-m", "mpicomm.examples.ddp"), "ddp"),
+        (("python", "-m", "torch.distributed.run", "x.py"), "x"),
+        (("./my program",), "my_program"),
+        (("/opt/bin/solver", "-m", "1"), "solver"),
+        (("-",), "_"),
+        (("é" * 99,), "_" * 64),
+    ],
+)
+@each_scheduler
+def test_a_job_is_called_as_its_program(scheduler: Scheduler, command: tuple[str, ...], name: str) -> None:
+    assert directives(script(job(scheduler, *command)))[0] in (f"--job-name={name}", f"-N {name}")
+
+
+@each_scheduler
+def test_the_same_job_is_the_same_text(scheduler: Scheduler) -> None:
+    assert script(job(scheduler, nodes=3)) == script(job(scheduler, nodes=3)) != script(job(scheduler, nodes=4))
+
+
+@pytest.mark.parametrize(("ranks", "gpus", "text"), [(4, 4, ""), (4, 2, "2 ranks share each GPU"), (2, 4, "2 of 4")])
+@each_scheduler
+def test_other_numbers_of_gpus_are_explained(scheduler: Scheduler, ranks: int, gpus: int, text: str) -> None:
+    written = script(job(scheduler, ranks_per_node=ranks, gpus_per_node=gpus))
+    assert text in written
+    assert ("share" in written, "idle" in written) == ("share" in text, " of " in text)
+
+
+def test_interactively_it_is_the_same_job(capsys: pytest.CaptureFixture[str]) -> None:
+    options = shlex.split("--nodes 2 --gpus-per-node 4 --time 30 --partition p --account a --exclusive --mem 4G")
+    text = run(capsys, "slurm", *options, "--constraint", "a&b", "--qos", "q", "--", *PROGRAM)
+    line = next(line for line in text.splitlines() if line.startswith("#     salloc "))
+    salloc, *resources, bash, _ = shlex.split(line[1:])
+    assert (salloc, bash) == ("salloc", "bash")
+    others = {"--job-name=train", "--output=%x-%j.out"}
+    assert set(directives(text)) - others == set(resources)
+
+    text = run(capsys, "pbs", *options, "--", *PROGRAM)
+    line = next(line for line in text.splitlines() if line.startswith("#     qsub -I "))
+    assert set(directives(text)) - {"-N train", "-j oe"} == set(re.findall(r"-\w \S+", line.partition("-I ")[2]))
+
+
+# -- what cannot break a script --------------------------------------------------------------------------------------
+
+NASTY = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]) | st.sampled_from("\n\r'\"\\$`;#& "))
+FREE = ("name", "partition", "account", "array", "mail_user", "output", "error", "mem", "time")  # of both
+
+
+def only_the_script_itself(text: str) -> Iterator[str]:
+    """Yield the lines before the first command, which must all be comments that were meant."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            return
+        yield line
+
+
+@each_scheduler
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(field=st.sampled_from(FREE), value=NASTY)
+def test_a_value_is_refused_or_harmless(scheduler: Scheduler, field: str, value: str) -> None:
+    plain = script(job(scheduler, name="x"))
+    try:
+        spec = job(scheduler, **{"name": "x", field: value})
+    except ValueError as error:
+        refused = str(error)
+        assert refused.startswith(f"--{field.replace('_', '-')} ")
+        assert refused.isprintable()
+        return
+    text = script(spec)
+    assert len(text.split("\n\n", 1)[0].splitlines()) <= len(plain.split("\n\n", 1)[0].splitlines()) + 2
+    assert all(re.fullmatch(r"[ -~]+", each) and not re.search(r"[$#`'\"\\;]", each) for each in directives(text))
+    assert text.split("\n\n", 1)[1] == plain.split("\n\n", 1)[1]
+
+
+@each_scheduler
+@pytest.mark.parametrize("field", [*FREE, "module", "chdir", "venv"])
+@pytest.mark.parametrize("value", ["", "~/x", "$HOME/x"])
+def test_what_would_not_be_expanded_is_refused(scheduler: Scheduler, field: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"^--{field.replace('_', '-')} "):
+        job(scheduler, **{field: (value,) if field == "module" else value})
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    # (the options, the program, what is said)
+    ("slurm --nodez 2", "python x.py", "there is no option --nodez; did you mean --nodes?"),
+    ("slurm --node 2", "python x.py", "did you mean --nodes"),
+    ("slurm --gpus-per-nod=2", "python x.py", "there is no option --gpus-per-nod; did you mean --gpus-per-node"),
+    ("pbs --xyzzy", "python x.py", "there is no option --xyzzy; there are --help --nodes --ranks-per-node"),
+    ("slurm --nodes 2 python x.py", "", "'python' is no option; the program and its arguments stand behind two dashes"),
+    ("slurm --nodes 2", "", "no program; name it at the end, behind two dashes: -- python train.py"),
+    ("slurm --nodes two", "python x.py", "--nodes: invalid int value: 'two'"),
+    ("slurm --nodes 0", "python x.py", "--nodes 0: expected 1 or more"),
+    ("slurm --ranks-per-node -1", "python x.py", "--ranks-per-node -1: expected 1 or more"),
+    ("slurm --gpus-per-node -1", "python x.py", "--gpus-per-node -1: expected 0 or more"),
+    ("pbs --ranks-per-node 3 --gpus-per-node 4", "python x.py", "one GPU for each rank is --ranks-per-node 4, or"),
+    ("slurm --mem 4G --mem-per-cpu 1G", "python x.py", "--mem and --mem-per-cpu contradict each other: give one of"),
+    (
+        "pbs --mem-per-gpu 4G --mem-per-cpu 1G --gpus-per-node 1",
+        "python x.py",
+        "give one of --mem, --mem-per-cpu, --me",
+    ),
+    ("slurm --mem-per-gpu 4G", "python x.py", "--mem-per-gpu needs --gpus-per-node"),
+    ("slurm --mem 4", "python x.py", "--mem '4': expected a number with its unit, K, M, G or T: 4G"),
+    ("pbs --mem 0", "python x.py", "--mem '0': expected"),
+    ("slurm --time 1:30", "python x.py", "minutes and seconds, or hours and minutes? Expected hours:minutes:seconds"),
+    ("slurm --time 1:60:00", "python x.py", "--time '1:60:00': expected hours:minutes:seconds (1:00:00), days-hours"),
+    ("slurm --time 0", "python x.py", "a job needs some time"),
+    ("slurm --time UNLIMITED", "python x.py", "--time 'UNLIMITED': expected"),
+    ("pbs --time 1-12:00:00", "python x.py", "PBS knows no days; the same is --time 36:00:00"),
+    (
+        "slurm --requeue --time 2",
+        "python x.py",
+        "is over before USR1@180 could be sent; expected a longer --time, or a",
+    ),
+    ("slurm --signal B:USR1@60", "python x.py", "--signal 'B:USR1@60': expected USR1, USR2 or TERM, @ and seconds"),
+    ("slurm --signal INT@60", "python x.py", "expected USR1, USR2 or TERM"),
+    ("pbs --signal USR1@60", "python x.py", "--signal is for Slurm alone: PBS sends no warning"),
+    ("pbs --qos long", "python x.py", "--qos is for Slurm alone"),
+    ("slurm --no-ssh", "python x.py", "--no-ssh is for PBS alone"),
+    ("slurm --mail-type sometimes", "python x.py", "--mail-type 'SOMETIMES': expected one of NONE, BEGIN, END, FAIL"),
+    ("pbs --mail-type requeue", "python x.py", "--mail-type 'REQUEUE': expected one of NONE, BEGIN, END, FAIL, ALL"),
+    ("slurm --mpi intel", "python x.py", "invalid choice: 'intel' (choose from "),
+    ("slurm --array 5-2", "python x.py", "--array 5-2: 5-2 ends before it begins"),
+    ("slurm --array a", "python x.py", "--array 'a': expected 0-9, 0-9%2"),
+    ("slurm --array 0-9 --output all.out", "python x.py", "all jobs of the array would write there; put %A_%a in"),
+    ("pbs --array 1,3", "python x.py", "PBS takes one range of two jobs or more"),
+    ("pbs --array 3-3", "python x.py", "PBS takes one range of two jobs or more"),
+    ("pbs --array 0-9 --requeue", "python x.py", "PBS cannot submit one job of an array again; leave one of them out"),
+    ("pbs --requeue --output a.out", "python x.py", "would write over it; name a directory, a.out/"),
+    ("slurm --env 1A=2", "python x.py", "--env '1A=2': expected NAME=VALUE"),
+    ("slurm --max-restarts 0 --requeue", "python x.py", "--max-restarts 0: expected 1 or more"),
+    ("slurm", "srun python x.py", "the script starts the ranks itself: leave out srun, and give what follows it"),
+    ("pbs", "/opt/mpi/bin/mpirun -n 4 python x.py", "leave out mpirun"),
+    ("slurm", "mpicomm run x.py", "the script starts the ranks itself"),
+    ("slurm", "A=1 python x.py", "A=1 is no program; a variable is set by --env A=1"),
+    ("slurm", "python x.py : python y.py", "the word : would begin another program"),
+    ("slurm", "torchrun", "torchrun needs a program"),
+    ("slurm", "torchrun --nnodes=2 x.py", "the script gives torchrun its --nnodes=2, from --nodes"),
+    ("pbs", "torchrun --nproc_per_node 2 x.py", "the script gives torchrun its --nproc_per_node"),
+    ("slurm --requeue", "torchrun x.py", "--requeue is not for torchrun, which works without MPI and turns status 85"),
+    ("slurm --mpi mpich", "torchrun x.py", "--mpi is not for torchrun"),
+]
+
+
+@pytest.mark.parametrize(("options", "program", "text"), [pytest.param(*e, id=f"{e[0]} -- {e[1]}") for e in REFUSED])
+def test_what_is_wrong_is_said_in_one_line(
+    options: str, program: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*options.split(), *["--"] * bool(program), *program.split()]
+    assert text in refusal(capsys, *arguments)
+
+
+def test_a_scheduler_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["job"], ["job", "lsf", "--", "python"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert "SCHEDULER" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="scheduler 'lsf': expected one of slurm, pbs"):
+        JobSpec("lsf", PROGRAM)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_what_follows_the_dashes_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "slurm", "--nodes", "3", "--", "python", "x.py", "--nodes", "7", "--", "-o", "y")
+    assert "    python x.py --nodes 7 -- -o y\n" in text
+    assert "--nodes=3" in directives(text)
+
+
+def test_a_rank_for_each_gpu_if_it_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ntasks-per-node=4" in directives(run(capsys, "slurm", "--gpus-per-node", "4", "--", *PROGRAM))
+    assert "--ntasks-per-node=1" in directives(run(capsys, "slurm", "--", *PROGRAM))
+
+
+@pytest.mark.parametrize(("scheduler", "submit"), [("slurm", "sbatch"), ("pbs", "qsub")])
+def test_a_script_is_written(scheduler: str, submit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "the job.sh"
+    said = run(capsys, scheduler, "-o", str(file), "--", *PROGRAM)
+    assert said == f"wrote {file}; submit it: {submit} '{file}'\n"
+    text = file.read_text()
+    assert f"#     {submit} '{file}'\n" in text
+    assert f"bash '{file}'\n" in text
+    assert f"#     mpicomm job {scheduler} -o '{file}' -- python train.py\n" in text
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in refusal(capsys, "slurm", "-o", str(tmp_path / "gone" / "job.sh"), "--", *PROGRAM)
+
+
+@each_scheduler
+def test_help_names_every_field(scheduler: Scheduler, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["job", scheduler, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    fields = set(JobSpec.__dataclass_fields__) - {"scheduler", "command", "file", "made_by"}
+    assert [field for field in fields if f"--{field.replace('_', '-')}" not in text] == []
