@@ -1,0 +1,98 @@
+"""The processes that a cluster started, by pid and start time: a pid that came back is never taken for one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cluster.layout import ClusterError, Layout
+
+_PAUSE = 0.02
+
+
+def record(layout: Layout, name: str, pid: int) -> None:
+    """Remember a process by a name."""
+    _file(layout, name).write_text(f"{pid} {started(pid)}")
+
+
+def pid_of(layout: Layout, name: str) -> int | None:
+    """Return the process of that name; None if it has ended."""
+    try:
+        pid, start = _file(layout, name).read_text().split()
+    except OSError:
+        return None
+    return int(pid) if started(int(pid)) == start else None
+
+
+def recorded(layout: Layout) -> list[str]:
+    """Return the names of all processes that were ever recorded."""
+    return sorted(path.name for path in _file(layout, "any").parent.iterdir())
+
+
+def stop(layout: Layout, name: str, number: int = signal.SIGTERM, seconds: float = 10.0) -> None:
+    """End a process and wait until it is gone; kill it if that takes too long."""
+    for each in (number, signal.SIGKILL):
+        if (pid := pid_of(layout, name)) is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, each)
+        with contextlib.suppress(ClusterError):
+            wait_until(lambda: pid_of(layout, name) is None, seconds, f"{name} ends")
+    if pid_of(layout, name) is not None:
+        raise ClusterError(f"{name}, process {pid}, does not end. Look at /proc/{pid}/stack, then try again.")
+
+
+def started(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None if it has ended, whoever may still have to reap it."""
+    if (fields := _stat(pid)) is None or fields[0] in ("Z", "X"):
+        return None
+    return fields[19]
+
+
+def child_of(parent: int) -> int | None:
+    """Return a child of a process, if it has one."""
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(path.name))
+        if fields is not None and int(fields[1]) == parent:
+            return int(path.name)
+    return None
+
+
+def wait_for_answer(layout: Layout, name: str, answers: Callable[[], object], seconds: float) -> None:
+    """Wait until a daemon answers.
+
+    Raises:
+        ClusterError: If it does not in so many seconds, or ends.
+    """
+    wait_until(lambda: pid_of(layout, name) is None or answers(), seconds, f"{name} answers")
+    if pid_of(layout, name) is None:
+        raise ClusterError(f"{name} has ended as soon as it was started.")
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait for something to become true.
+
+    Raises:
+        ClusterError: If it does not in so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ClusterError(f"waited {seconds:.0f} s in vain until {what}.")
+        time.sleep(_PAUSE)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of a process's stat from the third, its state, on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _file(layout: Layout, name: str) -> Path:
+    return layout.directory / "pids" / name

@@ -1,0 +1,100 @@
+"""A host that is cut off or dies in the middle of training: the job ends in time, and says which host it was.
+
+What mpirun does where Slurm is not there to help is its own. When a host dies it ends all at once, so that the ranks
+can say no more. When one is cut off, the ranks end and name it, but mpirun waits for it, with either MPI, for minutes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import hosts, processes
+from tests.cluster.layout import Layout
+from tests.cluster.running import SECONDS, Cluster, Flavour
+from tests.launching import Outcome
+
+DEADLINE = 60.0  # from the fault to the end of the job
+LEFT = "node1"
+LOOP = "tests.cluster.loop"
+Fault = Callable[[Layout, str], None]
+End = tuple[Outcome, float]
+"""How a job ended, and how long after the fault."""
+
+LOST: dict[Fault, str] = {hosts.cut: "node2", hosts.kill: "node3"}
+
+
+def strike(cluster: Cluster, fault: Fault, lost: str, begun: list[Path]) -> float:
+    """Do something to a host when all jobs have begun there; return when."""
+    processes.wait_until(lambda: all(path.exists() for path in begun), SECONDS, "the training has begun")
+    fault(cluster.layout, lost)
+    return time.time()
+
+
+def train(cluster: Cluster, begun: Path, *launcher: object) -> Outcome:
+    # A rank on a host that is cut off ends later than srun, which has given it up.
+    command = ["env", "--unset=TESTS_JOB", *launcher, "-m", LOOP, begun]
+    return cluster.run(*command, timeout=SECONDS + DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def ends(cluster: Cluster, open_mpi: Flavour, mpich: Flavour) -> dict[tuple[Fault, str], End]:
+    """How training ends under srun, by fault and MPI; all at the same time, since most of it is waiting."""
+    begun = {(fault, flavour.vendor): cluster.folder() / "begun" for fault in LOST for flavour in (open_mpi, mpich)}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        jobs = {}
+        for fault, lost in LOST.items():
+            for flavour in (open_mpi, mpich):
+                step = ["srun", f"--nodelist={LEFT},{lost}", "--kill-on-bad-exit=1", f"--mpi={flavour.srun_type}"]
+                job = fault, flavour.vendor
+                jobs[job] = pool.submit(train, cluster, begun[job], *step, flavour.python)
+        strikes = {
+            fault: pool.submit(strike, cluster, fault, lost, [path for job, path in begun.items() if job[0] is fault])
+            for fault, lost in LOST.items()
+        }
+        found = {job: (end.result(), end.result().ended - strikes[job[0]].result()) for job, end in jobs.items()}
+    # The ranks on the host that is cut off have nobody but themselves to end them.
+    processes.wait_until(lambda: not ranks(cluster), DEADLINE, "the ranks end on every host")
+    hosts.kill(cluster.layout, LOST[hosts.cut])  # Slurm's own processes there wait for the network
+    return found
+
+
+def ranks(cluster: Cluster) -> list[str]:
+    return [line for line in cluster.job_processes().values() if LOOP in line]
+
+
+@pytest.mark.parametrize("vendor", ["Open MPI", "MPICH"])
+def test_a_host_is_cut_off(ends: dict[tuple[Fault, str], End], cluster: Cluster, vendor: str) -> None:
+    outcome, seconds = ends[hosts.cut, vendor]
+    assert outcome.status != 0, outcome
+    assert seconds < DEADLINE, outcome
+    assert f"rank 0 of 2 on {LEFT} has waited in all_reduce" in outcome.stderr, outcome
+    silent = [line for line in outcome.stderr.splitlines() if "rank 1  not answering" in line]
+    assert silent, outcome
+    assert all(line.endswith(f" on {LOST[hosts.cut]}") for line in silent), outcome
+
+
+@pytest.mark.parametrize("vendor", ["Open MPI", "MPICH"])
+def test_a_host_dies(ends: dict[tuple[Fault, str], End], cluster: Cluster, vendor: str) -> None:
+    outcome, seconds = ends[hosts.kill, vendor]
+    assert outcome.status != 0, outcome
+    assert seconds < DEADLINE, outcome
+    assert f"rank 1 of 2 on {LOST[hosts.kill]} died" in outcome.stderr, outcome
+
+
+def test_a_host_dies_under_mpirun(cluster: Cluster, flavour: Flavour) -> None:
+    launcher = [*flavour.mpiexec, *flavour.keep("MPICOMM_DUMP_DIR"), "--host", "node3,node4", "-n", 2, flavour.python]
+    begun = cluster.folder() / "begun"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        striking = pool.submit(strike, cluster, hosts.kill, "node4", [begun])
+        outcome = train(cluster, begun, *launcher)
+        assert outcome.ended - striking.result() < DEADLINE, outcome
+    assert "came through" not in outcome.stdout, outcome
+    if flavour.vendor == "Open MPI":  # which ends with status 0
+        assert "Remote host:   node4" in outcome.stdout + outcome.stderr, str(outcome)
+    else:  # which names no host
+        assert outcome.status != 0, outcome

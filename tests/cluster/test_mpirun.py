@@ -1,0 +1,53 @@
+"""Several hosts without a scheduler: an agent starts the ranks, or a person does, on one host after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import hosts
+from tests.cluster.layout import ROOT
+from tests.cluster.running import Cluster, Flavour, places, quoted
+from tests.cluster.test_slurm import PLACE, check_places
+
+UNEVEN = ["node1", "node1", "node1", "node2"]
+
+
+@pytest.fixture
+def loopback_names(cluster: Cluster) -> Iterator[None]:
+    """Let every host's own name stand for 127.0.1.1, as Debian has it."""
+    for name in cluster.layout.names:
+        hosts.write_names(cluster.layout, name, loopback=True)
+    yield
+    for name in cluster.layout.names:
+        hosts.write_names(cluster.layout, name)
+
+
+@pytest.mark.usefixtures("loopback_names")
+def test_uneven_hosts(cluster: Cluster, flavour: Flavour) -> None:
+    """Of every host the first interface leads nowhere, and so does its own name; bootstrap finds the other."""
+    entry = "{} slots={}" if flavour.vendor == "Open MPI" else "{}:{}"
+    hostfile = cluster.folder() / "hosts"
+    hostfile.write_text("".join(f"{entry.format(host, UNEVEN.count(host))}\n" for host in ("node1", "node2")))
+    option = "--hostfile" if flavour.vendor == "Open MPI" else "-f"
+    outcome = cluster.run(*flavour.mpiexec, option, hostfile, "-n", 4, flavour.python, *PLACE)
+    assert outcome.status == 0, outcome
+    found = places(outcome)
+    check_places(found, UNEVEN)
+    assert {place["master_addr"] for place in found} == {cluster.layout.address("node1")}
+
+
+def test_torchrun_by_hand(cluster: Cluster, open_mpi: Flavour) -> None:
+    torchrun = [open_mpi.python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    torchrun += ["--master-addr=node1", "--master-port=29500"]
+
+    def on(host: str, node_rank: int) -> str:
+        line = f"cd {quoted(ROOT)}; OMP_NUM_THREADS=1 {quoted(*torchrun, f'--node-rank={node_rank}', *PLACE)}"
+        return quoted(cluster.layout.agent, host, line)
+
+    outcome = cluster.shell(f"{on('node2', 1)} & {on('node1', 0)} && wait $!")
+    assert outcome.status == 0, outcome
+    found = places(outcome)
+    check_places(found, ["node1", "node1", "node2", "node2"])
+    assert {(place["launcher"], place["master_addr"]) for place in found} == {("torchrun", "node1")}

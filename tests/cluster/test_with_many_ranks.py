@@ -1,0 +1,16 @@
+"""More ranks than anybody has on a desk: they start, and talk. It is last because it takes the whole machine."""
+
+from __future__ import annotations
+
+from tests.cluster.running import Cluster, Flavour
+
+RANKS = 48
+
+
+def test_p2p_on_48_ranks(cluster: Cluster, open_mpi: Flavour) -> None:
+    options = ["-N4", f"-n{RANKS}", "--overcommit", "--mpi=pmix"]
+    outcome = cluster.run("srun", *options, open_mpi.python, "-m", "mpicomm.examples.p2p", timeout=300)
+    assert outcome.status == 0, outcome
+    before = {rank: (rank - 1) % RANKS for rank in range(RANKS)}
+    ring = [f"rank {rank}: had {rank}, has {other} from rank {other}" for rank, other in before.items()]
+    assert sorted(outcome.stdout.splitlines()[-RANKS:]) == sorted(ring)
