@@ -21,7 +21,7 @@ SECONDS = 0.02  # for each step, so that other jobs on this machine have their s
 
 
 def main() -> None:
-    world = mpicomm.bootstrap("mpi", timeout=20)
+    world = mpicomm.bootstrap("mpi", timeout=12)
     model = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
