@@ -29,7 +29,9 @@ def start(request: Request, machine: Machine, job: Slurm, kind: str, environ: Ma
     """Return the start of ranks as tasks of a new step, by default in the whole allocation."""
     ranks = request.ranks or job.ranks
     cpus = job.cpus_per_task or _share(job, ranks)
-    options = [f"--mpi={kind}", "--kill-on-bad-exit=1", f"--ntasks={ranks}"]
+    # With 1 the first rank to leave with a status has the others killed, and srun reports 143 for them: a Trainer's 85
+    # would be lost. When a rank dies, mpicomm ends the job.
+    options = [f"--mpi={kind}", "--kill-on-bad-exit=0", f"--ntasks={ranks}"]
     if cpus:  # srun does not take it from the allocation since Slurm 22.05
         options.append(f"--cpus-per-task={cpus}")
     if sum(job.cpus) and ranks * (cpus or 1) > sum(job.cpus):

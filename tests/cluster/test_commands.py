@@ -1,0 +1,78 @@
+"""`mpicomm run`, `info` and the scripts of `mpicomm job`, on real nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.running import Cluster, Flavour, places, quoted
+from tests.cluster.test_slurm import PLACE, check_places
+from tests.launching import ROOT
+
+NODES = ["-N2", "--ntasks-per-node=2", "--nodelist=node3,node4"]
+LEAVE = """
+import sys, time
+import mpicomm
+world = mpicomm.bootstrap()
+time.sleep(0.2 * world.rank)
+sys.exit(85)
+"""
+
+
+def test_run_takes_the_whole_allocation(cluster: Cluster, flavour: Flavour) -> None:
+    outcome = cluster.run("salloc", *NODES, flavour.python, "-m", "mpicomm", "run", *PLACE)
+    assert outcome.status == 0, outcome
+    check_places(places(outcome), ["node3", "node3", "node4", "node4"])
+    assert f"srun --mpi={flavour.srun_type} " in outcome.stderr, outcome
+
+
+def test_run_passes_the_status_with_which_all_ranks_leave(cluster: Cluster, flavour: Flavour) -> None:
+    """Also where they do not leave at once: a script is to know that the trainer wants to go on."""
+    script = cluster.folder() / "leave.py"
+    script.write_text(LEAVE)
+    outcome = cluster.run("salloc", *NODES, flavour.python, "-m", "mpicomm", "run", script)
+    assert outcome.status == 85, outcome
+
+
+def test_run_writes_a_log_for_each_rank(cluster: Cluster, flavour: Flavour) -> None:
+    logs = cluster.folder()
+    run = [flavour.python, "-m", "mpicomm", "run", f"--log-dir={logs}", "-n", 3, *PLACE]
+    outcome = cluster.run("salloc", *NODES, *run)
+    assert outcome.status == 0, outcome
+    written = [logs / f"rank_{rank:03d}.log" for rank in range(3)]
+    assert sorted(logs.iterdir()) == written
+    assert [place["rank"] for path in written for place in places(path.read_text())] == [0, 1, 2]
+    assert [place["rank"] for place in places(outcome)] == [0]
+
+
+def test_info_tells_of_every_host(cluster: Cluster, flavour: Flavour) -> None:
+    step = ["srun", *NODES, f"--mpi={flavour.srun_type}", flavour.python, "-m", "mpicomm", "info", "--json"]
+    outcome = cluster.run(*step)
+    assert outcome.status == 0, outcome
+    found = json.loads(outcome.stdout)
+    assert (found["size"], found["num_nodes"]) == (4, 2)
+    assert found["master_addr"] == cluster.layout.address("node3")
+    assert [each["host"] for each in found["ranks"]] == ["node3", "node3", "node4", "node4"]
+    assert [each["environment"]["SLURM_PROCID"] for each in found["ranks"]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("slurm_*.sbatch")), ids=lambda path: path.stem)
+def test_slurm_takes_the_job_scripts(cluster: Cluster, path: Path) -> None:
+    outcome = cluster.run("sbatch", "--test-only", path)
+    assert outcome.status == 0, outcome
+    assert "on nodes node" in outcome.stderr, outcome
+
+
+def test_a_job_script_runs(cluster: Cluster, open_mpi: Flavour) -> None:
+    """Its program is the first `python` in PATH, as after `source .venv/bin/activate`."""
+    script = ROOT / "jobs" / "slurm_p2p.sbatch"
+    folder = cluster.folder()
+    path = f'PATH={open_mpi.python.parent}:"$PATH"'
+    submit = quoted("sbatch", "--parsable", f"--output={folder}/0.out", f"--chdir={ROOT}", script)
+    outcome = cluster.shell(f"{path} {submit}")
+    assert outcome.status == 0, outcome
+    (folder / "job").write_text(outcome.stdout.strip())
+    said = cluster.finish(folder)
+    assert "rank 3: had 3, has 2 from rank 2" in said, said
