@@ -38,6 +38,24 @@ def test_uneven_hosts(cluster: Cluster, flavour: Flavour) -> None:
     assert {place["master_addr"] for place in found} == {cluster.layout.address("node1")}
 
 
+GLOO = """
+import os, sys
+import torch, torch.distributed as dist
+import mpicomm
+world = mpicomm.bootstrap("gloo", timeout=30)
+total = torch.tensor([world.rank])
+dist.all_reduce(total)
+sys.stdout.write(f"{total.item()} by {os.environ['GLOO_SOCKET_IFNAME']}\\n")
+"""
+
+
+@pytest.mark.usefixtures("loopback_names")
+def test_gloo_takes_the_interface_that_is_shared(cluster: Cluster, open_mpi: Flavour) -> None:
+    outcome = cluster.run(*open_mpi.mpiexec, "--host", "node1,node2", "-n", 2, open_mpi.python, "-c", GLOO)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.splitlines() == [f"{sum(range(2))} by eth1"] * 2, outcome
+
+
 def test_torchrun_by_hand(cluster: Cluster, open_mpi: Flavour) -> None:
     torchrun = [open_mpi.python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     torchrun += ["--master-addr=node1", "--master-port=29500"]
