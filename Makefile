@@ -2,7 +2,7 @@
 # and every recipe enters one: what MPI needs in order to run anywhere is set there, once.
 
 PYTHON ?= python3
-LIMIT  ?= 1800
+LIMIT  ?= 2700
 
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c
