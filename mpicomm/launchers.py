@@ -152,6 +152,11 @@ class Launch:
         return next((claim.local_size for claim in self._parties if claim.local_size is not None), 1)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no launcher is to be seen."""
+        return not self._parties and self.kind == "mpi"
+
+    @property
     def _parties(self) -> tuple[Claim, ...]:
         return self.claims if self.step is None else (*self.claims, self.step)
 

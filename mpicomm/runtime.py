@@ -268,7 +268,7 @@ def _leave(watch: Watchdog) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()  # a launcher may end this rank as soon as another is gone, if MPI cannot be finalized
-    watch.leave(abort.exit_status(), is_stuck=groups.is_stuck())
+    watch.leave(abort.exit_status(), is_stuck=groups.is_stuck(), sends=groups.are_sending())
     if watch.wait_for_all_to_leave(groups.advance, _LEAVE_PAUSE):
         mpi.abandon()
     watch.take_down()
@@ -355,7 +355,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     world = _world(comm.rank, comm.size, where, device, backend, launch, meeting.address, meeting.port, comm)
     session = _Session(world, meeting.store)
     session.dumps = _dumps(settings, comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{meeting.port}"))
-    session.watch = _watch(session, comm, where, settings)
+    session.watch = _watch(session, comm, where, settings, launch)
     try:
         _export(session)
         _make_group(session, request)
@@ -367,11 +367,11 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     return session
 
 
-def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settings) -> Watchdog | None:
+def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settings, launch: Launch) -> Watchdog | None:
     """Open the side channel and start the watchdog; None if the ranks cannot all connect (collective)."""
     place = opening.place_of(comm, where)
     start = opening.Opening(comm, place, session.world.master_addr)
-    limits = watchdog.Limits(settings.seconds_to_report, session.dumps)
+    limits = watchdog.Limits(settings.seconds_to_report, session.dumps, ends_neighbours=launch.step is not None)
     prepare = functools.partial(c10d.prepare_thread_for_events, session.world.device)
     watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store, comm.rank), prepare)
     problem = start.connect()

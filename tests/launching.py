@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
 """The virtual environment with the MPI that this one does not have, where there is one."""
 
+_KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "SLURM_CONF")
 _MARK = "TESTS_JOB"  # is inherited by every process of a job, and so finds them all
 _TERM_SECONDS = 3.0  # a launcher that is asked to end may take its ranks along
 _GONE_SECONDS = 3.0  # processes of a job may outlive the launcher by so much
@@ -105,7 +106,7 @@ def python(code_or_args: str | Sequence[str]) -> list[str]:
 
 def almost_empty_environment() -> dict[str, str]:
     """Return what a process needs to find its programs and this checkout, and nothing else."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **_MPICOMM}
 
 

@@ -326,6 +326,11 @@ class Executor:
         if self._is_open and not self._record.broken:
             self._reap()
 
+    def is_sending(self) -> bool:
+        """Tell whether messages that were sent are on their way."""
+        self.advance()
+        return any(work.is_sent for work in list(self._in_flight))
+
     def close(self) -> None:
         """Finish what is queued, end the threads and free the communicator (collective)."""
         if not self._is_open:

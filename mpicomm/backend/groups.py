@@ -88,6 +88,11 @@ def is_stuck() -> bool:
     return any(engine.executor.is_stuck() for engine in list(_engines))
 
 
+def are_sending() -> bool:
+    """Tell whether messages of this rank are on their way."""
+    return any(engine.executor.is_sending() for engine in list(_engines))
+
+
 def advance() -> None:
     """Let messages that are on their way make progress."""
     for engine in list(_engines):

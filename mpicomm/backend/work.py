@@ -169,6 +169,7 @@ class MessageWork(_Work):
         self._operation = operation
         self._keeper = keeper
         self._arrived = arrived
+        self.is_sent = arrived is None
         self._status = mpi.api().Status()
         self._lock = threading.Lock()  # MPI forbids two threads to complete one request
         self._asking = threading.Lock()  # for the future

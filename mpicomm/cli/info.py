@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from mpicomm.cli.console import console
+from mpicomm.cli.console import FAILED, console, failed
 
 if TYPE_CHECKING:
     from mpicomm.inventory import Inventory
@@ -57,12 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with runtime.bootstrap() as world:
         if arguments.env is not None and not 0 <= arguments.env < world.size:
-            if world.rank == 0:
-                print(
-                    f"mpicomm info: there is no rank {arguments.env}: --env takes 0 to {world.size - 1}",
-                    file=sys.stderr,
-                )
-            return 2
+            why = f"there is no rank {arguments.env}: --env takes 0 to {world.size - 1}"
+            return failed("info", why) if world.rank == 0 else FAILED
         everybodys = inventory.of_all(world)
         if world.rank == 0:
             _show(world, everybodys, arguments)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpicomm.cli.console import FAILED, failed
 from mpicomm.jobscript import JobSpec, script, shell
 from mpicomm.jobscript.spec import MAIL_TYPES, MPIS, SCHEDULERS
 
-_FAILED = 2  # argparse's status, for all that is wrong with a command
 _SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 
 
@@ -47,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         if spec.file is not None:
             Path(spec.file).write_text(text)
     except (ValueError, OSError) as error:
-        print(f"mpicomm job {arguments.scheduler}: {error}", file=sys.stderr)
-        return _FAILED
+        return failed(f"job {arguments.scheduler}", error)
     if spec.file is None:
         print(text, end="")
     else:
@@ -72,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, []
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_FAILED, f"{self.prog}: {message}\n")
+        self.exit(FAILED, f"{self.prog}: {message}\n")
 
     def _about(self, unknown: str) -> str:
         if not unknown.startswith("-"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from mpicomm.cli import info, job, report, run
+from mpicomm.cli import bench, info, job, report, run
 
-_SUBCOMMANDS = (info, job, report, run)
+_SUBCOMMANDS = (bench, info, job, report, run)
 """Each has `add_parser`, whose parser knows as `run` what to do."""
 
 

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm.cli.console import console
+from mpicomm.cli.arguments import png
+from mpicomm.cli.console import console, failed
 from mpicomm.reports import figures, plots, runs, tables
 from mpicomm.reports.figures import Figures
-
-_FAILED = 2  # argparse's status, for all that is wrong with a command
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=f"Show the figures of runs, from the {runs.FILE} that a Trainer writes to its checkpoint_dir.",
     )
     parser.add_argument("directories", metavar="RUN_DIR", nargs="+", type=Path, help="a Trainer's checkpoint_dir")
-    parser.add_argument("--plot", metavar="F.png", type=_png, help="draw the runs into this file (needs matplotlib)")
+    parser.add_argument("--plot", metavar="F.png", type=png, help="draw the runs into this file (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, a list with one object per run")
     parser.set_defaults(run=run)
 
@@ -35,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             plots.save(found, arguments.plot)
     except (OSError, ImportError) as error:
-        print(f"mpicomm report: {error}", file=sys.stderr)
-        return _FAILED
+        return failed("report", error)
     shown = [figures.of(each) for each in found]
     _print_warnings(shown)
     if arguments.json:
@@ -44,13 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         console().print(tables.table(shown))
     return 0
-
-
-def _png(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"expected a file *.png, got {text}; name it {path.with_suffix('.png')}")
-    return path
 
 
 def _print_warnings(shown: Sequence[Figures]) -> None:

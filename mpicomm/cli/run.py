@@ -6,17 +6,15 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from mpicomm import mpi
-from mpicomm.cli import surroundings
+from mpicomm.cli import starts
+from mpicomm.cli.arguments import count
+from mpicomm.cli.console import failed
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.startcommand import allocations, by_mpiexec, by_srun, by_torchrun, environment, hosts, request
-from mpicomm.startcommand.allocations import PBS, Slurm
-from mpicomm.startcommand.request import Node, Request, Start
+from mpicomm.startcommand import hosts, request
+from mpicomm.startcommand.request import Node, Request
 
-_FAILED = 2  # argparse's status, for all that is wrong with a command
 _PORT = 29500  # torchrun's
 _DESCRIPTION = """\
 Start a program on several ranks, by the launcher that belongs to the MPI that mpi4py loads.
@@ -39,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "-n",
         dest="ranks",
         metavar="N",
-        type=_count,
+        type=count,
         help="number of ranks; if left out, what the allocation or the hosts are for, or one for each GPU, or core",
     )
     where = parser.add_mutually_exclusive_group()
@@ -51,10 +49,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     by_hand = parser.add_argument_group(
         "by hand, one command on each node", "torchrun's agent, without MPI: -n is the number of ranks on this node"
     )
-    by_hand.add_argument("--nnodes", metavar="N", type=_count, help="number of nodes")
+    by_hand.add_argument("--nnodes", metavar="N", type=count, help="number of nodes")
     by_hand.add_argument("--node-rank", metavar="K", type=int, help="which of them this is, from 0")
     by_hand.add_argument("--master-addr", metavar="HOST", help="node 0, as all nodes can reach it")
-    by_hand.add_argument("--master-port", metavar="P", type=_count, help=f"a free port there; {_PORT} if left out")
+    by_hand.add_argument("--master-port", metavar="P", type=count, help=f"a free port there; {_PORT} if left out")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="what to run, and its arguments")
     parser.set_defaults(run=run)
@@ -64,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Become the launcher; return the exit status only where nothing is to be run."""
     before = dict(os.environ)
     try:
-        start = _start(arguments, before)
+        start = starts.of(_request(arguments), before)
         if arguments.dry_run:
             print(start.shown(before))
             return 0
@@ -73,27 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
         os.execvpe(start.command[0], start.command, dict(start.environ))
     except (LaunchError, MPINotFoundError, OSError) as error:
-        print(f"mpicomm run: {error}", file=sys.stderr)
-    return _FAILED
-
-
-def _start(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Start:
-    asked = _request(arguments)
-    here = surroundings.machine(environ)
-    if asked.node is not None:
-        return by_torchrun.start(asked, asked.node, here, environ)
-    environment.refuse_ranks(environ, surroundings.ancestors())
-    library = mpi.library()
-    job = surroundings.allocation(environ)
-    if here.gpus or allocations.has_gpus(environ):
-        environ = {**environment.of_gpus(library, surroundings.files_in_memory()), **environ}
-    if isinstance(job, Slurm) and not asked.hosts:
-        kind = by_srun.mpi_type(library, surroundings.mpi_types(), environ)
-        if kind is not None:
-            return by_srun.start(asked, here, job, kind, environ)
-    agent = surroundings.pbs_agent(environ) if isinstance(job, PBS) else None
-    mpiexec = surroundings.mpiexec(library, environ)
-    return by_mpiexec.start(asked, here, library, mpiexec, environ, job=job, agent=agent)
+        return failed("run", error)
 
 
 def _request(arguments: argparse.Namespace) -> Request:
@@ -147,9 +125,3 @@ def _node(arguments: argparse.Namespace) -> Node | None:
     if not 0 <= rank < nodes:
         raise LaunchError(f"--node-rank {rank}: expected 0 to {nodes - 1}, since --nnodes is {nodes}")
     return Node(rank, nodes, addr, port or _PORT)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text}")
-    return int(text)

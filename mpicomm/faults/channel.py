@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
-import os
 import resource
 import secrets
 import selectors
 import socket
 import time
 
+from mpicomm.faults import neighbours
 from mpicomm.faults.connection import Connection, Message
+from mpicomm.faults.neighbours import Neighbour
 
 TOKEN_BYTES = 32
 
@@ -47,8 +48,9 @@ class Channel:
     def __init__(self, rank: int, token: bytes) -> None:
         self.rank = rank
         self.children: dict[int, Connection] = {}
-        self.pids: dict[int, int] = {}
-        self.hub_pid = 0
+        self.neighbours: dict[int, Neighbour] = {}
+        """The processes of the ranks at the other ends, as they have introduced themselves; those elsewhere too."""
+
         self._token = token
         self._expected: set[int] = set()
         self._strangers: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its last moment
@@ -93,9 +95,10 @@ class Channel:
         try:
             connection.is_trusted = True  # its port was told by MPI
             challenge, *_ = _next_messages(connection, deadline)
-            nonce, self.hub_pid = bytes.fromhex(challenge["nonce"]), int(challenge["pid"])
+            nonce, hub = bytes.fromhex(challenge["nonce"]), int(challenge["rank"])
+            self.neighbours[hub] = Neighbour(int(challenge["pid"]), str(challenge["birth"]))
             proof = _proof(self._token, nonce, self.rank)
-            connection.send({"rank": self.rank, "pid": os.getpid(), "proof": proof})
+            connection.send({**self._introduction(), "proof": proof})
             _welcome, *self._unread = _next_messages(connection, deadline)
         except (OSError, KeyError, ValueError):
             connection.close()
@@ -183,7 +186,7 @@ class Channel:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             self._strangers[connection] = (nonce, time.monotonic() + _STRANGERS_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._send(connection, {"nonce": nonce.hex(), "pid": os.getpid()})
+            self._send(connection, {**self._introduction(), "nonce": nonce.hex()})
 
     def _receive(self, connection: Connection) -> list[Event]:
         messages, lost = connection.receive()
@@ -200,11 +203,17 @@ class Channel:
             events.append(Event(connection.rank, lost=lost))
         return events
 
+    def _introduction(self) -> Message:
+        own = neighbours.this_process()
+        return {"rank": self.rank, "pid": own.pid, "birth": own.birth}
+
     def _admit(self, connection: Connection, message: Message) -> bool:
         """Take in who has shown the token, as the rank that it says it is."""
         nonce, _ = self._strangers[connection]
-        rank, pid, proof = (message.get(name) for name in ("rank", "pid", "proof"))
-        if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(proof, str) and proof.isascii()):
+        rank, pid, birth, proof = (message.get(name) for name in ("rank", "pid", "birth", "proof"))
+        if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(birth, str)):
+            return False
+        if not (isinstance(proof, str) and proof.isascii()):
             return False
         if not hmac.compare_digest(proof, _proof(self._token, nonce, rank)) or rank not in self._expected:
             return False
@@ -213,7 +222,7 @@ class Channel:
         connection.is_trusted = True
         connection.rank = rank
         self.children[rank] = connection
-        self.pids[rank] = pid
+        self.neighbours[rank] = Neighbour(pid, birth)
         self._send(connection, {"welcome": rank})
         if not self._expected:
             self._stop_listening()

@@ -6,7 +6,8 @@ It has no thread and no socket, and reads no clock: messages and moments come in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from mpicomm.faults import report
@@ -16,6 +17,7 @@ COLLECT_SECONDS = 4.0
 """In which the ranks answer where they are; a hub has less, to answer for those behind it."""
 
 _GATHER_SECONDS = 0.5  # in which ranks that wait for the same come to be counted
+_TRANSIT_SECONDS = 5.0  # in which a message may still be on its way, after its sender has left
 _LAUNCHER_SECONDS = 2.0  # in which the launcher may end the job itself, with the dead rank's own status
 _TELLER_SECONDS = 5.0  # in which a rank that told its failure ends the job
 _END_SECONDS = 0.5  # in which the ranks write their files
@@ -153,28 +155,24 @@ class Judge:
             self._look_for_leavers(now)
 
     def _look_for_leavers(self, now: float) -> None:
-        if self._judge_at is None and self._waits and self._left:
-            self._judge_at = now + _GATHER_SECONDS
+        if self._waits and self._left:
+            self._judge_at = min(self._judge_at or math.inf, now + _GATHER_SECONDS)
 
     def _judge_leavers(self, now: float) -> None:
-        if self._find_culprits():
+        if self._find_culprits(self._waits.values(), now):
             self._ask({"kind": "left"}, now)
+        elif self._waits and (soon := [each for each in map(self._missed_at, self._left) if each > now]):
+            self._judge_at = min(soon)
 
-    def _find_culprits(self) -> list[int]:
-        return sorted({rank for key in self._distinct_waits() for rank in self._culprits(*key)})
+    def _find_culprits(self, waits: Iterable[Message], now: float) -> list[int]:
+        return sorted({rank for key in _distinct(waits) for rank in self._culprits(*key, now)})
 
-    def _distinct_waits(self) -> set[tuple[str, str, int | None, int | None]]:
-        """Return what ranks wait for; thousands of them mostly wait for the same."""
-        return {
-            (wait["needs"], wait["group"], wait["sequence"], wait["rank"] if wait["sequence"] is None else None)
-            for wait in self._waits.values()
-        }
-
-    def _culprits(self, needs: str, group: str, sequence: int | None, waiter: int | None) -> list[int]:
+    def _culprits(self, needs: str, group: str, sequence: int | None, waiter: int | None, now: float) -> list[int]:
         """Return the ranks that have left without what somebody waits for; they cannot come any more."""
         if sequence is None:
             others = [rank for rank in report.parse_ranges(needs) if rank != waiter]
-            return others if others and all(rank in self._left for rank in others) else []
+            have_gone = all(rank in self._left and now >= self._missed_at(rank) for rank in others)
+            return others if others and have_gone else []
         needed = set(report.parse_ranges(needs))
         return [
             rank
@@ -182,19 +180,27 @@ class Judge:
             if rank in needed and leave["sequences"].get(group, -1) < sequence
         ]
 
+    def _missed_at(self, rank: int) -> float:
+        """Return from when on nothing can come any more that a rank sent before it left."""
+        leave = self._left[rank]
+        moment: float = leave["moment"]
+        return moment + (self._hang_seconds if leave["sends"] else _TRANSIT_SECONDS)
+
     # -- where everybody is --------------------------------------------------------------------------------------
 
     def _ask(self, ask: Message, now: float) -> None:
         if self.is_ending or (ask["kind"] == "hang" and now < self._next_report):
             return
+        is_new = self._collection is None
         if self._collection is None:
             self._collections += 1
             self._collection = _Collection(self._collections, now + COLLECT_SECONDS)
+        self._collection.asks[ask["kind"], ask.get("rank", -1), ask.get("number", -1)] = ask
+        if is_new:  # this rank answers at once, and may say that it waits no more
             # A slow checkpoint looks like a hang: one set of files will do, until the job ends.
             wants_files = ask["kind"] in ("left", "deadline") or (ask["kind"] == "hang" and not self._has_files)
             self._has_files = self._has_files or wants_files
             self._actions.tell_all({"kind": "collect", "number": self._collections, "files": wants_files})
-        self._collection.asks[ask["kind"], ask.get("rank", -1), ask.get("number", -1)] = ask
 
     def _drop_asks(self, message: Message) -> None:
         """Drop what was asked for an operation that has ended meanwhile."""
@@ -214,16 +220,21 @@ class Judge:
         assert self._collection is not None
         asks, statuses = list(self._collection.asks.values()), self._collection.statuses
         self._collection = None
+        # Who answers has said before what it waits for no more. Who does not may be on, for all that is known here.
+        still = {rank for rank, status in statuses.items() if "silent" not in status}
+        culprits = self._find_culprits([wait for wait in self._waits.values() if wait["rank"] in still], now)
         for rank in range(self.size):
             statuses[rank] = self._complete(rank, statuses.get(rank), now)
         for ask in asks:
             if ask["kind"] == "missing":
                 self._answer(ask, statuses)
         kinds = {ask["kind"] for ask in asks}
-        culprits = self._find_culprits()
         if "left" in kinds and culprits:
             self._end_by_leavers(culprits, statuses, now)
-        elif "deadline" in kinds:
+            return
+        if "left" in kinds and self._waits:
+            self._judge_at = now + _TRANSIT_SECONDS  # who waits may not have answered
+        if "deadline" in kinds:
             self._end_by_deadline(next(ask for ask in asks if ask["kind"] == "deadline"), statuses, now)
         elif "hang" in kinds:
             self._next_report = now + self._hang_seconds
@@ -299,3 +310,11 @@ class Judge:
         if self._end_at is None:
             self._end_at = end_at
             self._actions.tell_all({"kind": "ending", "files": files})
+
+
+def _distinct(waits: Iterable[Message]) -> set[tuple[str, str, int | None, int | None]]:
+    """Return what ranks wait for; thousands of them mostly wait for the same."""
+    return {
+        (wait["needs"], wait["group"], wait["sequence"], wait["rank"] if wait["sequence"] is None else None)
+        for wait in waits
+    }

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.faults import abort, files, recorder, report, signals
+from mpicomm.faults import abort, files, neighbours, recorder, report, signals
 from mpicomm.faults.channel import Channel, Event
 from mpicomm.faults.connection import Message
 from mpicomm.faults.judge import COLLECT_SECONDS, Judge
+from mpicomm.faults.neighbours import Neighbour
 
 T = TypeVar("T")
 
@@ -79,6 +80,9 @@ class Limits:
 
     directory: Path | None
     """Where files go; None for none."""
+
+    ends_neighbours: bool = False
+    """Whether the launcher may wait for a rank that cannot end itself, as srun does for a stopped one."""
 
 
 class Watchdog:
@@ -147,14 +151,15 @@ class Watchdog:
 
         self._post(establish)
 
-    def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True) -> None:
+    def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True, sends: bool = False) -> None:
         """Say that this rank calls no more operations.
 
         Args:
             is_stuck: An operation of this rank may never end, so that MPI cannot be finalised.
             waits: Whether it waits for the others now, or goes at once.
+            sends: Whether messages of it are on their way.
         """
-        self._post(lambda: self._leave(status, is_stuck=is_stuck, waits=waits))
+        self._post(lambda: self._leave(status, is_stuck=is_stuck, waits=waits, sends=sends))
 
     def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> bool:
         """Wait until every rank has left, and call `meanwhile` every `pause` seconds.
@@ -249,6 +254,7 @@ class Watchdog:
         """End the job; if that does not work, at least this process, and the launcher has to notice."""
         with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
+            self._kill_silent_neighbours()
             self._end_job(status)
         os._exit(status)
 
@@ -268,6 +274,8 @@ class Watchdog:
             time.sleep(_TERM_SECONDS)
             events += self._attempt(self._channel.poll, 0.0) or []
         self._attempt(self._take_signals)
+        now = time.monotonic()
+        self._heard |= {event.rank: now for event in events if event.rank is not None}
         for event in events:
             self._attempt(self._take, event)
         while not self._inbox.empty():
@@ -316,12 +324,10 @@ class Watchdog:
                 self._take_from_above(event.message)
             elif not self._all_left.is_set() and self._term_at is None:
                 self._orphaned = (time.monotonic(), event.lost)
-        else:
-            self._heard[event.rank] = time.monotonic()
-            if event.message is not None:
-                self._take_from_below(event.message)
-            elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the others, too
-                self._tell({"kind": "died", "rank": event.rank, "why": _cause(event.lost)})
+        elif event.message is not None:
+            self._take_from_below(event.message)
+        elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the others, too
+            self._tell({"kind": "died", "rank": event.rank, "why": _cause(event.lost)})
 
     def _take_from_below(self, message: Message) -> None:
         if message["kind"] == "beat":
@@ -355,6 +361,7 @@ class Watchdog:
             self._end_by = time.monotonic() + _ENDED_SECONDS
             if message["files"]:
                 self._write_files()
+            self._kill_silent_neighbours()
 
     def _tell(self, message: Message) -> None:
         """Tell rank 0."""
@@ -370,14 +377,18 @@ class Watchdog:
         if self._judge is None:
             self._channel.send_up({"kind": "beat"})
         recorder.refresh_streams()
-        running = {each.number: each for each in recorder.running()}
-        for number in self._told.keys() - running.keys():
-            del self._told[number]
-            self._tell({"kind": "goes on", "rank": self.place.rank, "number": number})
-        for operation in running.values():
+        for operation in self._running():
             self._look_at(operation, now)
         if self._left is None and self._has_ended():
-            self._leave(abort.exit_status(), is_stuck=False, waits=True)
+            self._leave(abort.exit_status(), is_stuck=False, waits=True, sends=False)
+
+    def _running(self) -> list[recorder.Operation]:
+        """Return what this rank waits for, and tell which waiting has ended of what was told."""
+        running = list(recorder.running())
+        for number in self._told.keys() - {each.number for each in running}:
+            del self._told[number]
+            self._tell({"kind": "goes on", "rank": self.place.rank, "number": number})
+        return running
 
     def _has_ended(self) -> bool:
         """Tell whether the program has ended by `sys.exit`, badly, while threads keep the process alive.
@@ -435,14 +446,16 @@ class Watchdog:
         told.add(what)
         return is_news
 
-    def _leave(self, status: int | None, *, is_stuck: bool, waits: bool) -> None:
+    def _leave(self, status: int | None, *, is_stuck: bool, waits: bool, sends: bool) -> None:
         if self._left is None:
+            self._running()  # rank 0 is not to take this rank for one that waits for others that have left
             self._left = {
                 "kind": "left",
                 "rank": self.place.rank,
                 "status": status,
                 "is_stuck": is_stuck,
                 "waits": waits,
+                "sends": sends,
                 "sequences": recorder.sequences(),
             }
             self._tell(self._left)
@@ -450,7 +463,7 @@ class Watchdog:
     def _status(self, now: float) -> dict[str, Any]:
         """Say where this rank is."""
         last = recorder.last()
-        running = sorted(recorder.running(), key=lambda each: each.number)
+        running = sorted(self._running(), key=lambda each: each.number)
         return {
             "running": [each.describe(now) for each in running[:_SPEAKERS]],
             "last": None if last is None else last.describe(now),
@@ -496,30 +509,34 @@ class Watchdog:
             del self._rounds[number]
             for rank in silent & self._channel.children.keys():
                 seconds = now - self._heard.get(rank, self._started)
-                self._tell_status(
-                    number, rank, {"silent": seconds, "state": self._state(rank, self._channel.pids[rank])}
-                )
+                self._tell_status(number, rank, {"silent": seconds, "state": self._state(rank)})
 
-    def _state(self, rank: int, pid: int) -> str:
-        """Say what the system knows of a process of this host; empty for one elsewhere."""
-        if self.place.nodes[rank] != self.place.nodes[self.place.rank]:
-            return ""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
-        except OSError:
-            return ""
-        known = {
-            "T": "stopped by a signal (SIGSTOP); resume it with SIGCONT",
-            "t": "stopped by a debugger",
-            "D": "in a system call that does not return (disk or network)",
-            "R": "computing, in code that keeps the GIL",
-            "S": "asleep, in code that keeps the GIL",
-        }
-        return f"process {pid} is {known[state]}" if state in known else ""
+    def _state(self, rank: int) -> str:
+        """Say what the system knows of a rank's process; empty for one on another host."""
+        neighbour = self._neighbours().get(rank)
+        return "" if neighbour is None else neighbours.state_of(neighbour.pid)
+
+    def _neighbours(self) -> dict[int, Neighbour]:
+        """Return the processes on this host that have introduced themselves."""
+        here = self.place.nodes[self.place.rank]
+        return {rank: each for rank, each in self._channel.neighbours.items() if self.place.nodes[rank] == here}
+
+    def _kill_silent_neighbours(self) -> None:
+        """Kill those that cannot end themselves, where the job ends and the launcher would wait for them."""
+        if not self._limits.ends_neighbours:
+            return
+        latest = time.monotonic() - COLLECT_SECONDS
+        silent = {rank for rank in self._channel.children if self._heard.get(rank, self._started) < latest}
+        if self._asked_at is not None and self._asked_at < latest:
+            silent.add(self.place.hub)
+        for rank, neighbour in self._neighbours().items():
+            if rank in silent or neighbours.is_stopped(neighbour.pid):
+                neighbours.kill(neighbour)
 
     def _speak_for_rank_0(self, now: float) -> None:
         """Where rank 0 or the way to it is gone, or rank 0 does not answer, do what it would do."""
         if self._is_ending and self._judge is None and now >= self._end_by:
+            self._kill_silent_neighbours()
             os._exit(1)  # the launcher has left this rank alone
         if self._gone_by is not None and now >= self._gone_by + self._turn() and not self._is_ending:
             self._end_alone("all ranks have come to their end, but their groups cannot be taken down")
@@ -540,7 +557,7 @@ class Watchdog:
                     self._write_files()
 
     def _silent_hub(self, seconds: float) -> str:
-        state = self._state(self.place.hub, self._channel.hub_pid)
+        state = self._state(self.place.hub)
         return f"{self._called_hub()} has not answered for {seconds:.0f} s{': ' if state else ''}{state}"
 
     def _turn(self) -> float:
@@ -551,6 +568,7 @@ class Watchdog:
     def _end_alone(self, cause: str) -> None:
         self._is_ending = True
         self._write_files()
+        self._kill_silent_neighbours()
         if self.place.rank <= _SPEAKERS:
             self.speak(f"[mpicomm] {cause}; rank {self.place.rank} ends the job.\n{self._own_row(time.monotonic())}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes

@@ -32,6 +32,7 @@ _STARTERS = ("srun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun", "sbatch", 
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
 _WARNING = "USR1@180"
+_EARLY = 60  # seconds; sbatch(1) says so of --signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +165,12 @@ def _check_texts(spec: JobSpec) -> None:
                 form.check(flag(field), text)
     if spec.array is not None:
         values.check_array(spec.array)
-    if spec.seconds and spec.warning and int(spec.warning.partition("@")[2]) >= spec.seconds:
+    if spec.seconds and spec.warning and int(spec.warning.partition("@")[2]) + _EARLY >= spec.seconds:
+        later = (spec.seconds - _EARLY) // 2
+        or_later = f", or a --signal nearer to the end, USR1@{later}" if later > 0 else ""
         raise ValueError(
-            f"--time {spec.time} is over before {spec.warning} could be sent; "
-            f"expected a longer --time, or a --signal nearer to the end, USR1@{spec.seconds // 2}"
+            f"--time {spec.time} is too short for {spec.warning}, which Slurm may send a minute early: the ranks would "
+            f"be told to leave as they begin; expected a longer --time{or_later}"
         )
 
 

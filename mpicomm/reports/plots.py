@@ -1,4 +1,4 @@
-"""Curves of runs: losses, throughput, and where the time went, over the steps. Draws into files, never on a screen."""
+"""Curves of runs: losses, throughput, and where the time went, over the steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpicomm.reports import drawing
 from mpicomm.reports.runs import PARTS, Run
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INCHES = (8.0, 9.0)
-_DPI = 150
 _TITLE_COLUMNS = 80
 
 
@@ -25,12 +25,7 @@ def save(runs: Sequence[Run], path: Path) -> None:
         ImportError: If matplotlib is not installed.
         OSError: If the file cannot be written.
     """
-    figure = draw(runs)
-    try:
-        figure.savefig(path, format="png", dpi=_DPI)
-    except OSError as error:
-        why = error.strerror or error
-        raise OSError(f"cannot write {path}: {why}.\nName a file in a directory that you may write to.") from error
+    drawing.save(draw(runs), path)
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -39,14 +34,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f'a plot needs matplotlib: {error}.\nInstall it with: pip install "mpicomm[plot]"') from error
-    # Not by pyplot, which would choose a back end for the whole process and keep the figure.
-    figure = Figure(figsize=_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = drawing.new_figure(_INCHES)
     losses, throughput, times = figure.subplots(3, 1, sharex=True)
     _draw_losses(losses, runs)
     _draw_throughput(throughput, runs)

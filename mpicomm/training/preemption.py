@@ -53,7 +53,8 @@ class Wish:
         """Notice signals within the block and, on the rank that asks, the end of the allocation.
 
         Args:
-            margin: Seconds before the end of the allocation to leave; None never to.
+            margin: Seconds before the end of the allocation to leave, but never in the first half of what is left now;
+                None never to.
         """
         self.why = None
         self._since.clear()
@@ -84,9 +85,11 @@ class Wish:
         self.why = self.why or signal.Signals(number).name
 
     def _watch_clock(self, clock: Callable[[], float | None], margin: float, done: threading.Event) -> None:
-        wait = 0.0
+        wait, is_first = 0.0, True
         while not done.wait(wait):
             left = clock()
+            if left is not None and is_first:
+                margin, is_first = min(margin, left / 2), False  # each run of a short job is to come further
             if left is not None and left <= margin:
                 self.why = self.why or f"{left:.0f} s are left of the allocation"
                 return

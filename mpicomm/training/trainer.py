@@ -99,7 +99,8 @@ class Trainer:
             if_not_finite: "stop" ends the run at a loss that is not finite, with its samples; "skip" leaves such steps
                 out, for one more all-reduce of a number in each step.
             check_every: Steps between comparisons of all ranks' parameters (DDP).
-            margin: Seconds before the end of the allocation (Slurm, PBS) to leave. None never to.
+            margin: Seconds before the end of the allocation (Slurm, PBS) to leave, or half of what is left at the start
+                if that is less. None never to.
             show: "bar", "lines" or "none"; "auto" is a bar on terminals, and lines elsewhere.
             logger: Called on rank 0 with each entry of the metrics file; or "tensorboard".
             rank_logs: Write what each rank prints to rank_000.log and so on, in checkpoint_dir.
@@ -424,12 +425,12 @@ class Trainer:
             )
             stack.callback(setattr, self, "_checkpoints", None)
             stack.enter_context(self._wish.listening(self._margin, asks=self.world.rank == 0))
+            self._ballot = stack.enter_context(Ballot(self.world.comm))
         if self._checkpoints is not None and self._checkpoints.newest is not None:
             state.restore(self._checkpoints, self._parts(), train)
             self._saved = self.position.name
         elif not self.position.step:
             randomness.seed_all(self._options.seed, self.world.rank)
-        self._ballot = stack.enter_context(Ballot(self.world.comm))
         directory = self._checkpoints.directory if self._checkpoints is not None else None
         self._reporter = stack.enter_context(
             reporting.opened(self.world, directory, self._show, self._logger, self._rank_logs, epochs, train.total())

@@ -198,7 +198,8 @@ def _connect(layout: Layout, name: str, pid: int) -> None:
     _ip(f"addr add {layout.lonely_address(name)}/24 dev eth0", "link set eth0 up", within=pid)
     _unplug(switch, name)
     _ip(f"link add {name} type veth peer name eth1 netns {pid}", f"link set {name} master br0 up", within=switch)
-    _ip(f"addr add {layout.address(name)}/24 dev eth1", "link set eth1 up", within=pid)
+    by_ipv6 = f"addr add {layout.ipv6_address(name)}/64 dev eth1 nodad"
+    _ip(f"addr add {layout.address(name)}/24 dev eth1", by_ipv6, "link set eth1 up", within=pid)
 
 
 def _unplug(switch: int, name: str) -> None:

@@ -69,6 +69,10 @@ class Layout:
         """Return a host's address on the network that all share."""
         return f"10.219.{self.number}.{1 if name == LOGIN else 10 + self.index(name)}"
 
+    def ipv6_address(self, name: str) -> str:
+        """Return a host's other address on that network."""
+        return f"fd19:219:{self.number:x}::{10 + self.index(name):x}"
+
     @property
     def site_environ(self) -> dict[str, str]:
         """What the site sets for every login and every task.

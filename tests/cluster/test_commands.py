@@ -58,6 +58,16 @@ def test_info_tells_of_every_host(cluster: Cluster, flavour: Flavour) -> None:
     assert [each["environment"]["SLURM_PROCID"] for each in found["ranks"]] == ["0", "1", "2", "3"]
 
 
+def test_starts_are_measured_on_all_nodes(cluster: Cluster, open_mpi: Flavour) -> None:
+    file = cluster.folder() / "startup.json"
+    bench = [open_mpi.python, "-m", "mpicomm", "bench", "startup", "--ranks", 4, "--rounds", 1, "--json", file]
+    outcome = cluster.run("salloc", *NODES, *bench)
+    assert outcome.status == 0, outcome
+    ours, theirs = json.loads(file.read_text())["starts"]
+    assert (ours["way"], theirs["way"]) == ("mpicomm", "torchrun + Gloo")
+    assert ours["seconds"] > 0 < theirs["seconds"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("slurm_*.sbatch")), ids=lambda path: path.stem)
 def test_slurm_takes_the_job_scripts(cluster: Cluster, path: Path) -> None:
     outcome = cluster.run("sbatch", "--test-only", path)
@@ -65,9 +75,16 @@ def test_slurm_takes_the_job_scripts(cluster: Cluster, path: Path) -> None:
     assert "on nodes node" in outcome.stderr, outcome
 
 
-def test_a_job_script_runs(cluster: Cluster, open_mpi: Flavour) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("slurm_p2p", "rank 3: had 3, has 2 from rank 2"),
+        ("slurm_ddp", "parameters identical on all ranks"),  # on CPUs: the GPUs are ones that Slurm alone sees
+    ],
+)
+def test_a_job_script_runs(cluster: Cluster, open_mpi: Flavour, name: str, text: str) -> None:
     """Its program is the first `python` in PATH, as after `source .venv/bin/activate`."""
-    script = ROOT / "jobs" / "slurm_p2p.sbatch"
+    script = ROOT / "jobs" / f"{name}.sbatch"
     folder = cluster.folder()
     path = f'PATH={open_mpi.python.parent}:"$PATH"'
     submit = quoted("sbatch", "--parsable", f"--output={folder}/0.out", f"--chdir={ROOT}", script)
@@ -75,4 +92,4 @@ def test_a_job_script_runs(cluster: Cluster, open_mpi: Flavour) -> None:
     assert outcome.status == 0, outcome
     (folder / "job").write_text(outcome.stdout.strip())
     said = cluster.finish(folder)
-    assert "rank 3: had 3, has 2 from rank 2" in said, said
+    assert text in said, said

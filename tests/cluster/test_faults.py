@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from tests.cluster import hosts, processes
 from tests.cluster.layout import Layout
 from tests.cluster.running import SECONDS, Cluster, Flavour
+from tests.faults import ways
 from tests.launching import Outcome
 
 DEADLINE = 60.0  # from the fault to the end of the job
@@ -85,6 +87,30 @@ def test_a_host_dies(ends: dict[tuple[Fault, str], End], cluster: Cluster, vendo
     assert outcome.status != 0, outcome
     assert seconds < DEADLINE, outcome
     assert f"rank 1 of 2 on {LOST[hosts.kill]} died" in outcome.stderr, outcome
+
+
+@pytest.fixture
+def shared_files(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ways to leave a job run by srun: their files are where all hosts see them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(cluster.layout.scratch))
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("shared_files")
+def test_a_stopped_rank_is_ended_by_its_neighbours(mpich: Flavour) -> None:
+    """MPICH's ranks abort one by one under srun, and srun waits for one that cannot, for ever unless it has -K."""
+    srun = ["srun", "--kill-on-bad-exit=0", "--nodes=2", "--ntasks-per-node=2", f"--mpi={mpich.srun_type}"]
+    environment = mpich.python.parent.parent
+
+    def run(who: int) -> ways.Result:
+        return ways.run(ways.BY_NAME["SIGSTOP"], who, environment=environment, launcher=srun)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # the hub of its node, and one that has another
+        for result in pool.map(run, (2, 3)):
+            assert result.ended, result.stderr
+            assert result.named == [result.who], result.stderr
+            assert not result.left
 
 
 def test_a_host_dies_under_mpirun(cluster: Cluster, flavour: Flavour) -> None:

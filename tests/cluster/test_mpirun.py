@@ -56,6 +56,18 @@ def test_gloo_takes_the_interface_that_is_shared(cluster: Cluster, open_mpi: Fla
     assert outcome.stdout.splitlines() == [f"{sum(range(2))} by eth1"] * 2, outcome
 
 
+def test_ranks_meet_by_ipv6(cluster: Cluster, flavour: Flavour) -> None:
+    """The store and the watchdog's connections; what MPI itself uses is its own affair."""
+    address = cluster.layout.ipv6_address("node1")
+    option = ["--host" if flavour.vendor == "Open MPI" else "-hosts", "node1,node2"]
+    command = ["env", f"MASTER_ADDR={address}", *flavour.mpiexec, *flavour.keep("MASTER_ADDR"), *option, "-n", 2]
+    outcome = cluster.run(*command, flavour.python, *PLACE)
+    assert outcome.status == 0, outcome
+    found = places(outcome)
+    check_places(found, ["node1", "node2"])
+    assert [(place["master_addr"], place["is_watched"]) for place in found] == [(address, True)] * 2
+
+
 def test_torchrun_by_hand(cluster: Cluster, open_mpi: Flavour) -> None:
     torchrun = [open_mpi.python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     torchrun += ["--master-addr=node1", "--master-port=29500"]

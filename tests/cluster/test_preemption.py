@@ -1,32 +1,68 @@
-"""A run of the trainer that Slurm stops and starts again ends as one that was left alone, bit by bit."""
+"""A run of the trainer that Slurm stops and starts again ends as one that was left alone, bit by bit.
+
+The scripts are those of `mpicomm job`. All jobs run at the same time, since most of it is waiting.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import processes
-from tests.cluster.running import SECONDS, Cluster, Flavour, quoted
+from tests.cluster.layout import ROOT
+from tests.cluster.running import SECONDS, Cluster, Flavour
 
 NODES = 2
-SCRIPT = """
-srun --mpi=pmix {python} -m tests.training.job {directory} --epochs 4 --pause 0.05
-status=$?
-echo "status $status"
-if [ $status -eq 85 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $status
-"""
+LIMIT = 240.0
+# Slurm may warn half a minute early, and looks as often: 35 to 65 s after the start. The trainer asks for the time that
+# is left by itself, and leaves after the half of it.
+WARNED = ["--time", "2", "--signal", "USR1@55"]
+REASON = re.compile(r"SIGUSR1|\d+ s are left of the allocation")
+LONG = ["--time", "30"]
+Jobs = dict[str, Path]
+"""The directories of the jobs, by name."""
 
 
-def submit(cluster: Cluster, python: Path) -> Path:
-    directory = cluster.folder()
-    lines = SCRIPT.format(python=quoted(python), directory=quoted(directory))
-    options = [f"-N{NODES}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
-    folder = cluster.submit("learn.sh", *options, lines=lines)
-    (folder / "run").symlink_to(directory)
+def submit(cluster: Cluster, python: Path, options: list[str], pause: float) -> Path:
+    """Submit the trainer, with so many seconds more for each of its batches, by a script that starts it again."""
+    folder = cluster.folder()
+    program = ["--", python, "-m", "tests.training.job", folder / "run", "--epochs", 4, "--pause", pause]
+    program += ["--show", "lines"]
+    job = ["--nodes", NODES, "--ranks-per-node", 1, "--requeue", "--output", folder / "0.out", *options, *program]
+    outcome = cluster.run(python, "-m", "mpicomm", "job", "slurm", "-o", folder / "learn.sh", *job)
+    assert outcome.status == 0, outcome
+    outcome = cluster.run("sbatch", "--parsable", f"--chdir={ROOT}", folder / "learn.sh")
+    assert outcome.status == 0, outcome
+    (folder / "job").write_text(outcome.stdout.strip())
     return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, open_mpi: Flavour) -> Jobs:
+    """Jobs that have ended, each in its way."""
+    found = {
+        "left alone": submit(cluster, open_mpi.python, LONG, 0.02),
+        "warned by a person": submit(cluster, open_mpi.python, LONG, 0.05),
+        "warned of the time limit": submit(cluster, open_mpi.python, WARNED, 1.2),
+    }
+    step = f"srun --mpi=pmix {open_mpi.python} -m tests.cluster.loop $PWD/begun"
+    found["out of time"] = cluster.submit("loop.sh", f"-N{NODES}", "--time=1", lines=step)
+    figures = found["warned by a person"] / "run" / "metrics.jsonl"
+    processes.wait_until(lambda: figures.exists() and figures.stat().st_size, SECONDS, "the run has made some steps")
+    outcome = cluster.run("scancel", "--signal=USR1", (figures.parents[1] / "job").read_text())
+    assert outcome.status == 0, outcome
+    for folder in found.values():
+        cluster.finish(folder, LIMIT)
+    return found
+
+
+def about(cluster: Cluster, folder: Path) -> dict[str, str]:
+    """Return what Slurm says of a job."""
+    said = cluster.run("scontrol", "show", "job", (folder / "job").read_text()).stdout
+    return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
 
 def finals(folder: Path) -> list[dict[str, object]]:
@@ -34,19 +70,30 @@ def finals(folder: Path) -> list[dict[str, object]]:
     return [json.loads((folder / "run" / f"final-{rank}.json").read_text()) for rank in range(NODES)]
 
 
-def test_requeued_by_its_script(cluster: Cluster, open_mpi: Flavour) -> None:
-    calm = submit(cluster, open_mpi.python)
-    stopped = submit(cluster, open_mpi.python)
-    job = (stopped / "job").read_text()
-    figures = stopped / "run" / "metrics.jsonl"
-    processes.wait_until(lambda: figures.exists() and figures.stat().st_size, SECONDS, "the run has made some steps")
-    outcome = cluster.run("scancel", "--signal=USR1", job)
-    assert outcome.status == 0, outcome
-    assert cluster.finish(calm).splitlines()[-1] == "status 0"
-    said = cluster.finish(stopped)
-    assert [line for line in said.splitlines() if line.startswith("status")] == ["status 85", "status 0"], said
-    about = cluster.run("scontrol", "show", "job", job).stdout
-    assert "JobState=COMPLETED" in about
-    assert "Restarts=1" in about
-    assert [each["digest"] for each in finals(stopped)] == [each["digest"] for each in finals(calm)]
-    assert [each["step"] for each in finals(stopped)] == [each["step"] for each in finals(calm)]
+def test_left_alone(cluster: Cluster, jobs: Jobs) -> None:
+    said = about(cluster, jobs["left alone"])
+    assert (said["JobState"], said["Restarts"]) == ("COMPLETED", "0"), jobs["left alone"]
+
+
+@pytest.mark.parametrize("name", ["warned by a person", "warned of the time limit"])
+def test_requeued_by_its_script(cluster: Cluster, jobs: Jobs, name: str) -> None:
+    said = about(cluster, jobs[name])
+    output = (jobs[name] / "0.out").read_text()
+    assert said["JobState"] == "COMPLETED", output
+    assert int(said["Restarts"]) >= 1, output
+    assert output.count("pids ") == int(said["Restarts"]) + 1, output
+    assert len(REASON.findall(output)) >= 1, output
+    assert output.count("Exited with exit code 85") == int(said["Restarts"]) * NODES, output
+    calm = finals(jobs["left alone"])
+    for key in ("digest", "step"):
+        assert [each[key] for each in finals(jobs[name])] == [each[key] for each in calm], key
+
+
+def test_a_job_that_is_out_of_time(cluster: Cluster, jobs: Jobs) -> None:
+    """What Slurm ends is gone, as after every test, and the ranks name no cause beside Slurm's."""
+    said = about(cluster, jobs["out of time"])
+    output = "".join(path.read_text() for path in jobs["out of time"].glob("*.out"))
+    assert said["JobState"] == "TIMEOUT", output
+    assert "DUE TO TIME LIMIT" in output, output
+    assert "[mpicomm]" not in output, output
+    assert "came through" not in output, output

@@ -71,7 +71,8 @@ A rank that fails, leaves early or stands still must not leave the others waitin
 The tables show what was measured: rank {_WHO} of {ways.SIZE} leaves in each of these ways while the others are in
 `all_reduce`, once with mpicomm (`bootstrap(timeout={ways.TIMEOUT})`, `MPICOMM_HANG_SECONDS=3`) and once with mpi4py
 alone. The seconds are those from the fault to the end of the launcher, whose exit status follows. HANG: the job was
-still there {ways.PLAIN_LIMIT} s after its start, and was killed. `python -m tests.faults table` makes this page.
+still there {ways.PLAIN_LIMIT} s after its start, and was killed. `python -m tests.faults table` makes this page, with
+`--srun` the tables for srun, on two hosts of `make cluster-up`.
 """
 _HEAD = """\
 | rank {who} leaves by | with mpicomm: ended | seconds | status | named | without: ended | seconds | status |
@@ -105,7 +106,7 @@ def write_tables(*, by_srun: bool) -> int:
 
 def _srun(mpi: str) -> list[str]:
     kind = "pmix" if mpi == ways.OPEN_MPI else "pmi2"
-    return ["srun", "--nodes=2", f"--ntasks-per-node={ways.SIZE // 2}", f"--mpi={kind}"]
+    return ["srun", "--kill-on-bad-exit=1", "--nodes=2", f"--ntasks-per-node={ways.SIZE // 2}", f"--mpi={kind}"]
 
 
 def _title(mpi: str, launcher: list[str]) -> str:

@@ -69,7 +69,7 @@ class Way:
     """The last line of the one traceback; empty if there is none."""
 
     open_mpi_status: int | None = None
-    """With which status Open MPI's launcher ends; None for any but 0."""
+    """With which status Open MPI's mpiexec ends; None for any but 0."""
 
     is_sudden: bool = False
     """The rank says nothing; some launchers kill the others before they can."""
@@ -88,7 +88,8 @@ class Way:
 _HOLD = "threading.Thread(target=time.sleep, args=(600,)).start()\n"
 _DIED = r"died: its process has ended without a word"
 _LEFT = r"has left, but others wait for it; the job cannot go on\.[\s\S]*?\n  rank {who} +left \d+ s ago "
-_NO_ANSWER = r"(rank {who} +not answering for \d+ s|rank {who} .*has not answered for \d+ s).*: process \d+ is "
+_STATE = r".*: process \d+ is "
+_NO_ANSWER = rf"(rank {{who}} +not answering for \d+ s|rank {{who}} .*has not answered for \d+ s){_STATE}"
 _FAILED = "failed and ends the job:"
 _IN_A_THREAD = """
 def check():
@@ -345,6 +346,8 @@ def run(
         launcher: The command that starts the ranks; the MPI's own mpiexec if left out.
     """
     programs = programs_of(environment)
+    if launcher:  # which has a status of its own for ranks that fail; and rank 0 sees its own host's processes alone
+        way = dataclasses.replace(way, open_mpi_status=None, words=way.words.partition(_STATE)[0])
     with tempfile.TemporaryDirectory() as folder:
         at, cwd = Path(folder, "at"), Path(folder, "cwd")
         cwd.mkdir()
@@ -400,7 +403,7 @@ def _of_failure(way: Way, who: int, size: int, mpi: str, error: str) -> Result:
 # -- what mpicomm said -------------------------------------------------------------------------------------------------
 
 _CAUSE = re.compile(
-    r"\[mpicomm\] (ranks? [\d, -]+) of \d+ on \S+(?:, thread .*,)? "
+    r"\[mpicomm\] (ranks? [\d, -]+) of \d+ on [\w.-]+(?:, (?!thread )[\w.-]+)*(?:, thread .*,)? "
     r"(failed and ends the job|died:|called os|was ended by|has left|have left|has waited in|has not answered)"
     r"|mpicomm\.MismatchError: "
 )
@@ -444,7 +447,7 @@ def _odd_ones(lines: Sequence[str]) -> set[int]:
     for line in lines:
         if not line.startswith(" "):
             break
-        if row := _ROW.match(line):
+        if (row := _ROW.match(line)) and "its hub, which does not answer" not in line:
             places |= dict.fromkeys(_ranks(row[1]), row[2])
     elsewhere = {rank for rank, place in places.items() if place in _IS_ELSEWHERE}
     most = collections.Counter(places.values()).most_common(1)

@@ -18,6 +18,7 @@ import pytest
 
 from mpicomm.faults import channel as channels
 from mpicomm.faults import connection as connections
+from mpicomm.faults import neighbours
 from mpicomm.faults.channel import Channel, Event
 from mpicomm.faults.connection import Connection, Message
 
@@ -136,7 +137,8 @@ class Office:
 
 
 def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
-    return json.dumps({"rank": rank, "pid": os.getpid(), "proof": channels._proof(token, nonce, rank)}).encode()
+    proof = channels._proof(token, nonce, rank)
+    return json.dumps({"rank": rank, "pid": os.getpid(), "birth": "", "proof": proof}).encode()
 
 
 @contextlib.contextmanager
@@ -314,8 +316,9 @@ def test_messages_go_both_ways_in_order() -> None:
 
 def test_both_ends_know_each_other() -> None:
     with family(1, 2) as (hub, children):
-        assert hub.pids == {1: os.getpid(), 2: os.getpid()}
-        assert {child.hub_pid for child in children.values()} == {os.getpid()}
+        own = neighbours.this_process()
+        assert hub.neighbours == {1: own, 2: own}
+        assert [child.neighbours for child in children.values()] == [{0: own}] * 2
 
 
 def test_large_messages_go_both_ways_at_once() -> None:
@@ -421,7 +424,11 @@ def is_not_expected(nonce: bytes) -> bytes:
 
 
 def has_no_pid(nonce: bytes) -> bytes:
-    return json.dumps({"rank": 1, "proof": channels._proof(TOKEN, nonce, 1)}).encode()
+    return json.dumps({"rank": 1, "birth": "", "proof": channels._proof(TOKEN, nonce, 1)}).encode()
+
+
+def has_a_birth_that_is_a_number(nonce: bytes) -> bytes:
+    return json.dumps({**json.loads(credentials(nonce, 1)), "birth": 7}).encode()
 
 
 def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
@@ -429,11 +436,11 @@ def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
 
 
 def has_a_proof_that_is_a_number(nonce: bytes) -> bytes:
-    return b'{"rank": 1, "pid": 1, "proof": 7}'
+    return b'{"rank": 1, "pid": 1, "birth": "", "proof": 7}'
 
 
 def has_a_proof_of_other_letters(nonce: bytes) -> bytes:
-    return json.dumps({"rank": 1, "pid": 1, "proof": "é" * 64}).encode()
+    return json.dumps({"rank": 1, "pid": 1, "birth": "", "proof": "é" * 64}).encode()
 
 
 def says_too_much(nonce: bytes) -> bytes:
@@ -447,6 +454,7 @@ STRANGERS = [
     repeats_an_old_proof,
     is_not_expected,
     has_no_pid,
+    has_a_birth_that_is_a_number,
     has_a_rank_that_is_a_list,
     has_a_proof_that_is_a_number,
     has_a_proof_of_other_letters,
@@ -498,7 +506,7 @@ def test_the_token_is_never_sent() -> None:
         _, challenge = opened.stranger()
         sent = credentials(bytes.fromhex(challenge["nonce"]), 1) + json.dumps(challenge).encode()
         assert TOKEN.hex().encode() not in sent
-        assert set(challenge) == {"nonce", "pid"}
+        assert set(challenge) == {"nonce", "rank", "pid", "birth"}
 
 
 def test_a_rank_gets_in_once() -> None:
@@ -627,7 +635,7 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
 
         def take_in() -> socket.socket:
             sock = listener.accept()[0]
-            sock.sendall(frame(json.dumps({"nonce": "00" * 16, "pid": 7}).encode()))
+            sock.sendall(frame(json.dumps({"nonce": "00" * 16, "rank": 0, "pid": 7, "birth": ""}).encode()))
             read_frame(sock)
             sock.sendall(frame(b'{"welcome": 1}') + frame(b'{"kind": "collect"}'))
             return sock

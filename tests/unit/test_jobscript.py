@@ -334,7 +334,7 @@ REFUSED = [
     (
         "slurm --requeue --time 2",
         "python x.py",
-        "is over before USR1@180 could be sent; expected a longer --time, or a",
+        "told to leave as they begin; expected a longer --time, or a --signal nearer to the end, USR1@30",
     ),
     ("slurm --signal B:USR1@60", "python x.py", "--signal 'B:USR1@60': expected USR1, USR2 or TERM, @ and seconds"),
     ("slurm --signal INT@60", "python x.py", "expected USR1, USR2 or TERM"),

@@ -14,6 +14,7 @@ from mpicomm.faults.judge import COLLECT_SECONDS, Judge
 SIZE = 4
 HANG_SECONDS = 60.0
 GATHER, LAUNCHER = judges._GATHER_SECONDS, judges._LAUNCHER_SECONDS
+TRANSIT = judges._TRANSIT_SECONDS
 TELLER, END = judges._TELLER_SECONDS, judges._END_SECONDS
 TWO_NODES = (0, 0, 1, 1)
 EVERYBODY = report.ranges(range(SIZE))
@@ -91,9 +92,10 @@ class Court:
         *,
         is_stuck: bool = False,
         waits: bool = True,
+        sends: bool = False,
     ) -> None:
-        sequences = {"0": sequence}
-        self.take(kind="left", rank=rank, status=status, is_stuck=is_stuck, waits=waits, sequences=sequences)
+        about = {"is_stuck": is_stuck, "waits": waits, "sends": sends}
+        self.take(kind="left", rank=rank, status=status, sequences={"0": sequence}, **about)
 
     def hang(self, rank: int, seconds: float = 61.0) -> None:
         self.ask(rank, "hang", seconds, 1800.0)
@@ -364,6 +366,58 @@ def test_a_message_from_somebody_who_left_does_not_come(leaver_first: bool) -> N
         else:
             court.wait_in(0, sequence=None, needs="2")
     court.tick(GATHER)
+    assert court.hands.to_all == []  # it may be on its way
+    court.tick(TRANSIT - GATHER)
+    court.answer(*range(SIZE))
+    court.tick()
+    assert court.hands.said[0].startswith("[mpicomm] rank 2 of 4 on node0 has left, but others wait for it")
+
+
+def test_a_long_message_may_be_on_its_way_for_longer() -> None:
+    court = Court()
+    court.wait_in(0, sequence=None, needs="2")
+    court.leave(2, sequence=99, sends=True)
+    court.tick(HANG_SECONDS - 0.01)
+    assert court.hands.to_all == []
+    court.tick(0.01)
+    assert court.hands.kinds() == ["collect"]
+
+
+def test_a_message_that_was_on_its_way_comes() -> None:
+    court = Court()
+    court.wait_in(0, sequence=None, needs="2")
+    court.leave(2, sequence=99)
+    court.tick(TRANSIT - 0.01)
+    court.take(kind="goes on", rank=0, number=7)
+    court.tick(0.01)
+    assert (court.hands.to_all, court.judge.is_busy) == ([], False)
+
+
+def test_who_has_left_with_an_operation_that_nobody_joined_still_waits() -> None:
+    court = Court()
+    for rank in (0, 1, 3):
+        court.leave(rank)
+    court.leave(2, sequence=42, is_stuck=True)
+    court.wait_in(2)
+    court.tick(GATHER)
+    court.answer(*range(SIZE))
+    court.tick()
+    assert court.hands.said[0].startswith("[mpicomm] ranks 0, 1, 3 of 4 on node0 have left, but others wait for them")
+
+
+@pytest.mark.parametrize("silent", [{}, {"silent": 3.0, "state": ""}], ids=["no word", "its hub's word"])
+def test_who_does_not_answer_may_wait_no_more(silent: dict[str, Any]) -> None:
+    """Until it answers, and still waits."""
+    court = Court()
+    court.wait_in(0)
+    court.leave(2)
+    court.tick(GATHER)
+    court.answer(1, 2, 3)
+    if silent:
+        court.take(kind="status", number=court.number, rank=0, status=silent)
+    court.tick(COLLECT_SECONDS)
+    assert (court.hands.said, court.judge.is_ending) == ([], False)
+    court.tick(TRANSIT)
     court.answer(*range(SIZE))
     court.tick()
     assert court.hands.said[0].startswith("[mpicomm] rank 2 of 4 on node0 has left, but others wait for it")
@@ -378,6 +432,8 @@ def test_a_message_from_anybody_may_come_until_all_others_have_left() -> None:
     assert court.hands.to_all == []
     court.leave(3)
     court.tick(GATHER)
+    assert court.hands.to_all == []
+    court.tick(TRANSIT - GATHER)
     assert court.hands.kinds() == ["collect"]
     court.answer(*range(SIZE))
     court.tick()
@@ -528,6 +584,27 @@ def test_a_deadline_does_not_wait_for_the_next_report() -> None:
     court.tick()
     court.deadline(1, 31.0, 30.0)
     assert court.hands.kinds() == ["collect", "collect"]
+
+
+class AnswersAtOnce(Hands):
+    """The hands of rank 0, which hears a question before anybody else."""
+
+    court: Court
+
+    def tell_all(self, message: Message) -> None:
+        super().tell_all(message)
+        if message["kind"] == "collect":
+            self.court.take(kind="goes on", rank=0, number=7)
+
+
+def test_an_operation_of_rank_0_may_end_when_it_is_asked_for() -> None:
+    court = Court()
+    court.hands = court.judge._actions = AnswersAtOnce()
+    court.hands.court = court
+    court.deadline(0, 61.0, 60.0)
+    court.answer(*range(SIZE), running=[])
+    court.tick()
+    assert (court.hands.said, court.judge.is_ending) == ([], False)
 
 
 def test_a_hang_that_ends_while_it_is_looked_at_is_none() -> None:

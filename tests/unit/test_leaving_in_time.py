@@ -86,6 +86,13 @@ def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeyp
         squeue.write_text("1:59\n")
         wait_until(lambda: wish.why is not None)
         assert wish.why == "119 s are left of the allocation"
+    squeue.write_text("1:00\n")
+    with wish.listening(120.0, asks=True):  # each run of a short job is to come further
+        time.sleep(0.3)
+        assert wish.why is None
+        squeue.write_text("0:29\n")
+        wait_until(lambda: wish.why is not None)
+        assert wish.why == "29 s are left of the allocation"
     squeue.write_text("0:10\n")
     for margin, asks in ((None, True), (120.0, False)):
         with wish.listening(margin, asks=asks):

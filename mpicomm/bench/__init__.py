@@ -1,0 +1,1 @@
+"""Measurements: operations beside what they are built on, steps of training, starts."""

@@ -1,0 +1,78 @@
+"""Where something was measured: the machine, its memory and pages, the versions, the date, the command."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpicomm import mpi
+from mpicomm.errors import MPINotFoundError
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def described(what: str) -> dict[str, Any]:
+    """Return what stands at the head of a file of results.
+
+    Args:
+        what: What was measured, and in which unit.
+    """
+    return {
+        "command": shlex.join(["mpicomm", *sys.argv[1:]]),
+        "what": what,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": of_this_host(),
+        "versions": versions(),
+    }
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """Write a file of results.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def of_this_host() -> dict[str, Any]:
+    """Return what this host has."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "memory, GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "page, KiB": os.sysconf("SC_PAGE_SIZE") // 1024,
+        "transparent huge pages": _chosen(_HUGE_PAGES),
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "not set"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return what is loaded, without MPI where there is none."""
+    found = {}
+    with contextlib.suppress(MPINotFoundError):
+        library = mpi.library()
+        found[library.vendor] = library.version
+    found |= {name: importlib.metadata.version(name) for name in ("mpi4py", "torch")}
+    return {**found, "Python": platform.python_version()}
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def _chosen(path: Path) -> str:
+    """Return the one in brackets of the values that a file of the kernel's lists."""
+    text = path.read_text() if path.exists() else ""
+    return text.partition("[")[2].partition("]")[0] or "unknown"

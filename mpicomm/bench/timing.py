@@ -1,0 +1,97 @@
+"""How long calls take: those that are compared take turns, in rounds, and the slowest rank counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy
+
+Call = Callable[[], object]
+
+_WARM_UP = 3
+_FEWEST, _MOST = 3, 5000  # calls in a round
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What timing needs of the ranks."""
+
+    gather: Callable[[object], list[object]]
+    """Returns what all ranks pass, on every rank (collective)."""
+    meet: Call
+    """Returns once all ranks have called it (collective)."""
+    settle: Call
+    """Returns once this rank's device has done what it was asked for."""
+    rounds: int = 7
+    seconds: float = 0.05
+    """About how long a call is repeated in a round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """What a call takes on the slowest rank, in microseconds."""
+
+    least: float
+    """The mean of the fastest round."""
+    median: float
+    """The mean of the middle round."""
+    p99: float | None
+    """Of all calls of all rounds; None where the device works on after the call."""
+
+
+def in_turn(bench: Bench, calls: Mapping[str, Call], *, each: bool = True) -> dict[str, Times]:
+    """Return what each call takes (collective).
+
+    Args:
+        each: Look at every call; without it at the whole of a round, where calls return before all is done.
+    """
+    numbers = {name: _number(bench, call) for name, call in calls.items()}
+    samples: dict[str, list[numpy.ndarray]] = {name: [] for name in calls}
+    for _ in range(bench.rounds):
+        for name, call in calls.items():
+            samples[name].append(_round(bench, call, numbers[name]))
+    return {name: _of_all_ranks(bench, rounds, each=each) for name, rounds in samples.items()}
+
+
+def _number(bench: Bench, call: Call) -> int:
+    """Return how many calls fill a round, the same number on every rank."""
+    for _ in range(_WARM_UP):
+        call()
+    bench.settle()
+    bench.meet()
+    start = time.perf_counter()
+    for _ in range(_WARM_UP):
+        call()
+    bench.settle()
+    slowest = max(map(float, bench.gather(time.perf_counter() - start))) / _WARM_UP  # type: ignore[arg-type]
+    return round(min(max(bench.seconds / max(slowest, 1e-9), _FEWEST), _MOST))
+
+
+def _round(bench: Bench, call: Call, number: int) -> numpy.ndarray:
+    """Return the moments before each call and after the last, in nanoseconds."""
+    moments = [0] * (number + 1)
+    now = time.perf_counter_ns
+    bench.meet()
+    moments[0] = now()
+    for index in range(1, number):
+        call()
+        moments[index] = now()
+    call()
+    bench.settle()
+    moments[number] = now()
+    return numpy.array(moments)
+
+
+def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, each: bool) -> Times:
+    means = [(moments[-1] - moments[0]) / (len(moments) - 1) for moments in rounds]
+    p99 = float(numpy.percentile(numpy.concatenate([numpy.diff(moments) for moments in rounds]), 99))
+    everybodys: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
+    slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in everybodys], strict=True)]
+    return Times(
+        least=float(min(slowest)),
+        median=float(statistics.median(slowest)),
+        p99=max(p99 for _, p99 in everybodys) / 1e3 if each else None,
+    )

@@ -1,0 +1,124 @@
+"""Steps of training by several back ends in turn: how long they take, and how much of that is communication."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from mpicomm.bench import timing
+from mpicomm.bench.timing import Bench
+
+WIDTHS = {"small": 128, "middle": 512, "large": 2048}
+"""Of the models, which are two linear layers each: of 33 k, 525 k and 8.4 M parameters."""
+
+_BATCH = 32  # samples of a rank in each step
+_SAMPLES = 1024
+_COMPUTE, _DATA = "compute", "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What came out for one model, strategy and back end: milliseconds of a step of the slowest rank."""
+
+    model: str
+    parameters: int
+    strategy: str
+    backend: str
+    ms: float
+    ms_median: float
+    data_ms: float
+    """To fetch a batch."""
+    compute_ms: float
+    """Forward, backward and optimizer, by a rank alone."""
+    communication_ms: float
+    """What is left: what communication adds and does not hide."""
+
+
+def measure(
+    models: Sequence[str],
+    strategies: Sequence[str],
+    groups: Mapping[str, Any],
+    bench: Bench,
+    device: torch.device,
+    said: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """Measure each model with each strategy (collective).
+
+    Args:
+        groups: Process groups by back end.
+        said: Called when a model has been measured.
+    """
+    found: list[Row] = []
+    for model, strategy in itertools.product(models, strategies):
+        found += _rows(model, strategy, groups, bench, device)
+        said()
+    return found
+
+
+def _rows(model: str, strategy: str, groups: Mapping[str, Any], bench: Bench, device: torch.device) -> Iterator[Row]:
+    batches = _batches(WIDTHS[model], device)
+    alone = _make(model, device)
+    calls = {_DATA: lambda: next(batches), _COMPUTE: _step(alone, batches)}
+    calls |= {name: _step(_spread(_make(model, device), strategy, group), batches) for name, group in groups.items()}
+    times = timing.in_turn(bench, calls)
+    data = times[_DATA].least / 1e3
+    compute = times[_COMPUTE].least / 1e3 - data
+    for name in groups:
+        whole = times[name].least / 1e3
+        yield Row(
+            model=model,
+            parameters=sum(each.numel() for each in alone.parameters()),
+            strategy=strategy,
+            backend=name,
+            ms=round(whole, 4),
+            ms_median=round(times[name].median / 1e3, 4),
+            data_ms=round(data, 4),
+            compute_ms=round(compute, 4),
+            communication_ms=round(max(0.0, whole - compute - data), 4),
+        )
+
+
+def _make(model: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(1)
+    width = WIDTHS[model]
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
+
+
+def _spread(model: nn.Module, strategy: str, group: Any) -> nn.Module:
+    if strategy == "ddp":
+        return DistributedDataParallel(model, process_group=group)
+    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    for layer in model:  # type: ignore[attr-defined]  # an nn.Sequential
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _step(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]]) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def _batches(width: int, device: torch.device) -> Iterator[Sequence[torch.Tensor]]:
+    data = TensorDataset(torch.randn(_SAMPLES, width), torch.randn(_SAMPLES, width))
+    loader = DataLoader(data, _BATCH, shuffle=True, drop_last=True)
+    while True:
+        for batch in loader:
+            yield [each.to(device) for each in batch]

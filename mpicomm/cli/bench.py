@@ -1,0 +1,183 @@
+"""`mpicomm bench`: operations by several back ends in turn, and by mpi4py alone on the same buffers."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicomm.cli import bench_ddp, bench_startup, in_ranks
+from mpicomm.cli.arguments import among, check_writable, count, png
+from mpicomm.cli.console import FAILED, console, failed
+from mpicomm.errors import LaunchError, MPINotFoundError
+from mpicomm.reports import benchmark_plots, benchmarks
+
+if TYPE_CHECKING:
+    from mpicomm.bench.collectives import Found
+    from mpicomm.runtime import World
+
+_OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_BACKENDS = ("mpi", "gloo", "nccl", "raw")
+_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
+_SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
+_FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_STEP = 4  # from one size to the next
+_DESCRIPTION = """\
+Measure operations on tensors by several back ends, which take turns, and by mpi4py alone on the same buffers (raw).
+
+Started by mpirun or srun it measures their ranks; started plainly it starts ranks as `mpicomm run` does. Latency is
+that of the slowest rank, the mean of the fastest of some rounds. Sizes and bandwidths are those of nccl-tests."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "bench", help="measure", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--op", metavar="OP,...", type=among("operation", (*_OPERATIONS, "sendrecv")), default=["all_reduce"],
+        help=f"all, or of {', '.join(_OPERATIONS)} and sendrecv (all_reduce)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend",
+        metavar="B,...",
+        type=among("back end", _BACKENDS),
+        help=f"of {', '.join(_BACKENDS)} (all there are)",
+    )
+    parser.add_argument(
+        "--size", metavar="A:B", type=_sizes, default=_sizes("4:64Mi"),
+        help=f"bytes, from A to B by steps of {_STEP} times, or a list: 4,1Ki,64Mi (4:64Mi)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", metavar="D,...", type=among("dtype", _DTYPES), default=["float32"],
+        help=f"of {', '.join(_DTYPES)} (float32)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (%(default)s)")
+    parser.add_argument("--async", dest="starts", action="store_true", help="start and wait; how much can be hidden")
+    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="number of ranks, if it starts them itself")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+    parser.add_argument("--csv", metavar="F", type=Path, help="or as a table with commas")
+    parser.add_argument("--plot", metavar="F.png", type=png, help="draw them (needs matplotlib)")
+    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="show beside them those of another run")
+    parser.set_defaults(run=run)
+    kinds = parser.add_subparsers(title="other measurements", metavar="ddp|startup")
+    for kind in (bench_ddp, bench_startup):
+        kind.add_parser(kinds)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, or become the launcher of ranks that do; return the exit status."""
+    try:
+        before = _prepare(arguments) if in_ranks.writes() else []
+        in_ranks.be(arguments.ranks)
+    except (LaunchError, MPINotFoundError, OSError, ValueError, ImportError) as error:
+        return failed("bench", error)
+    return _measure(arguments, before)
+
+
+def _prepare(arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
+    """Find out early what would fail in the end, and return the rows to compare with."""
+    if arguments.plot is not None:
+        benchmark_plots.check()
+    for path in filter(None, (arguments.json, arguments.csv, arguments.plot)):
+        check_writable(path)
+    return _rows_of(arguments.compare) if arguments.compare is not None else []
+
+
+def _measure(arguments: argparse.Namespace, before: Sequence[Mapping[str, Any]]) -> int:
+    import torch
+
+    from mpicomm import runtime
+    from mpicomm.bench import backends, collectives
+
+    with runtime.bootstrap() as world:
+        try:
+            device = backends.device(arguments.device, world)
+            compared = backends.make(arguments.backend or backends.known(world, device, has_raw=True), world)
+        except ValueError as error:
+            return failed("bench", error) if world.rank == 0 else FAILED
+        plan = collectives.Plan(
+            operations=arguments.op,
+            sizes=arguments.size,
+            dtypes=[getattr(torch, name) for name in arguments.dtype],
+            device=device,
+            asynchronous=arguments.starts,
+        )
+        bench = in_ranks.timing(arguments.rounds, arguments.device)
+        with in_ranks.progress(world, collectives.number_of_cases(plan, world.size)) as advance:
+            found = collectives.measure(plan, compared, bench, world.rank, world.size, advance)
+        if world.rank == 0:
+            return _show(arguments, found, before, world)
+    return 0
+
+
+def _show(arguments: argparse.Namespace, found: Found, before: Sequence[Mapping[str, Any]], world: World) -> int:
+    from mpicomm.bench import machine
+
+    rows = [dataclasses.asdict(row) for row in found.rows]
+    whole = machine.described("microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s")
+    whole |= {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
+    whole |= {"rows": rows, "refused": found.refusals}
+    for table in benchmarks.tables(rows, before):
+        console().print(table)
+    for what, why in found.refusals.items():
+        print(f"{what}: {why}")
+    try:
+        if arguments.json is not None:
+            machine.write(whole, arguments.json)
+        if arguments.csv is not None:
+            _write_csv(rows, arguments.csv)
+        if arguments.plot is not None:
+            benchmark_plots.save(rows, arguments.plot)
+    except OSError as error:
+        return failed("bench", error)
+    return 0
+
+
+def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _rows_of(path: Path) -> list[Mapping[str, Any]]:
+    """Return the rows of a file that `--json` wrote.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        rows: list[Mapping[str, Any]] = json.loads(path.read_text())["rows"]
+        for row in rows:
+            benchmarks.key_of(row)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file that --json wrote: {error!r}") from error
+    return rows
+
+
+def _sizes(text: str) -> list[int]:
+    if ":" not in text:
+        return [_size(part) for part in text.split(",")]
+    first, _, last = text.partition(":")
+    size, largest = _size(first), _size(last)
+    if size > largest:
+        raise argparse.ArgumentTypeError(f"{text}: the first size is the larger one; give the smaller one first")
+    found = []
+    while size <= largest:
+        found.append(size)
+        size *= _STEP
+    return found
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, as 4, 1Ki, 64Mi or 1Gi")
+    return int(match[1]) * _FACTORS[match[2]]

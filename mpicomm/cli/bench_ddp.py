@@ -1,0 +1,93 @@
+"""`mpicomm bench ddp`: steps of training by several back ends in turn."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from mpicomm.cli import in_ranks
+from mpicomm.cli.arguments import among, check_writable, count
+from mpicomm.cli.console import FAILED, console, failed
+from mpicomm.errors import LaunchError, MPINotFoundError
+
+_MODELS, _STRATEGIES, _BACKENDS = ("small", "middle", "large"), ("ddp", "fsdp"), ("mpi", "gloo", "nccl")
+
+
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add what follows `mpicomm bench`."""
+    parser = kinds.add_parser(
+        "ddp",
+        help="steps of training",
+        description="Measure steps of training by DistributedDataParallel or FSDP2 with several back ends, which take "
+        "turns: milliseconds of the slowest rank, and what of them is data, computing and communication. The models "
+        "are two linear layers, of 33 k, 525 k and 8.4 M parameters.",
+    )
+    parser.add_argument("--model", metavar="M,...", type=among("model", _MODELS), default=list(_MODELS),
+        help=f"of {', '.join(_MODELS)} (all)")  # fmt: skip
+    parser.add_argument("--strategy", metavar="S,...", type=among("strategy", _STRATEGIES), default=["ddp"],
+        help=f"of {', '.join(_STRATEGIES)} (ddp)")  # fmt: skip
+    parser.add_argument("--backend", metavar="B,...", type=among("back end", _BACKENDS),
+        help=f"of {', '.join(_BACKENDS)} (all there are)")  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are (%(default)s)")
+    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="number of ranks, if it starts them itself")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, or become the launcher of ranks that do; return the exit status."""
+    try:
+        if arguments.json is not None and in_ranks.writes():
+            check_writable(arguments.json)
+        in_ranks.be(arguments.ranks)
+    except (LaunchError, MPINotFoundError, OSError) as error:
+        return failed("bench ddp", error)
+    return _measure(arguments)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from mpicomm import runtime
+    from mpicomm.bench import backends, machine, training
+
+    with runtime.bootstrap() as world:
+        try:
+            device = backends.device(arguments.device, world)
+            groups = backends.groups(arguments.backend or backends.known(world, device), world)
+        except ValueError as error:
+            return failed("bench ddp", error) if world.rank == 0 else FAILED
+        torch.set_num_threads(1)  # what communicates in the background is to have a core
+        with in_ranks.progress(world, len(arguments.model) * len(arguments.strategy)) as advance:
+            bench = in_ranks.timing(arguments.rounds, arguments.device)
+            found = training.measure(arguments.model, arguments.strategy, groups, bench, device, advance)
+        if world.rank == 0:
+            rows = [dataclasses.asdict(row) for row in found]
+            whole = machine.described("milliseconds of a step of the slowest rank, the mean of the fastest round")
+            whole |= {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rows": rows}
+            console().print(_table(rows))
+            if arguments.json is not None:
+                machine.write(whole, arguments.json)
+    return 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    found = Table(title="milliseconds of a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("model", "params", "strategy", "back end"):
+        found.add_column(title)
+    for title in ("step", "median", "data", "compute", "comm", "/ mpi"):
+        found.add_column(title, justify="right")
+    ours = {(row["model"], row["strategy"]): row["ms"] for row in rows if row["backend"] == "mpi"}
+    for row in rows:
+        base = ours.get((row["model"], row["strategy"]))
+        figures = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
+        ratio = "-" if base is None else f"{row['ms'] / base:.2f}"
+        found.add_row(row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"], *figures, ratio)
+    return found

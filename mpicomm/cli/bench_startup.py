@@ -1,0 +1,69 @@
+"""`mpicomm bench startup`: starts, beside torchrun's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpicomm.bench import machine, startup
+from mpicomm.cli import starts
+from mpicomm.cli.arguments import check_writable, count, counts
+from mpicomm.cli.console import console, failed
+from mpicomm.errors import LaunchError, MPINotFoundError
+from mpicomm.reports import starts as tables
+from mpicomm.startcommand.request import Request
+
+_OURS = "mpicomm"
+_THEIRS = "torchrun + Gloo"
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # with them there would be no Gloo to compare with
+
+
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add what follows `mpicomm bench`."""
+    parser = kinds.add_parser(
+        "startup",
+        help="from the command until ranks have talked",
+        description="Start ranks, again and again, and say how long it takes from the command until they have talked "
+        "to each other, step by step, and beside it the same by torchrun and Gloo. In an allocation of Slurm's all its "
+        "nodes are used.",
+    )
+    parser.add_argument("--ranks", metavar="1,2,4", type=counts, default=(1, 2, 4), help="numbers of ranks")
+    parser.add_argument("--rounds", metavar="R", type=count, default=3, help="starts of each, in turn (%(default)s)")
+    parser.add_argument("--limit", metavar="S", type=count, default=300, help="seconds for a start (%(default)s)")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure starts, and return the exit status."""
+    environ = {**os.environ, **_WITHOUT_GPUS}
+    try:
+        if arguments.json is not None:
+            check_writable(arguments.json)
+        found = machine.described("seconds from the command until the ranks have talked; the fastest of some starts")
+        found |= {"rounds": arguments.rounds, "seconds of `import mpicomm`": round(startup.import_seconds(7), 4)}
+        found["starts"] = startup.measure(
+            _ways(environ), arguments.ranks, arguments.rounds, limit=arguments.limit, said=_say
+        )
+    except (LaunchError, MPINotFoundError, OSError) as error:
+        return failed("bench startup", error)
+    console().print(tables.table(found["starts"], _OURS))
+    print(f"import mpicomm: {1e3 * found['seconds of `import mpicomm`']:.1f} ms")
+    if arguments.json is not None:
+        machine.write(found, arguments.json)
+    return 0
+
+
+def _ways(environ: Mapping[str, str]) -> list[startup.Way]:
+    return [
+        startup.Way(_OURS, "mpicomm", lambda program, ranks: starts.of(Request(program, ranks), environ)),
+        startup.Way(_THEIRS, "gloo", lambda program, ranks: starts.by_torchrun_of(Request(program, ranks), environ)),
+    ]
+
+
+def _say(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"mpicomm bench: {what}", file=sys.stderr)

@@ -1,0 +1,169 @@
+"""What `mpicomm bench` measures: results that it knows, on every back end, and wrong ones that it notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.bench import backends, collectives, values
+from mpicomm.bench.collectives import Found, Plan
+from mpicomm.bench.operations import OPERATIONS, Case, Operation
+from mpicomm.bench.timing import Bench
+
+CPU = torch.device("cpu")
+ODD_SIZE = 4 * 1025  # neither a multiple of the ranks nor of the patterns
+
+
+@pytest.fixture(scope="module", name="compared")
+def _compared(world: mpicomm.World) -> dict[str, Any]:
+    return backends.make(["mpi", "gloo", "raw"], world)
+
+
+def measured(world: mpicomm.World, plan: Plan, compared: dict[str, Any]) -> Found:
+    bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, rounds=2, seconds=1e-4)
+    return collectives.measure(plan, compared, bench, world.rank, world.size)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    found = measured(world, Plan([name], [4, ODD_SIZE], [dtype], CPU), compared)
+    assert [row.wrong for row in found.rows] == [0] * len(found.rows)
+    ours = [row for row in found.rows if row.backend == "mpi"]
+    assert len(ours) == 2 * len(OPERATIONS[name].places)
+    for row in found.rows:
+        assert row.us > 0
+        assert row.us_median >= row.us
+        assert row.algbw == pytest.approx(row.nbytes / row.us / 1e3, rel=1e-2)
+    refusers = {key.rpartition(", ")[2] for key in found.refusals}
+    assert "mpi" not in refusers
+    is_beyond_mpi = dtype is torch.bfloat16 and OPERATIONS[name].reduces
+    assert ("raw" in refusers) == (is_beyond_mpi or name == "reduce_scatter")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_what_does_nothing_is_wrong(world: mpicomm.World, name: str) -> None:
+    class Idle:
+        def call(self, _: Operation) -> Any:
+            return lambda: None
+
+    found = measured(world, Plan([name], [4096], [torch.float32], CPU), {"idle": Idle()})
+    assert all(row.wrong > 0 for row in found.rows)
+    assert len(found.rows) == len(OPERATIONS[name].places)
+
+
+@pytest.mark.mpi
+def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
+    plan = Plan(["all_reduce"], [4096], [torch.float32], CPU, asynchronous=True)
+    found = measured(world, plan, compared)
+    assert [row.backend for row in found.rows] == ["mpi", "gloo"]
+    assert all(row.overlap is not None and 0 <= row.overlap <= 100 for row in found.rows)
+    assert list(found.refusals) == ["all_reduce, float32, in place, raw"]
+
+
+@pytest.mark.mpi
+def test_a_back_end_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) -> None:
+    class Refuses:
+        def call(self, _: Operation) -> Any:
+            if world.rank == world.size - 1:
+                raise RuntimeError("not today\nnor tomorrow")
+            return lambda: None
+
+    found = measured(world, Plan(["broadcast"], [4], [torch.float32], CPU), {"one": Refuses()})
+    assert found == Found([], {"broadcast, float32, in place, one": "not today"})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.float32], ids=str)
+def test_sums_are_exact_in_any_order(size: int, dtype: torch.dtype) -> None:
+    rows = [values.pattern(rank, 5, size).to(dtype) for rank in range(size)]
+    for order in (rows, rows[::-1], rows[::2] + rows[1::2]):
+        total = torch.zeros_like(rows[0])
+        for row in order:
+            total += row
+        assert torch.equal(total.long(), values.summed(5, size))
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+@pytest.mark.parametrize("nbytes", [1, 4, 1000, 4096])
+def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> None:
+    for in_place in OPERATIONS[name].places:
+        operation = OPERATIONS[name](Case(nbytes, torch.float32, CPU, in_place, 2, 3))
+        larger = max(operation.send.numel(), operation.receive.numel())
+        assert operation.nbytes == 4 * larger
+        assert larger % 3 == 0 or not operation.is_shared_out
+        assert (
+            operation.send.untyped_storage().data_ptr() == operation.receive.untyped_storage().data_ptr()
+        ) == in_place
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    loads = {
+        "all_reduce": 2 * 3 / 4, "reduce": 1, "broadcast": 1, "all_gather": 3 / 4, "reduce_scatter": 3 / 4,
+        "all_to_all": 3 / 4, "gather": 3 / 4, "scatter": 3 / 4, "sendrecv": 1,
+    }  # fmt: skip
+    case = Case(4096, torch.float32, CPU, in_place=False, rank=0, size=4)
+    assert {name: kind(case).load for name, kind in OPERATIONS.items()} == loads
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16, 30])
+def test_what_belongs_to_others_is_seen(size: int) -> None:
+    rows = [values.pattern(rank, part, size) for rank in range(size) for part in range(min(size, 6))]
+    assert all(values.POISON not in row for row in rows)
+    for rank, part in ((0, 0), (size - 1, 1)):
+        own = values.pattern(rank, part, size)
+        assert not torch.equal(own, values.pattern((rank + 1) % size, part, size))
+        assert not torch.equal(own, values.pattern(rank, part + 1, size))
+    total = values.summed(0, size)
+    assert not torch.equal(total, values.summed(1, size))
+    assert all(not torch.equal(total, total.roll(shift)) for shift in range(1, len(total)))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter", "scatter", "gather"])
+@pytest.mark.parametrize("nbytes", [4096, 4**8])
+def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbytes: int) -> None:
+    class Shifts:
+        """Does the operation, and then moves every part of the result by one."""
+
+        def call(self, operation: Operation) -> Any:
+            def call() -> None:
+                operation.by_torch(dist.group.WORLD)
+                if operation.receive.numel() == operation.count:
+                    operation.receive.copy_(operation.receive.roll(operation.share))
+                else:
+                    everybodys = mpicomm.all_gather(operation.receive)
+                    operation.receive.copy_(everybodys[world.rank - 1])
+
+            return call
+
+    found = measured(world, Plan([name], [nbytes], [torch.float32], CPU), {"shifts": Shifts()})
+    assert all(row.wrong > 0 for row in found.rows)
+
+
+@pytest.mark.mpi
+def test_each_size_is_measured_once(world: mpicomm.World, compared: dict[str, Any]) -> None:
+    found = measured(world, Plan(["all_gather"], [1, 4, 4 * world.size], [torch.float32], CPU), compared)
+    assert [row.nbytes for row in found.rows if row.backend == "mpi"] == [4 * world.size] * 2
+
+
+@pytest.mark.mpi
+def test_what_there_is_no_memory_for_is_left_out(world: mpicomm.World, compared: dict[str, Any]) -> None:
+    found = measured(world, Plan(["broadcast"], [4, 2**60], [torch.float32], CPU), compared)
+    assert {row.nbytes for row in found.rows} == {4}
+    assert list(found.refusals) == [f"broadcast, float32, {2**60} B"]
+
+
+def test_wrong_elements_are_counted() -> None:
+    tensor = torch.zeros(10)
+    rows = [values.pattern(0, 0, 4), values.pattern(1, 0, 4)]
+    values.fill(tensor, rows)
+    assert values.wrong(tensor, rows) == 0
+    tensor[[0, 4, 9]] += 1
+    assert values.wrong(tensor, rows) == 3

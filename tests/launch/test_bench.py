@@ -1,0 +1,122 @@
+"""`mpicomm bench startup`: real starts, and ones that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpicomm import mpi
+from tests.launching import run_alone
+
+LIBRARY = mpi.library()
+BENCH = ["-m", "mpicomm", "bench", "startup"]
+
+
+def test_starts_beside_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "startup.json"
+    outcome = run_alone([*BENCH, "--ranks", "1,2", "--rounds", "1", "--json", str(file)], timeout=150)
+    assert outcome.status == 0, outcome
+    assert all(word in outcome.stdout for word in ("MPI_Init", "torchrun + Gloo", "import mpicomm: ")), outcome
+    found = json.loads(file.read_text())
+    assert found["versions"][LIBRARY.vendor] == LIBRARY.version
+    starts = found["starts"]
+    assert [(each["ranks"], each["way"]) for each in starts] == [
+        (ranks, way) for ranks in (1, 2) for way in ("mpicomm", "torchrun + Gloo")
+    ]
+    for each in starts:
+        assert sum(each["steps"].values()) == pytest.approx(each["seconds"], abs=0.01), each
+    assert list(starts[0]["steps"]) == ["launch", "import torch", "MPI_Init", "bootstrap", "first all_reduce"]
+
+
+def test_a_start_that_fails_is_told_with_its_command_and_its_words() -> None:
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"}, timeout=90)
+    assert outcome.status == 2, outcome
+    assert "mpicomm bench startup: a start of 2 ranks ended with status" in outcome.stderr, outcome
+    assert f"{LIBRARY.mpiexec} -n 2" in outcome.stderr, outcome
+    assert "MPICOMM_LAUNCHER=nobody" in outcome.stderr, outcome
+
+
+def test_a_start_that_takes_too_long_is_ended() -> None:
+    """`run_alone` fails if anything of it still runs."""
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"], timeout=90)
+    assert outcome.status == 2, outcome
+    assert "a start of 2 ranks ended with status" in outcome.stderr, outcome
+
+
+def test_a_number_that_is_none() -> None:
+    outcome = run_alone([*BENCH, "--ranks", "0"])
+    assert outcome.status == 2, outcome
+    assert "argument --ranks: expected a number from 1, got 0" in outcome.stderr, outcome
+
+
+def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"bench.{name}" for name in ("json", "csv", "png")}
+    bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
+    written = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])]
+    outcome = run_alone([*bench, *written], timeout=120)
+    assert outcome.status == 0, outcome
+    assert "broadcast, float32, in place" in outcome.stdout, outcome
+    found = json.loads(files["json"].read_text())
+    assert (found["ranks"], found["nodes"], found["refused"]) == (2, 1, {})
+    assert [(row["operation"], row["nbytes"], row["backend"], row["wrong"]) for row in found["rows"]] == [
+        (name, size, backend, 0)
+        for name in ("all_reduce", "broadcast")
+        for size in (4, 1024)
+        for backend in ("mpi", "gloo", "raw")
+    ]
+    assert len(files["csv"].read_text().splitlines()) == 1 + len(found["rows"])
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    outcome = run_alone([*bench, "--backend", "mpi", "--compare", str(files["json"])], timeout=120)
+    assert outcome.status == 0, outcome
+    assert "/ before" in outcome.stdout, outcome
+
+
+def test_without_mpi_only_its_own_back_ends_are_measured() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mpicomm", "bench"]
+    outcome = run_alone([*torchrun, "--size", "4", "--rounds", "2"], timeout=120)
+    assert outcome.status == 0, outcome
+    assert " gloo " in outcome.stdout, outcome
+    outcome = run_alone([*torchrun, "--backend", "mpi,gloo"], timeout=120)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("mpicomm bench: torchrun started the ranks without MPI") == 1, outcome
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--op all_reduc", "there is no operation all_reduc; there are all_reduce, reduce,"),
+        ("--backend mpi,mvapich", "there is no back end mvapich; there are mpi, gloo, nccl, raw"),
+        ("--dtype float8", "there is no dtype float8"),
+        ("--size 4k", "'4k': expected bytes, as 4, 1Ki, 64Mi or 1Gi"),
+        ("--size 1Mi:4", "1Mi:4: the first size is the larger one"),
+        ("--plot curves.pdf", "expected a file *.png, got curves.pdf; name it curves.png"),
+        ("--compare nowhere.json", "No such file or directory: 'nowhere.json'"),
+        ("--compare pyproject.toml", "pyproject.toml is no file that --json wrote"),
+        ("--compare docs/results/faults.json", "docs/results/faults.json is no file that --json wrote"),
+        ("--json nowhere/bench.json --size 4 -n 1", "cannot write nowhere/bench.json"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(arguments: str, text: str) -> None:
+    outcome = run_alone(["-m", "mpicomm", "bench", *arguments.split()])
+    assert outcome.status == 2, outcome
+    assert text in outcome.stderr, outcome
+    assert "Traceback" not in outcome.stderr, outcome
+    assert "mpiexec" not in outcome.stderr, outcome
+
+
+def test_steps_of_training(tmp_path: Path) -> None:
+    file = tmp_path / "ddp.json"
+    bench = [*BENCH[:-1], "ddp", "-n", "2", "--model", "small", "--strategy", "ddp,fsdp", "--rounds", "2"]
+    outcome = run_alone([*bench, "--json", str(file)], timeout=120)
+    assert outcome.status == 0, outcome
+    assert "milliseconds of a step" in outcome.stdout, outcome
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["strategy"], row["backend"], row["parameters"]) for row in rows] == [
+        (strategy, backend, 2 * (128 * 128 + 128)) for strategy in ("ddp", "fsdp") for backend in ("mpi", "gloo")
+    ]
+    for row in rows:
+        parts = row["data_ms"] + row["compute_ms"] + row["communication_ms"]
+        assert parts == pytest.approx(row["ms"], abs=0.01) or row["communication_ms"] == 0
+        assert row["ms_median"] >= row["ms"] > 0
