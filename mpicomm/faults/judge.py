@@ -165,7 +165,12 @@ class Judge:
             self._judge_at = min(soon)
 
     def _find_culprits(self, waits: Iterable[Message], now: float) -> list[int]:
+        waits = [wait for wait in waits if not self._is_at_its_end(wait["rank"])]
         return sorted({rank for key in _distinct(waits) for rank in self._culprits(*key, now)})
+
+    def _is_at_its_end(self, rank: int) -> bool:
+        """Tell whether all that a rank still does is to take its groups down, for which it waits with all others."""
+        return rank in self._left and not self._left[rank]["is_stuck"]
 
     def _culprits(self, needs: str, group: str, sequence: int | None, waiter: int | None, now: float) -> list[int]:
         """Return the ranks that have left without what somebody waits for; they cannot come any more."""

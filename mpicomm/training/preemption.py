@@ -21,7 +21,8 @@ from typing import Any
 STATUS = 85
 """With which a run leaves that wants to go on later."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, *_WARNINGS)
 # Launchers and schedulers repeat SIGTERM after a quarter of a second, and after six; only what comes later is meant.
 _AGAIN_SECONDS = 10.0
 _ASK_SECONDS = 60.0
@@ -52,6 +53,9 @@ class Wish:
     def listening(self, margin: float | None, *, asks: bool) -> Iterator[None]:
         """Notice signals within the block and, on the rank that asks, the end of the allocation.
 
+        SIGUSR1 and SIGUSR2 stay harmless afterwards, where nothing else handles them: a scheduler's warning must not
+        end a program that has done its work.
+
         Args:
             margin: Seconds before the end of the allocation to leave, but never in the first half of what is left now;
                 None never to.
@@ -70,7 +74,8 @@ class Wish:
         finally:
             done.set()
             for number, handler in before.items():
-                signal.signal(number, handler)
+                came_too_late = number in _WARNINGS and handler is signal.SIG_DFL
+                signal.signal(number, _take_no_note if came_too_late else handler)
 
     def _take_over(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -94,6 +99,10 @@ class Wish:
                 self.why = self.why or f"{left:.0f} s are left of the allocation"
                 return
             wait = _ASK_SECONDS if left is None else min(_ASK_SECONDS, max(1.0, left - margin))
+
+
+def _take_no_note(_number: int, _frame: types.FrameType | None) -> None:
+    """Handle a signal by nothing; unlike SIG_IGN, programs that this one starts do not inherit it."""
 
 
 def remaining_seconds(environ: Mapping[str, str]) -> Callable[[], float | None] | None:

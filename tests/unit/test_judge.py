@@ -405,6 +405,15 @@ def test_who_has_left_with_an_operation_that_nobody_joined_still_waits() -> None
     assert court.hands.said[0].startswith("[mpicomm] ranks 0, 1, 3 of 4 on node0 have left, but others wait for them")
 
 
+def test_who_takes_its_groups_down_waits_for_nobody_who_left() -> None:
+    court = Court()
+    for rank in range(SIZE):
+        court.leave(rank)
+    court.wait_in(2, sequence=43)
+    court.tick(100)
+    assert (court.hands.kinds(), court.hands.said) == (["all left"], [])
+
+
 @pytest.mark.parametrize("silent", [{}, {"silent": 3.0, "state": ""}], ids=["no word", "its hub's word"])
 def test_who_does_not_answer_may_wait_no_more(silent: dict[str, Any]) -> None:
     """Until it answers, and still waits."""

@@ -109,7 +109,37 @@ def test_a_signal_is_a_wish(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         assert wish.why == number.name
         os.kill(os.getpid(), number)  # launchers repeat it
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is before or number != signal.SIGTERM
+
+
+def test_a_handler_is_given_back() -> None:
+    def mine(_number: int, _frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        with Wish().listening(None, asks=False):
+            assert signal.getsignal(signal.SIGUSR1) is not mine
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+LATE = """
+import os, signal
+from mpicomm.training import preemption
+for _ in range(2):
+    with preemption.Wish().listening(None, asks=False):
+        pass
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+print("done")
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_warning_after_the_run_ends_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "done\n"), done
 
 
 TWICE = """
