@@ -11,6 +11,7 @@ PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
 TIMEOUTS = ("abort", "raise")
 DEBUGS = ("0", "1")
+SHARED_MEMORIES = ("0", "1")
 GPU_TENSORS = ("direct", "staged")
 _HANG_SECONDS = 60.0
 # Long enough for a copy to reach its full speed, short enough for three to stay in the cache.
@@ -47,6 +48,9 @@ class Settings:
     gpu_chunk_kib: str | None = None
     """How much of a tensor is with MPI while the next is copied from the GPU, in KiB; 4096."""
 
+    shared_memory: str | None = None
+    """0: large tensors go by MPI alone, not through memory that the ranks of a node share."""
+
     @property
     def raises_timeouts(self) -> bool:
         """Whether a timeout is an exception."""
@@ -56,6 +60,11 @@ class Settings:
     def compares_calls(self) -> bool:
         """Whether the ranks compare their calls."""
         return self.debug == "1"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether large tensors may go through memory that the ranks of a node share."""
+        return self.shared_memory != "0"
 
     @property
     def seconds_to_report(self) -> float:
@@ -90,6 +99,7 @@ class Settings:
         settings._check_one_of("timeout", TIMEOUTS)
         settings._check_one_of("debug", DEBUGS)
         settings._check_one_of("gpu_tensors", GPU_TENSORS)
+        settings._check_one_of("shared_memory", SHARED_MEMORIES)
         settings._check_seconds()
         settings._check_chunk()
         return settings

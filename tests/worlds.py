@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import mpicomm
+from tests import nodes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, Group]]:
-    """Every kind of group: the world, a copy, one rank alone, the even and the odd ranks, one as if on GPUs."""
+    """Every kind of group: the world, a copy, one alone, the even and the odd ranks, one as if on GPUs, by nodes."""
     import torch.distributed as dist
 
     with mpicomm.bootstrap("mpi", abort_on_error=False) as world:
@@ -48,6 +49,9 @@ def groups() -> Iterator[dict[str, Group]]:
         }
         handles["staged"] = dist.new_group(everyone)
         _stage(handles["staged"])
+        for kind in nodes.KINDS:
+            handles[kind] = dist.new_group(everyone)
+            nodes.lead_by(kind, handles[kind])
         yield {name: _describe(handle) for name, handle in handles.items()}
 
 
@@ -56,7 +60,7 @@ def world(groups: dict[str, Group]) -> mpicomm.World:
     return mpicomm.bootstrap()
 
 
-@pytest.fixture(params=["world", "copy", "alone", "parity", "staged"])
+@pytest.fixture(params=["world", "copy", "alone", "parity", "staged", *nodes.KINDS])
 def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
     return groups[request.param]
 

@@ -14,6 +14,7 @@ from mpicomm.backend import buffers, dtypes, wire
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.executor import Executor, Options
 from mpicomm.backend.monitored import MonitoredBarrier
+from mpicomm.backend.nodepath import NodePath
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.routes import Route
 from mpicomm.backend.staging import Call, Use
@@ -47,8 +48,9 @@ class Engine:
     def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings, route: Route) -> None:
         self.comm = comm
         self.record = record
-        self.executor = Executor(comm, record, settings)
         self.route = route
+        self._node = NodePath(comm, is_wanted=settings.shares_memory and route.is_by_host)
+        self.executor = Executor(comm, record, settings, self._node.close)
         self._monitored = MonitoredBarrier(comm)
 
     # -- reductions ----------------------------------------------------------------------------------------------
@@ -67,6 +69,19 @@ class Engine:
         return self.executor.launch("all_reduce", _joint(calls), tensors, opts, tensors, also=reductions[0].name)
 
     def _all_reduce(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
+        if not self._node.may_reduce("all_reduce", tensor, reduction):
+            return self._all_reduce_by_mpi(reduction, tensor)
+        dense = buffers.pack(tensor)
+
+        def call() -> None:
+            if self._node.all_reduce(dense, reduction):
+                buffers.unpack(dense, tensor)
+            else:
+                self._all_reduce_by_mpi(reduction, tensor)()
+
+        return call
+
+    def _all_reduce_by_mpi(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
         if reduction.is_mpis_own and buffers.is_dense(tensor):
             return functools.partial(wire.all_reduce, self.comm, tensor, reduction.datatype, reduction.op)
         job = _Job(tensor, reduction, keep=False)
@@ -119,6 +134,19 @@ class Engine:
         return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
 
     def _reduce(self, reduction: Reduction, root: int, tensor: torch.Tensor) -> Call:
+        if not self._node.may_reduce("reduce", tensor, reduction):
+            return self._reduce_by_mpi(reduction, root, tensor)
+        dense = buffers.pack(tensor)
+
+        def call() -> None:
+            if not self._node.reduce(dense, reduction, root):
+                self._reduce_by_mpi(reduction, root, tensor)()
+            elif self.comm.rank == root:
+                buffers.unpack(dense, tensor)
+
+        return call
+
+    def _reduce_by_mpi(self, reduction: Reduction, root: int, tensor: torch.Tensor) -> Call:
         is_root = self.comm.rank == root
         job = _Job(tensor, reduction, keep=not is_root)
 
@@ -141,6 +169,22 @@ class Engine:
         return self.executor.launch("reduce_scatter", _joint(calls), outputs, opts, sources, also=reductions[0].name)
 
     def _reduce_scatter(
+        self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
+    ) -> Call:
+        if counts is not None or not self._node.may_reduce("reduce_scatter", source, reduction):
+            return self._reduce_scatter_by_mpi(reduction, counts, output, source)
+        dense, result = buffers.pack(source), buffers.room(output)
+        result = buffers.apart(result, dense)
+
+        def call() -> None:
+            if self._node.reduce_scatter(dense, result, reduction):
+                buffers.unpack(result, output)
+            else:
+                self._reduce_scatter_by_mpi(reduction, counts, output, source)()
+
+        return call
+
+    def _reduce_scatter_by_mpi(
         self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
     ) -> Call:
         dense = reduction.load(source, keep=True)
@@ -173,16 +217,20 @@ class Engine:
         return self.executor.launch("broadcast", call, [tensor], opts, [tensor], root=root)
 
     def _broadcast_mine(self, tensor: torch.Tensor) -> Call:
-        return functools.partial(wire.broadcast, self.comm, buffers.pack(tensor), self.comm.rank)
+        return functools.partial(self._broadcast, buffers.pack(tensor), self.comm.rank)
 
     def _receive_broadcast(self, root: int, tensor: torch.Tensor) -> Call:
         dense = buffers.room(tensor)
 
         def call() -> None:
-            wire.broadcast(self.comm, dense, root)
+            self._broadcast(dense, root)
             buffers.unpack(dense, tensor)
 
         return call
+
+    def _broadcast(self, dense: torch.Tensor, root: int) -> None:
+        if not (self._node.may_take("broadcast", dense) and self._node.broadcast(dense, root)):
+            wire.broadcast(self.comm, dense, root)
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: Options) -> Any:
         """Gather everybody's source into the output (size times the source), in the order of ranks; for each pair."""
@@ -197,7 +245,8 @@ class Engine:
 
         def call() -> None:
             self._put(dense, result, self.comm.rank * dense.numel())
-            wire.all_gather(self.comm, result, None)
+            if not (self._node.may_take("all_gather", result) and self._node.all_gather(result)):
+                wire.all_gather(self.comm, result, None)
             buffers.unpack(result, output)
 
         return call

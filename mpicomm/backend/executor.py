@@ -54,8 +54,14 @@ class Options(Protocol):
 class Executor:
     """Runs the operations of one group, on the group's own communicator."""
 
-    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings) -> None:
+    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings, let_go: Callable[[], None]) -> None:
+        """Prepare to run operations.
+
+        Args:
+            let_go: Called when the group is taken down, before its communicator is freed (collective).
+        """
         self._comm = comm
+        self._let_go = let_go
         self._record = record
         self._raises_timeouts = settings.raises_timeouts
         self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
@@ -376,6 +382,7 @@ class Executor:
         if self._poller is not None:
             self._poller.stop()
         self._finish_messages()
+        self._let_go()
         self._comm.Free()
 
     def _is_at_rest(self) -> bool:

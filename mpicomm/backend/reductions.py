@@ -16,6 +16,7 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, c10d, dtypes
+from mpicomm.node import sums
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Op
@@ -104,7 +105,7 @@ class Reduction:
         if self.divisor != 1:
             raw = dense.detach()
             if raw.dtype.is_floating_point or raw.dtype.is_complex:
-                raw.div_(self.divisor)
+                sums.divide(raw, self.divisor)
             elif raw.dtype == torch.uint64:  # torch cannot divide it
                 raw.copy_(torch.from_numpy(raw.cpu().numpy() // self.divisor))
             else:

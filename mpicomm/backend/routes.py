@@ -28,6 +28,9 @@ _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 class Route(Protocol):
     """The way of a group's tensors to MPI."""
 
+    is_by_host: bool
+    """Whether MPI sees memory of the host alone."""
+
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
         """Return what runs an operation, which `make` knows how to do on memory that MPI can reach.
 
@@ -47,6 +50,8 @@ class Route(Protocol):
 
 class AsTheyAre:
     """The way of tensors whose memory MPI can reach."""
+
+    is_by_host = True
 
     def prepare(
         self,
@@ -71,6 +76,8 @@ class AsTheyAre:
 
 class ByAddress(AsTheyAre):
     """The way of GPU tensors to an MPI that takes a GPU's addresses, which knows nothing of streams."""
+
+    is_by_host = False
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
         """Return what runs an operation when the caller's streams have come to this point."""

@@ -140,6 +140,8 @@ def make_mover(device: torch.device) -> Mover:
 class Staged:
     """The way of a group's tensors to MPI, where some of them are on GPUs."""
 
+    is_by_host = True
+
     def __init__(self, size: int, chunk_bytes: int, make_mover: Callable[[torch.device], Mover] = make_mover) -> None:
         """Remember how to cut.
 

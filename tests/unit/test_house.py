@@ -26,6 +26,7 @@ FLOORS = {
     "startcommand": 0,
     "mpi": 1,
     "startup": 2,
+    "node": 2,
     "faults": 3,
     "backend": 4,
     "runtime": 5,

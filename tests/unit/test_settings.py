@@ -16,6 +16,7 @@ VALID = {
     "debug": "1",
     "gpu_tensors": "staged",
     "gpu_chunk_kib": "512",
+    "shared_memory": "0",
 }
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 

@@ -1,0 +1,186 @@
+"""Large tensors' way through the memory of a node: which take it, and what happens where there is none.
+
+A tensor takes it if it is large enough and its operation is one that torch's kernels can do. Both are equal on all
+ranks, and constant: the bits of what a program computes must not depend on how fast a machine was at its start.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend import dtypes
+from mpicomm.backend.reductions import Reduction
+from mpicomm.node import collectives, segment
+from mpicomm.node.collectives import Collectives
+from mpicomm.node.levels import TwoLevels
+from mpicomm.node.sums import Sum
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_LEAST_SHARE = {"all_reduce": 2**20, "reduce": 2**20, "reduce_scatter": 2**20, "all_gather": 2**20, "broadcast": 2**22}
+"""Bytes for each rank of the group from which on this way is faster than MPI's own (docs/performance.md)."""
+
+_MOVEMENTS = ("all_gather", "broadcast")  # between two ranks MPI's own copy is as direct
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@functools.cache
+def _how(name: str, dtype: torch.dtype, divisor: int) -> Sum | None:
+    """Return how torch's kernels do a reduction; None if they would not do it as MPI does."""
+    if (name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS):
+        return Sum(torch.float32 if dtype in dtypes.NARROW_FLOATS else None, divisor)
+    return None
+
+
+class NodePath:
+    """The way of one group's tensors through the memory of its ranks' nodes, which is opened when first needed.
+
+    Each operation tells whether it was done; MPI does what was not. Tensors are dense and on the host.
+    """
+
+    def __init__(self, comm: Intracomm, *, is_wanted: bool) -> None:
+        """Prepare the way.
+
+        Args:
+            is_wanted: Whether this rank wants it; if one of the group does not, none takes it.
+        """
+        self._comm = comm
+        self._size = comm.size
+        self._is_wanted = is_wanted
+        self._is_open = False
+        self._comms: list[Intracomm] = []  # of its own
+        self._node: Collectives | None = None  # if all ranks are on one node
+        self._levels: TwoLevels | None = None  # if equally many are on each of several nodes
+
+    def may_take(self, operation: str, tensor: torch.Tensor) -> bool:
+        """Tell whether an operation on such a tensor, of equal size on all ranks, may go this way."""
+        return self._size > 1 and self.is_worth_it(operation, tensor.nbytes)
+
+    def is_worth_it(self, operation: str, nbytes: int) -> bool:
+        """Tell whether an operation of so many bytes is faster this way."""
+        fewest = 3 if operation in _MOVEMENTS else 2
+        return self._size >= fewest and nbytes >= self._size * _LEAST_SHARE[operation]
+
+    def may_reduce(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
+        """Tell whether a reduction of such tensors may go this way."""
+        return self.may_take(operation, tensor) and _how(reduction.name, tensor.dtype, reduction.divisor) is not None
+
+    # -- the operations (collective) -----------------------------------------------------------------------------
+
+    def all_reduce(self, dense: torch.Tensor, reduction: Reduction) -> bool:
+        """Reduce in place on all ranks."""
+        self._open()
+        flat, how = _flat(dense), _known(reduction, dense.dtype)
+        if self._levels is not None:
+            datatype = dtypes.arithmetic(how.wide or dense.dtype)
+            return self._go(self._levels, flat, lambda levels: levels.reduce(flat, how, datatype))
+        return self._go(self._node, flat, lambda node: node.reduce(flat, how))
+
+    def reduce(self, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
+        """Reduce in place on the root; the others' tensors keep their content."""
+        self._open()
+        flat, how = _flat(dense), _known(reduction, dense.dtype)
+        return self._go(self._node, flat, lambda node: node.reduce(flat, how, root))
+
+    def reduce_scatter(self, dense: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> bool:
+        """Reduce `dense`, a block for each rank, into each rank's own, which lies in memory of its own."""
+        self._open()
+        flat, how = _flat(dense), _known(reduction, dense.dtype)
+        return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
+
+    def all_gather(self, result: torch.Tensor) -> bool:
+        """Fill `result`, a block for each rank, from what each rank has put in its own place."""
+        self._open()
+        flat = _flat(result)
+        return self._go(self._node, flat, lambda node: node.all_gather(flat))
+
+    def broadcast(self, dense: torch.Tensor, root: int) -> bool:
+        """Copy the root's memory into everybody's."""
+        self._open()
+        flat = _flat(dense)
+        return self._go(self._node, flat, lambda node: node.broadcast(flat, root))
+
+    def _go(self, way: Collectives | TwoLevels | None, flat: torch.Tensor, operation: Callable[[Any], None]) -> bool:
+        """Run an operation, if there is a way, and all ranks' tensors can go it."""
+        if way is None:
+            return False
+        all_can = array("i", [way.can_take(flat)])
+        self._comm.Allreduce(mpi.api().IN_PLACE, all_can, mpi.api().MIN)
+        if not all_can[0]:
+            return False
+        try:
+            with torch.inference_mode():  # in which any tensor may be written
+                operation(way)
+        except ProcessLookupError:
+            self._comm.Barrier()  # as MPI would, this waits for the rank that is gone, until the watchdog ends the job
+            raise
+        return True
+
+    # -- its beginning and its end -------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Find out who shares a node, and share memory (collective, once)."""
+        if self._is_open:
+            return
+        self._is_open = True
+        if not all(self._comm.allgather(self._is_wanted)):
+            return
+        node_comm = self.split_by_node(self._comm)
+        self._comms.append(node_comm)
+        sizes = set(self._comm.allgather(node_comm.size))
+        if len(sizes) > 1 or sizes == {1}:
+            return
+        with torch.inference_mode():
+            node = self.connect(node_comm)
+        if not all(self._comm.allgather(node is not None)) or node is None:
+            return
+        if node.size == self._size:
+            self._node = node
+            return
+        across = cast("Intracomm", self._comm.Split(node.rank, self._comm.rank))
+        self._comms.append(across)
+        self._levels = TwoLevels(node, across)
+
+    def split_by_node(self, comm: Intracomm) -> Intracomm:
+        """Return the communicator of the ranks that share this rank's node (collective)."""
+        return cast("Intracomm", comm.Split_type(mpi.api().COMM_TYPE_SHARED, comm.rank))
+
+    def connect(self, node_comm: Intracomm) -> Collectives | None:
+        """Let the ranks of a node get at each other's tensors (collective over them); None, warned, if they cannot."""
+        try:
+            return collectives.connect(node_comm)
+        except segment.NoSharedMemoryError as error:
+            if node_comm.rank == 0:
+                warnings.warn(
+                    f"the {node_comm.size} ranks of this node cannot share memory: {error}. "
+                    f"Large tensors go by MPI alone, at about half the speed.",
+                    stacklevel=2,
+                )
+            return None
+
+    def close(self) -> None:
+        """Let go of the memory and of the communicators (collective)."""
+        self._is_open = True
+        self._node = self._levels = None
+        while self._comms:
+            self._comms.pop().Free()
+
+
+def _known(reduction: Reduction, dtype: torch.dtype) -> Sum:
+    how = _how(reduction.name, dtype, reduction.divisor)
+    assert how is not None
+    return how
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    return dense.detach().view(-1)

@@ -1,0 +1,1 @@
+"""Collectives of ranks that share a node's memory."""

@@ -1,0 +1,200 @@
+"""Collectives of ranks that may read each other's memory, by the system call process_vm_readv: nothing is copied twice.
+
+    all ranks tell each other where their tensors are       (which also says that all have come)
+    each rank reads what others have of its part, and adds it to its own
+    barrier
+    each rank reads the other parts from those who have added them up
+    barrier                                                 (from here on a tensor may change again)
+
+Of a tensor each rank owns a part, and adds up what all have for it in the order of ranks: all ranks get the same bits,
+which depend on the number of ranks alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm.node.sums import Sum
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_CHUNK_BYTES = 2**18  # what is added up at a time; it stays in the cache, with one for each other rank
+_SCRATCH_BYTES = 2**23
+_ALIGNMENT = 4096
+_COPIED_BYTES = 2**26  # by one call, which no signal interrupts
+
+
+class _Vector(ctypes.Structure):
+    """C's struct iovec."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Peers:
+    """The memory of the other ranks of a node."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        """Learn who they are (collective)."""
+        self._comm = comm
+        self._pids = comm.allgather(os.getpid())
+        self._local, self._remote = _Vector(), _Vector()
+        self._library = ctypes.CDLL(None, use_errno=True)
+        vectors = (ctypes.POINTER(_Vector), ctypes.c_ulong)
+        for call in (self._library.process_vm_readv, self._library.process_vm_writev):
+            call.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
+            call.restype = ctypes.c_ssize_t
+
+    def exchange(self, number: int) -> array[int]:
+        """Return every rank's number, an address, when all have told theirs (collective)."""
+        mine, numbers = array("q", [number]), array("q", bytes(8 * self._comm.size))
+        self._comm.Allgather(mine, numbers)
+        return numbers
+
+    def read(self, rank: int, address: int, room: torch.Tensor) -> None:
+        """Fill `room` from what begins at an address in another rank's memory.
+
+        Raises:
+            OSError: If it cannot be read; ProcessLookupError if the rank is gone.
+        """
+        self._copy(self._library.process_vm_readv, rank, address, room)
+
+    def can_read(self, rank: int, tensor: torch.Tensor) -> bool:
+        """Tell whether memory at a tensor's place can be read in a rank's process."""
+        byte = torch.empty(1, dtype=torch.uint8)
+        try:
+            self.read(rank, tensor.data_ptr(), byte)
+        except OSError:
+            return False
+        return True
+
+    def write(self, rank: int, address: int, content: torch.Tensor) -> None:
+        """Write `content` to an address in another rank's memory.
+
+        Raises:
+            OSError: If it cannot be written; ProcessLookupError if the rank is gone.
+        """
+        self._copy(self._library.process_vm_writev, rank, address, content)
+
+    def _copy(self, call: Callable[..., int], rank: int, there: int, tensor: torch.Tensor) -> None:
+        here, left = tensor.data_ptr(), tensor.nbytes
+        local, remote = self._local, self._remote
+        while left:
+            local.start, remote.start = here, there
+            local.length = remote.length = min(left, _COPIED_BYTES)
+            done = call(self._pids[rank], local, 1, remote, 1, 0)
+            if done <= 0:
+                number = ctypes.get_errno()
+                what = f"memory of rank {rank} of this node, process {self._pids[rank]}"
+                raise OSError(number, f"{os.strerror(number)}: {what}")
+            here, there, left = here + done, there + done, left - done
+
+
+def are_possible(comm: Intracomm) -> bool:
+    """Tell whether all ranks of `comm` may read each other's memory (collective)."""
+    token, got = torch.tensor([secrets.randbits(62)]), torch.zeros(1, dtype=torch.int64)
+    try:
+        peers = _Peers(comm)
+    except AttributeError:  # a C library without the call
+        peers = None
+    if not all(comm.allgather(peers is not None)) or peers is None:
+        return False
+    addresses, tokens = peers.exchange(token.data_ptr()), peers.exchange(int(token.item()))
+    is_right = True
+    for rank in range(comm.size):
+        try:
+            peers.read(rank, addresses[rank], got)
+        except OSError:
+            is_right = False
+        is_right = is_right and got.item() == tokens[rank]
+    return all(comm.allgather(is_right))  # and nobody's token goes before all have looked
+
+
+class Direct:
+    """The collectives of one communicator's ranks; tensors are flat, dense and on the host."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        """Let the ranks of a communicator read each other's memory (collective)."""
+        self.rank, self.size = comm.rank, comm.size
+        self._comm = comm
+        self._peers = _Peers(comm)
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        share = _SCRATCH_BYTES // comm.size // _ALIGNMENT * _ALIGNMENT
+        self._scratch = torch.empty(comm.size, max(_ALIGNMENT, min(_CHUNK_BYTES, share)), dtype=torch.uint8)
+
+    def can_take(self, flat: torch.Tensor) -> bool:
+        """Tell whether this rank's tensor can be read by others: memory that a GPU's driver has mapped cannot."""
+        return self._peers.can_read(self.rank, flat)
+
+    def reduce(self, flat: torch.Tensor, how: Sum, root: int | None = None) -> None:
+        """Reduce in place, on one rank or on all."""
+        mine = flat.tensor_split(self.size)[self.rank]
+        places = [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
+        receivers = range(self.size) if root is None else (root,)
+        self._add(mine, places, how, mine if self.rank in receivers else None, set(receivers) - {self.rank})
+        self._comm.Barrier()
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Sum) -> None:
+        """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
+        mine = flat.tensor_split(self.size)[self.rank]
+        places = [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
+        self._add(mine, places, how, out)
+        self._comm.Barrier()
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        """Fill a tensor, split among the ranks as torch.tensor_split does, from what each has of its part."""
+        sources = self._peers.exchange(flat.data_ptr())
+        for owner, part in enumerate(flat.tensor_split(self.size)):
+            if owner != self.rank:
+                self._peers.read(owner, sources[owner] + _offset(flat, part), part)
+        self._comm.Barrier()
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Copy the root's tensor to the others."""
+        sources = self._peers.exchange(flat.data_ptr())
+        if self.rank != root:
+            self._peers.read(root, sources[root], flat)
+        self._comm.Barrier()
+
+    def _add(
+        self,
+        mine: torch.Tensor,
+        places: Sequence[int],
+        how: Sum,
+        out: torch.Tensor | None,
+        receivers: Iterable[int] = (),
+    ) -> None:
+        """Add up this rank's tensor and those that are like it at the others' addresses.
+
+        Args:
+            out: Takes the sum; None to leave this rank's memory as it is.
+            receivers: Ranks whose tensors take the sum.
+        """
+        scratch = self._scratch.view(mine.dtype)
+        rooms, length = list(scratch), scratch.shape[1]
+        pieces = mine.split(length)
+        totals: Iterable[torch.Tensor | None] = itertools.repeat(None) if out is None else out.split(length)
+        there = 0
+        for piece, result in zip(pieces, totals, strict=False):
+            terms = rooms.copy() if piece.numel() == length else list(scratch[:, : piece.numel()])
+            terms[self.rank] = piece
+            for rank in self._others:
+                self._peers.read(rank, places[rank] + there, terms[rank])
+            total = terms[self._others[0]] if result is None else result
+            how.write(terms, total)
+            for rank in receivers:
+                self._peers.write(rank, places[rank] + there, total)
+            there += piece.nbytes
+
+
+def _offset(whole: torch.Tensor, part: torch.Tensor) -> int:
+    """Return how many bytes of a tensor come before a part of it."""
+    return part.data_ptr() - whole.data_ptr()

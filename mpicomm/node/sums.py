@@ -1,0 +1,35 @@
+"""How the contributions of ranks are added up, by torch's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum of all ranks' contributions, in the order of ranks."""
+
+    wide: torch.dtype | None = None
+    """The dtype in which it is made, if their own is too narrow; the result is rounded once."""
+
+    divisor: int = 1
+
+    def write(self, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the sum of the terms, in their order, to `out`, which may be one of them or of the wide dtype."""
+        if len(terms) == 2 and self.divisor == 1 and out.dtype == terms[0].dtype:
+            torch.add(*terms, out=out)  # two narrow numbers, too, are added in float32
+            return
+        total = terms[0] + terms[1] if self.wide is None else terms[0].to(self.wide).add_(terms[1])
+        for term in terms[2:]:
+            total.add_(term)
+        if self.divisor != 1:
+            divide(total, self.divisor)
+        out.copy_(total)
+
+
+def divide(total: torch.Tensor, divisor: int) -> None:
+    """Divide floating point or complex numbers in place; torch's own division of complex ones is not quite right."""
+    (torch.view_as_real(total) if total.is_complex() else total).div_(divisor)
