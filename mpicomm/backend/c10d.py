@@ -10,7 +10,7 @@ import threading
 import time
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,10 @@ _OPS = dist.ReduceOp.RedOpType.__members__
 _OP_NAMES = sorted(_OPS, key=lambda name: _OPS[name].value)
 
 
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Tell whether somebody profiles."""
+
+
 def reduce_op_name(op: Any) -> str:
     """Return the name of a `ReduceOp`, which may be the enumeration's member or an object around it."""
     return _OP_NAMES[getattr(op, "op", op)]  # pybind looks an enumeration's name up by going through all
@@ -103,11 +107,6 @@ def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **
     if timeout is not None:
         made.timeout = timeout
     return made
-
-
-def is_profiling() -> bool:
-    """Tell whether somebody profiles."""
-    return torch.autograd._profiler_enabled()
 
 
 def start_event(title: str, inputs: Sequence[torch.Tensor]) -> Any:

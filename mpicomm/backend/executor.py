@@ -67,6 +67,9 @@ class Executor:
         self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
         self._outstanding: list[Request] = []  # barriers that did not end in time; MPI cannot take them back
         self._turn = threading.Lock()  # MPI wants collective calls on one communicator one at a time
+        self._try_turn, self.give_turn_back = self._turn.acquire, self._turn.release
+        # Whether collectives are run as they are, with nothing before them.
+        self._is_simple = self._agreement is None and not self._raises_timeouts
         self._starting = threading.Lock()
         self._worker: Worker | None = None
         self._poller: Poller | None = None
@@ -177,7 +180,9 @@ class Executor:
         """
         if runs_here:
             self._run(operation, call, said, patience)
-            return CompletedWork(results)
+            done = CompletedWork()
+            done.tensors = results
+            return done
         work = QueuedWork(results, operation, self)
 
         def in_turn() -> None:
@@ -217,8 +222,19 @@ class Executor:
         try:
             call()
         except Exception as error:
-            self._record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+            self.spoil(operation, error)
             raise
+
+    def spoil(self, operation: Operation, error: Exception) -> None:
+        """Note that the group cannot be used any more, since a collective failed here."""
+        self._record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+
+    def take_turn(self) -> bool:
+        """Tell whether the caller may run a collective as it is; if so, it has the turn until it gives that back."""
+        worker = self._worker
+        if worker is not None and (worker.is_current_thread or not worker.is_idle):
+            return False
+        return self._is_simple and not self._record.broken and not c10d.is_profiling() and self._try_turn(False)
 
     def _meet(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank, interruptibly.
@@ -341,7 +357,7 @@ class Executor:
         """Finish what is queued, end the threads and free the communicator (collective)."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open = self._is_simple = False
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
@@ -356,7 +372,7 @@ class Executor:
         """Give the group up without waiting for anybody; what is on its way may never end."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open = self._is_simple = False
         self._record.broken = self._record.broken or "it was aborted"
         if (watch := watchdog.current()) is not None:
             watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.backend import c10d, checks, groups, reductions
+from mpicomm.backend.atonce import AtOnce
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.engine import Engine
 from mpicomm.backend.work import JointWork
@@ -36,6 +37,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(engine.comm.rank, engine.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
         self._store = store
         self._engine = engine
+        self._at_once = AtOnce(engine)
         engine.executor.title = backend_name
         self._rank = engine.comm.rank
         self._size = engine.comm.size
@@ -180,6 +182,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, op: Any = None) -> dist.Work:
         """Reduce a tensor in place on all ranks; a sparse one (COO) is added up."""
+        if timeout is None and op is None and (work := self._at_once.all_reduce(tensors, opts)) is not None:
+            return work
         opts = c10d.options(c10d.AllreduceOptions, opts, timeout, reduceOp=op or opts)
         value = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, "all_reduce")
         if getattr(value, "layout", None) == torch.sparse_coo:

@@ -51,11 +51,11 @@ class _Work(dist.Work):
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._tensors = tensors
+        self.tensors = tensors
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that the operation writes."""
-        return self._tensors
+        return self.tensors
 
     def is_success(self) -> bool:
         """Tell whether the operation ended without an error."""
@@ -76,9 +76,7 @@ class _Work(dist.Work):
 class CompletedWork(_Work):
     """An operation that was finished before its call returned."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        dist.Work.__init__(self)  # not by way of _Work: most operations come here
-        self._tensors = tensors
+    __init__ = dist.Work.__init__  # most operations come here, and set the tensors
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002  torch's signature
         """Return at once."""
@@ -93,7 +91,7 @@ class CompletedWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is done."""
-        return c10d.completed_future(self._tensors)
+        return c10d.completed_future(self.tensors)
 
 
 class QueuedWork(_Work):
@@ -112,7 +110,7 @@ class QueuedWork(_Work):
         """Settle the future; its callbacks run here, on the worker thread."""
         self._error = error
         if error is None:
-            self._future.set_result(self._tensors)
+            self._future.set_result(self.tensors)
         else:
             self._future.set_exception(error)
 
@@ -237,7 +235,7 @@ class MessageWork(_Work):
         """Return a future that completes with the message, driven by the group's poller thread."""
         with self._asking:  # not the lock, which whoever waits holds until the message is through
             if self._future is None:
-                self._future = c10d.future_of(self._tensors)
+                self._future = c10d.future_of(self.tensors)
                 if self._done:
                     self.finish()
                 else:
@@ -252,7 +250,7 @@ class MessageWork(_Work):
                 MpicommError(f"the group was destroyed before {self._what()} ended.\nWait for it before.")
             )
         elif self._error is None:
-            self._future.set_result(self._tensors)
+            self._future.set_result(self.tensors)
         else:
             self._future.set_exception(self._error)
 
@@ -265,7 +263,7 @@ class MessageWork(_Work):
         )
 
     def _what(self) -> str:
-        tensor = self._tensors[0]
+        tensor = self.tensors[0]
         verb = "send" if self._arrived is None else "recv"
         return f"{verb} of {dtypes.short(tensor.dtype)}{list(tensor.shape)}"
 
