@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.cli import bench_ddp, bench_startup, in_ranks
+from mpicomm.cli import bench_ddp, bench_ratios, bench_startup, in_ranks
 from mpicomm.cli.arguments import among, check_writable, count, png
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
@@ -66,8 +66,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--plot", metavar="F.png", type=png, help="draw them (needs matplotlib)")
     parser.add_argument("--compare", metavar="OLD.json", type=Path, help="show beside them those of another run")
     parser.set_defaults(run=run)
-    kinds = parser.add_subparsers(title="other measurements", metavar="ddp|startup")
-    for kind in (bench_ddp, bench_startup):
+    kinds = parser.add_subparsers(title="other measurements", metavar="ddp|ratios|startup")
+    for kind in (bench_ddp, bench_ratios, bench_startup):
         kind.add_parser(kinds)
 
 

@@ -1,0 +1,78 @@
+"""`mpicomm bench ratios`: what this project has set itself, measured here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from mpicomm.bench import machine, ratios
+from mpicomm.cli.arguments import check_writable, count
+from mpicomm.cli.console import FAILED, console, failed
+
+_UNMET = FAILED
+
+
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add what follows `mpicomm bench`."""
+    parser = kinds.add_parser(
+        "ratios",
+        help="all that docs/performance.md promises",
+        description="Measure, with two ranks of this host and starts of four, the ratios that docs/performance.md "
+        "promises, each of figures that were measured side by side. Takes some minutes. The status is 1 if one is not "
+        "met.",
+    )
+    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and return the exit status."""
+    try:
+        if arguments.json is not None:
+            check_writable(arguments.json)
+        found = ratios.measure(lambda command: _result([*command, "--rounds", str(arguments.rounds)]))
+        if arguments.json is not None:
+            whole = machine.described("ratios, or what the name says")
+            whole["ratios"] = [{**dataclasses.asdict(each), "value": round(each.value, 3)} for each in found]
+            machine.write(whole, arguments.json)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return failed("bench ratios", error)
+    console().print(_table(found))
+    return 0 if all(each.is_met for each in found) else _UNMET
+
+
+def _result(command: Sequence[str]) -> Mapping[str, Any]:
+    """Return what a command of `mpicomm bench` measures.
+
+    Raises:
+        CalledProcessError: If it fails, which it has told.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "found.json"
+        program = [sys.executable, "-m", "mpicomm", "bench", *command, "--json", str(path)]
+        subprocess.run(program, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        found: Mapping[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def _table(found: Sequence[ratios.Ratio]) -> Table:
+    table = Table(title="ratios", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("what")
+    for title in ("here", "target"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for each in found:
+        bound = f"{'>=' if each.is_least else '<='} {each.target:g}"
+        table.add_row(each.what, f"{each.value:.3g}", bound, "" if each.is_met else "not met")
+    return table
