@@ -6,13 +6,13 @@ imports the two, and whether or not it calls `bootstrap`.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-import types
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import importlib.machinery
+    import types
+    from collections.abc import Sequence
 
 NAME = "mpicomm"
 NAME_WITH_NCCL = "mpicomm_nccl"
@@ -57,8 +57,11 @@ def register_when_torch_comes() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets `register` follow the import of torch.distributed."""
+class _Finder:
+    """Lets `register` follow the import of torch.distributed.
+
+    It is a MetaPathFinder by its method alone: to import that class takes longer than all the rest of this package.
+    """
 
     def find_spec(
         self,
@@ -68,6 +71,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _TORCH:
             return None
+        import importlib.util
+
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
