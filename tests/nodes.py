@@ -14,7 +14,7 @@ KINDS = ("direct", "segment", "two nodes")
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
     """Let a new group's tensors go a certain way."""
     handle._at_once.all_reduce = lambda _tensors, _opts: None  # type: ignore[attr-defined]
-    path: Any = handle._engine._node  # type: ignore[attr-defined]
+    path: Any = handle._engine.node  # type: ignore[attr-defined]
     path.is_worth_it = lambda _operation, _nbytes: True
     if kind == "segment":
         path.connect = by_segment

@@ -1,4 +1,4 @@
-"""The shortest way of small all-reduces: on the caller's thread, with all that does not change looked up before.
+"""The shortest way of most all-reduces: on the caller's thread, with all that does not change looked up before.
 
 docs/performance.md says where each microsecond goes.
 """
@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import dtypes, reductions, routes
+from mpicomm.backend import reductions, routes
 from mpicomm.backend.c10d import AllreduceOptions
 from mpicomm.backend.engine import Engine
 from mpicomm.backend.work import CompletedWork
 from mpicomm.faults import recorder
 
-_MOST_BYTES = 2**16  # of more, a microsecond is nothing
+_MOST_BYTES = 2**31 - 1  # of more, microseconds are nothing
+_LEAST_BY_NODE = 2**16  # what is smaller need not be asked about
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # no others, which may mean something else by it
 _DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 _SUM: Any = dist.ReduceOp.SUM
@@ -26,7 +27,7 @@ _NO_TIME = datetime.timedelta(0)
 
 
 class AtOnce:
-    """The sums of one group's small tensors that MPI can add up where they are."""
+    """The sums of one group's tensors that can be added up where they are."""
 
     def __init__(self, engine: Engine) -> None:
         """Look up what they need."""
@@ -35,7 +36,7 @@ class AtOnce:
         self._record = engine.record
         self._call = engine.comm.Allreduce
         plans = {dtype: reductions.plan(_SUM, dtype, engine.comm.size, "all_reduce") for dtype in _DTYPES}
-        self._datatypes = {dtype: dtypes.arithmetic(dtype) for dtype, plan in plans.items() if plan.is_mpis_own}
+        self._plans = {dtype: plan for dtype, plan in plans.items() if plan.is_mpis_own}
         self._in_place, self._sum = mpi.api().IN_PLACE, mpi.api().SUM
         self._memory_at = mpi.api().memory.fromaddress
 
@@ -47,7 +48,7 @@ class AtOnce:
         if (
             type(tensor) not in _KINDS
             or tensor.layout is not torch.strided
-            or (datatype := self._datatypes.get(dtype := tensor.dtype)) is None
+            or (plan := self._plans.get(dtype := tensor.dtype)) is None
             or (nbytes := tensor.nbytes) > _MOST_BYTES
             or not tensor.is_contiguous()
             or not tensor.is_cpu
@@ -64,7 +65,9 @@ class AtOnce:
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
         try:
-            self._call(self._in_place, (self._memory_at(tensor.data_ptr(), nbytes), count, datatype), self._sum)
+            if nbytes < _LEAST_BY_NODE or not self._by_node(tensor, plan):
+                memory = self._memory_at(tensor.data_ptr(), nbytes)
+                self._call(self._in_place, (memory, count, plan.datatype), self._sum)
         except Exception as error:
             self._executor.spoil(operation, error)
             raise
@@ -74,3 +77,7 @@ class AtOnce:
         work = CompletedWork()
         work.tensors = tensors
         return work
+
+    def _by_node(self, tensor: torch.Tensor, plan: reductions.Reduction) -> bool:
+        node = self._engine.node
+        return node.may_reduce("all_reduce", tensor, plan) and node.all_reduce(tensor, plan)

@@ -49,8 +49,8 @@ class Engine:
         self.comm = comm
         self.record = record
         self.route = route
-        self._node = NodePath(comm, is_wanted=settings.shares_memory and route.is_by_host)
-        self.executor = Executor(comm, record, settings, self._node.close)
+        self.node = NodePath(comm, is_wanted=settings.shares_memory and route.is_by_host)
+        self.executor = Executor(comm, record, settings, self.node.close)
         self._monitored = MonitoredBarrier(comm)
 
     # -- reductions ----------------------------------------------------------------------------------------------
@@ -69,12 +69,12 @@ class Engine:
         return self.executor.launch("all_reduce", _joint(calls), tensors, opts, tensors, also=reductions[0].name)
 
     def _all_reduce(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
-        if not self._node.may_reduce("all_reduce", tensor, reduction):
+        if not self.node.may_reduce("all_reduce", tensor, reduction):
             return self._all_reduce_by_mpi(reduction, tensor)
         dense = buffers.pack(tensor)
 
         def call() -> None:
-            if self._node.all_reduce(dense, reduction):
+            if self.node.all_reduce(dense, reduction):
                 buffers.unpack(dense, tensor)
             else:
                 self._all_reduce_by_mpi(reduction, tensor)()
@@ -134,12 +134,12 @@ class Engine:
         return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
 
     def _reduce(self, reduction: Reduction, root: int, tensor: torch.Tensor) -> Call:
-        if not self._node.may_reduce("reduce", tensor, reduction):
+        if not self.node.may_reduce("reduce", tensor, reduction):
             return self._reduce_by_mpi(reduction, root, tensor)
         dense = buffers.pack(tensor)
 
         def call() -> None:
-            if not self._node.reduce(dense, reduction, root):
+            if not self.node.reduce(dense, reduction, root):
                 self._reduce_by_mpi(reduction, root, tensor)()
             elif self.comm.rank == root:
                 buffers.unpack(dense, tensor)
@@ -171,13 +171,13 @@ class Engine:
     def _reduce_scatter(
         self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
     ) -> Call:
-        if counts is not None or not self._node.may_reduce("reduce_scatter", source, reduction):
+        if counts is not None or not self.node.may_reduce("reduce_scatter", source, reduction):
             return self._reduce_scatter_by_mpi(reduction, counts, output, source)
         dense, result = buffers.pack(source), buffers.room(output)
         result = buffers.apart(result, dense)
 
         def call() -> None:
-            if self._node.reduce_scatter(dense, result, reduction):
+            if self.node.reduce_scatter(dense, result, reduction):
                 buffers.unpack(result, output)
             else:
                 self._reduce_scatter_by_mpi(reduction, counts, output, source)()
@@ -229,7 +229,7 @@ class Engine:
         return call
 
     def _broadcast(self, dense: torch.Tensor, root: int) -> None:
-        if not (self._node.may_take("broadcast", dense) and self._node.broadcast(dense, root)):
+        if not (self.node.may_take("broadcast", dense) and self.node.broadcast(dense, root)):
             wire.broadcast(self.comm, dense, root)
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: Options) -> Any:
@@ -245,7 +245,7 @@ class Engine:
 
         def call() -> None:
             self._put(dense, result, self.comm.rank * dense.numel())
-            if not (self._node.may_take("all_gather", result) and self._node.all_gather(result)):
+            if not (self.node.may_take("all_gather", result) and self.node.all_gather(result)):
                 wire.all_gather(self.comm, result, None)
             buffers.unpack(result, output)
 

@@ -25,7 +25,7 @@ from mpicomm.node.sums import Sum
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_LEAST_SHARE = {"all_reduce": 2**20, "reduce": 2**20, "reduce_scatter": 2**20, "all_gather": 2**20, "broadcast": 2**22}
+_LEAST_SHARE = {"all_reduce": 2**18, "reduce": 2**18, "reduce_scatter": 2**18, "all_gather": 2**20, "broadcast": 2**22}
 """Bytes for each rank of the group from which on this way is faster than MPI's own (docs/performance.md)."""
 
 _MOVEMENTS = ("all_gather", "broadcast")  # between two ranks MPI's own copy is as direct
@@ -58,6 +58,7 @@ class NodePath:
         self._size = comm.size
         self._is_wanted = is_wanted
         self._is_open = False
+        self._flag = array("i", [0])
         self._comms: list[Intracomm] = []  # of its own
         self._node: Collectives | None = None  # if all ranks are on one node
         self._levels: TwoLevels | None = None  # if equally many are on each of several nodes
@@ -114,13 +115,12 @@ class NodePath:
         """Run an operation, if there is a way, and all ranks' tensors can go it."""
         if way is None:
             return False
-        all_can = array("i", [way.can_take(flat)])
-        self._comm.Allreduce(mpi.api().IN_PLACE, all_can, mpi.api().MIN)
-        if not all_can[0]:
+        self._flag[0] = way.can_take(flat)
+        self._comm.Allreduce(mpi.api().IN_PLACE, self._flag, mpi.api().MIN)
+        if not self._flag[0]:
             return False
         try:
-            with torch.inference_mode():  # in which any tensor may be written
-                operation(way)
+            operation(way)
         except ProcessLookupError:
             self._comm.Barrier()  # as MPI would, this waits for the rank that is gone, until the watchdog ends the job
             raise
@@ -140,7 +140,7 @@ class NodePath:
         sizes = set(self._comm.allgather(node_comm.size))
         if len(sizes) > 1 or sizes == {1}:
             return
-        with torch.inference_mode():
+        with torch.inference_mode(False):
             node = self.connect(node_comm)
         if not all(self._comm.allgather(node is not None)) or node is None:
             return

@@ -36,6 +36,7 @@ _groups: dict[str, Group] = {}
 
 # Files whose frames are not the user's: the caller is looked for above them.
 _PACKAGES = ("mpicomm", "torch")
+_PROGRAMS = ("examples", "bench")  # folders of files that are, all the same
 _call_sites: dict[int, types.CodeType] = {}
 """The instructions of the user's that call operations, by place in memory: to walk the stack costs half of `note`."""
 
@@ -377,12 +378,12 @@ def _line_of_user(frame: types.FrameType | None) -> str:
 
 
 def _is_inner(file: str) -> bool:
-    """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no example; remember it."""
+    """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no program of ours; remember it."""
     if file in _inner_files or file in _users_files:
         return file in _inner_files
     packages = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
     folders = [str(Path(package).parent) + os.sep for package in packages if package]
-    is_example = f"{os.sep}examples{os.sep}" in file
-    is_inner = file.startswith(("<frozen", threading.__file__, *folders)) and not is_example
+    is_program = any(f"{os.sep}{folder}{os.sep}" in file for folder in _PROGRAMS)
+    is_inner = file.startswith(("<frozen", threading.__file__, *folders)) and not is_program
     (_inner_files if is_inner else _users_files).add(file)
     return is_inner

@@ -165,7 +165,8 @@ class BySegment:
         if key not in self._cuts:
             if len(self._cuts) >= _MOST_CUTS:
                 self._cuts.clear()
-            self._cuts[key] = [
-                self._slot(dtype, index, rank)[:elements].tensor_split(self.size) for rank in range(self.size + 1)
-            ]
+            with torch.inference_mode(False):
+                self._cuts[key] = [
+                    self._slot(dtype, index, rank)[:elements].tensor_split(self.size) for rank in range(self.size + 1)
+                ]
         return self._cuts[key]

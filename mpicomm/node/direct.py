@@ -46,7 +46,7 @@ class _Peers:
         """Learn who they are (collective)."""
         self._comm = comm
         self._pids = comm.allgather(os.getpid())
-        self._local, self._remote = _Vector(), _Vector()
+        self._local, self._remote, self._byte = _Vector(), _Vector(), ctypes.c_char()
         self._library = ctypes.CDLL(None, use_errno=True)
         vectors = (ctypes.POINTER(_Vector), ctypes.c_ulong)
         for call in (self._library.process_vm_readv, self._library.process_vm_writev):
@@ -67,14 +67,12 @@ class _Peers:
         """
         self._copy(self._library.process_vm_readv, rank, address, room)
 
-    def can_read(self, rank: int, tensor: torch.Tensor) -> bool:
-        """Tell whether memory at a tensor's place can be read in a rank's process."""
-        byte = torch.empty(1, dtype=torch.uint8)
-        try:
-            self.read(rank, tensor.data_ptr(), byte)
-        except OSError:
-            return False
-        return True
+    def can_read(self, rank: int, there: int) -> bool:
+        """Tell whether memory at an address can be read in a rank's process."""
+        local, remote = self._local, self._remote
+        local.start, remote.start = ctypes.addressof(self._byte), there
+        local.length = remote.length = 1
+        return self._library.process_vm_readv(self._pids[rank], local, 1, remote, 1, 0) == 1
 
     def write(self, rank: int, address: int, content: torch.Tensor) -> None:
         """Write `content` to an address in another rank's memory.
@@ -128,11 +126,13 @@ class Direct:
         self._peers = _Peers(comm)
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         share = _SCRATCH_BYTES // comm.size // _ALIGNMENT * _ALIGNMENT
-        self._scratch = torch.empty(comm.size, max(_ALIGNMENT, min(_CHUNK_BYTES, share)), dtype=torch.uint8)
+        self._chunk_bytes = max(_ALIGNMENT, min(_CHUNK_BYTES, share))
+        self._scratch = torch.empty(comm.size, self._chunk_bytes, dtype=torch.uint8)
+        self._rooms: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
 
     def can_take(self, flat: torch.Tensor) -> bool:
         """Tell whether this rank's tensor can be read by others: memory that a GPU's driver has mapped cannot."""
-        return self._peers.can_read(self.rank, flat)
+        return self._peers.can_read(self.rank, flat.data_ptr())
 
     def reduce(self, flat: torch.Tensor, how: Sum, root: int | None = None) -> None:
         """Reduce in place, on one rank or on all."""
@@ -178,13 +178,13 @@ class Direct:
             out: Takes the sum; None to leave this rank's memory as it is.
             receivers: Ranks whose tensors take the sum.
         """
-        scratch = self._scratch.view(mine.dtype)
-        rooms, length = list(scratch), scratch.shape[1]
-        pieces = mine.split(length)
-        totals: Iterable[torch.Tensor | None] = itertools.repeat(None) if out is None else out.split(length)
+        rooms = self._rooms_for(mine.dtype)
+        count = -(-mine.nbytes // self._chunk_bytes) or 1
+        pieces = mine.chunk(count)
+        results = pieces if out is mine else itertools.repeat(None) if out is None else out.chunk(count)
         there = 0
-        for piece, result in zip(pieces, totals, strict=False):
-            terms = rooms.copy() if piece.numel() == length else list(scratch[:, : piece.numel()])
+        for piece, result in zip(pieces, results, strict=False):
+            terms = [room[: piece.numel()] for room in rooms]
             if how.wide is None:
                 terms[self.rank] = piece
             else:  # those kernels wait for memory, of which a copy brings four times as much in that time
@@ -196,6 +196,13 @@ class Direct:
             for rank in receivers:
                 self._peers.write(rank, places[rank] + there, total)
             there += piece.nbytes
+
+    def _rooms_for(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return memory of this rank's own, for a chunk of each rank."""
+        if dtype not in self._rooms:
+            with torch.inference_mode(False):
+                self._rooms[dtype] = self._scratch.view(dtype).unbind()
+        return self._rooms[dtype]
 
 
 def _offset(whole: torch.Tensor, part: torch.Tensor) -> int:
