@@ -1,0 +1,75 @@
+"""Large tensors on their way through the memory of a node, when a rank dies there, and where there is little memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import run_command, run_ranks
+
+SECONDS = 10  # from the death to the end of the job
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import mpicomm
+from tests import nodes
+
+world = mpicomm.bootstrap()
+nodes.lead_by(sys.argv[1], dist.group.WORLD)
+tensor = torch.zeros(2**24)
+dist.all_reduce(tensor)
+if world.rank == 1:
+    def die(*_arguments):
+        print(f"dying at {time.time()}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(type(dist.group.WORLD._engine.node._node), {"direct": "_add", "segment": "_terms"}[sys.argv[1]], die)
+for _ in range(1000):
+    dist.all_reduce(tensor)
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize("kind", ["direct", "segment"])
+def test_a_rank_that_dies_inside_ends_the_job(kind: str) -> None:
+    outcome = run_ranks(3, ["-c", PROGRAM, kind])
+    assert outcome.status != 0, outcome
+    assert "not reached" not in outcome.stdout, outcome
+    died = float(outcome.stdout.partition("dying at ")[2].split()[0])
+    assert outcome.ended - died < SECONDS, outcome
+    said = outcome.stdout + outcome.stderr  # by the launcher, where it is quicker
+    assert "rank 1 of 3" in said or "signal 9" in said, outcome
+
+
+LARGE = """
+import torch
+import torch.distributed as dist
+import mpicomm
+from tests import nodes
+
+world = mpicomm.bootstrap()
+for kind in ("direct", "segment"):
+    handle = dist.new_group()
+    nodes.lead_by(kind, handle)
+    tensor = torch.ones(2**24)
+    dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == world.size).all())
+    if world.rank == 0:
+        print(kind, type(handle._engine.node._node).__name__)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make /dev/shm small")
+def test_a_dev_shm_of_64_mb_is_enough() -> None:
+    launcher = Path(sys.executable).parent / "mpiexec"
+    script = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(launcher), "-n", "2", sys.executable, "-c", LARGE]
+    outcome = run_command(command)
+    if "unshare failed" in outcome.stderr:
+        pytest.skip("mounts of one's own are not allowed here")
+    assert outcome.status == 0, outcome
+    assert set(outcome.stdout.splitlines()) >= {"direct Direct", "segment BySegment"}, outcome

@@ -1,0 +1,267 @@
+"""The way of large tensors through the memory of a node: when it is taken, what comes out, where there is none."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.node import bysegment, direct, segment
+from tests import nodes
+from tests.worlds import Group
+
+MIB = 2**20
+CHUNK = 2**18  # bytes that are added up at a time when ranks read each other's memory
+Make = Callable[[], dist.ProcessGroup]
+
+
+@pytest.fixture
+def make(world: mpicomm.World) -> Iterator[Make]:
+    """Make groups of all ranks, which end with the test."""
+    made: list[dist.ProcessGroup] = []
+
+    def new() -> dist.ProcessGroup:
+        made.append(dist.new_group(list(range(world.size))))
+        return made[-1]
+
+    yield new
+    for handle in made:
+        dist.destroy_process_group(handle)
+
+
+@pytest.fixture(params=nodes.KINDS)
+def by_node(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
+    return groups[request.param]
+
+
+def random(size: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what all ranks bring, the same on all: (size, count)."""
+    return torch.randn(size, count, generator=torch.manual_seed(7)).to(dtype)
+
+
+def path_of(handle: dist.ProcessGroup) -> Any:
+    return handle._engine.node  # type: ignore[attr-defined]
+
+
+def is_taken(handle: dist.ProcessGroup) -> bool:
+    return path_of(handle)._node is not None
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3, CHUNK // 4 - 1, 3 * CHUNK // 4 + 5, 2 * MIB + 1])
+def test_the_sum_is_made_in_the_order_of_ranks(groups: dict[str, Group], count: int) -> None:
+    for kind in ("direct", "segment"):
+        group = groups[kind]
+        values = random(group.size, count)
+        tensor = values[group.rank].clone()
+        dist.all_reduce(tensor, group=group.handle)
+        assert torch.equal(tensor, functools.reduce(torch.add, values)), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_many_chunks(by_node: Group, dtype: torch.dtype) -> None:
+    size, rank = by_node.size, by_node.rank
+    block = 5 * CHUNK // dtype.itemsize + 3
+    table = torch.arange(13)
+    rows = [table.roll(3 * each).repeat(size * block // 13 + 1)[: size * block].to(dtype) for each in range(size)]
+    total = functools.reduce(torch.add, rows)
+
+    tensor = rows[rank].clone()
+    dist.all_reduce(tensor, group=by_node.handle)
+    assert torch.equal(tensor, total)
+
+    tensor = rows[rank].clone()
+    dist.reduce(tensor, group_dst=size - 1, group=by_node.handle)
+    assert torch.equal(tensor, total if rank == size - 1 else rows[rank])
+
+    out = torch.empty(block, dtype=dtype)
+    dist.reduce_scatter_single(out, rows[rank], group=by_node.handle)
+    assert torch.equal(out, total.view(size, block)[rank])
+
+    whole = torch.empty(size * block, dtype=dtype)
+    dist.all_gather_single(whole, rows[rank][:block].clone(), group=by_node.handle)
+    assert torch.equal(whole, torch.cat([row[:block] for row in rows]))
+
+    tensor = rows[rank].clone()
+    dist.broadcast(tensor, group_src=0, group=by_node.handle)
+    assert torch.equal(tensor, rows[0])
+
+
+def test_what_is_not_dense_comes_back_to_its_place(by_node: Group) -> None:
+    tensor = torch.full((300, 500), float(by_node.rank)).t()[::2]
+    dist.all_reduce(tensor, group=by_node.handle)
+    assert torch.equal(tensor, torch.full((250, 300), float(sum(range(by_node.size)))))
+
+
+def test_parameters_and_tensors_of_inference(by_node: Group) -> None:
+    expected = torch.full((50_000,), float(by_node.size))
+    parameter = torch.nn.Parameter(torch.ones(50_000))
+    dist.all_reduce(parameter, group=by_node.handle)
+    with torch.inference_mode():
+        tensor = torch.ones(50_000)
+        dist.all_reduce(tensor, group=by_node.handle)
+    assert torch.equal(parameter, expected)
+    assert torch.equal(tensor, expected)
+    work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=by_node.handle, async_op=True)
+    assert work is not None
+    work.wait()
+    assert torch.equal(tensor, expected)
+
+
+def test_a_result_in_the_midst_of_the_input(by_node: Group) -> None:
+    source = torch.arange(by_node.size * 70_000, dtype=torch.float32)
+    expected = by_node.size * source.view(by_node.size, -1)[by_node.rank]
+    out = source.view(by_node.size, -1)[by_node.rank]
+    dist.reduce_scatter_single(out, source, group=by_node.handle)
+    assert torch.equal(out, expected)
+
+
+def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
+    """The next one may begin on a rank while others still read what the last one has left."""
+    size, rank = by_node.size, by_node.rank
+    for turn in range(40):
+        count = 1 + 997 * turn
+        tensor = torch.full((count,), float(rank + turn))
+        dist.all_reduce(tensor, group=by_node.handle)
+        assert bool((tensor == sum(range(size)) + size * turn).all())
+        whole = torch.empty(size * count)
+        dist.all_gather_single(whole, torch.full((count,), float(rank - turn)), group=by_node.handle)
+        assert torch.equal(whole.view(size, count)[:, 0], torch.arange(size) - float(turn))
+        tensor.fill_(-1.0)
+        whole.fill_(-1.0)
+
+
+# -- when it is taken --------------------------------------------------------------------------------------------------
+
+
+def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.World) -> None:
+    handle = make()
+    dist.all_reduce(torch.ones(1000), group=handle)
+    assert not is_taken(handle)
+    tensor = torch.ones(world.size * MIB // 4)
+    dist.all_reduce(tensor, group=handle)
+    assert is_taken(handle) == (world.size > 1)
+    assert bool((tensor == world.size).all())
+
+
+@pytest.mark.parametrize("op", ["MAX", "MIN", "PRODUCT"])
+def test_what_torch_does_otherwise_is_mpis(make: Make, world: mpicomm.World, op: str) -> None:
+    handle = make()
+    tensor = torch.full((world.size * MIB // 4,), 1.0 + world.rank)
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=handle)
+    assert not is_taken(handle)
+
+
+def test_one_rank_that_does_not_want_it_keeps_all_from_it(
+    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world.rank == world.size - 1:
+        monkeypatch.setenv("MPICOMM_SHARED_MEMORY", "0")
+    handle = make()
+    tensor = torch.ones(world.size * MIB // 4)
+    dist.all_reduce(tensor, group=handle)
+    assert not is_taken(handle)
+    assert bool((tensor == world.size).all())
+
+
+def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that which a GPU's driver has mapped."""
+    handle = make()
+    tensor = torch.ones(world.size * MIB // 4)
+    dist.all_reduce(tensor, group=handle)
+    if world.rank == 0:
+        monkeypatch.setattr(direct.Direct, "can_take", lambda _self, _flat: False)
+    dist.all_reduce(tensor, group=handle)
+    monkeypatch.undo()
+    dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == world.size**3).all())
+
+
+def test_an_address_that_cannot_be_read_is_noticed(world: mpicomm.World) -> None:
+    assert not direct._Peers(world.comm).can_read(world.rank, 8)
+
+
+# -- where ranks cannot get at each other's memory ---------------------------------------------------------------------
+
+
+def test_where_reading_is_not_allowed_memory_is_shared(
+    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if world.rank == 0:
+        monkeypatch.setattr(direct._Peers, "read", refuse)
+    handle = make()
+    tensor = torch.ones(world.size * MIB // 4)
+    dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == world.size).all())
+    if world.size > 1:
+        assert isinstance(path_of(handle)._node, bysegment.BySegment)
+
+
+@pytest.mark.parametrize("rank", [0, -1], ids=["who makes it", "who opens it"])
+def test_where_there_is_no_memory_either_mpi_is_enough(
+    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(direct, "are_possible", lambda _comm: False)
+    failing = rank % world.size
+    if world.rank == failing:
+        monkeypatch.setattr(segment, "_create" if failing == 0 else "_open", refuse)
+    handle = make()
+    tensor = torch.ones(world.size * MIB // 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.all_reduce(tensor, group=handle)
+        dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == world.size**2).all())
+    said = [str(each.message) for each in caught if "cannot share memory" in str(each.message)]
+    assert len(said) == (world.rank == 0 and world.size > 1)
+    assert all("No space left on device" in each for each in said)
+
+
+def test_another_process_of_that_number_is_no_rank(world: mpicomm.World) -> None:
+    descriptor, memory = segment._create(MIB)
+    with pytest.raises(OSError, match="another one"):
+        segment._open((os.getpid(), descriptor, b"somebody else's"), MIB)
+    with pytest.raises(OSError, match="another one"):
+        segment._open((os.getpid(), descriptor, segment._token(memory)), 2 * MIB)
+    os.close(descriptor)
+
+
+def test_nothing_is_left(world: mpicomm.World) -> None:
+    """Of a group that is destroyed: neither memory nor descriptors, nor ever a file."""
+    before = files_in("/dev/shm")
+    dist.barrier()
+    for _ in range(2):  # what is left by the first may be the cache of somebody else's
+        mapped, opened = shared_mappings(), len(files_in("/proc/self/fd"))
+        handle = dist.new_group(list(range(world.size)))
+        nodes.lead_by("segment", handle)
+        dist.all_reduce(torch.ones(MIB), group=handle)
+        assert shared_mappings() == mapped + (world.size > 1)
+        dist.destroy_process_group(handle)
+        assert shared_mappings() == mapped
+        found = len(files_in("/proc/self/fd"))
+    assert found <= opened
+    assert not [name for name in files_in("/dev/shm") - before if "mpicomm" in name]
+
+
+def files_in(directory: str) -> set[str]:
+    return {path.name for path in Path(directory).iterdir()}
+
+
+def shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:mpicomm")
