@@ -10,11 +10,13 @@ the back end, under the name `mpicomm`.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from mpicomm.backend import plugin as _plugin
 
+TYPE_CHECKING = False  # the name says it to type checkers; to import it would take longer than all of this package
 if TYPE_CHECKING:
+    from typing import Any
+
     from mpicomm.errors import (
         CheckpointError,
         DeviceError,

@@ -7,6 +7,7 @@ ranks, and constant: the bits of what a program computes must not depend on how 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from array import array
 from collections.abc import Callable
@@ -25,10 +26,15 @@ from mpicomm.node.sums import Sum
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_LEAST_SHARE = {"all_reduce": 2**18, "reduce": 2**18, "reduce_scatter": 2**18, "all_gather": 2**20, "broadcast": 2**22}
-"""Bytes for each rank of the group from which on this way is faster than MPI's own (docs/performance.md)."""
-
-_MOVEMENTS = ("all_gather", "broadcast")  # between two ranks MPI's own copy is as direct
+# Bytes from which on this way is faster than MPI's own, for two ranks and for more (docs/performance.md). Between two,
+# MPI's own copy is as direct.
+_LEAST_BYTES = {
+    "all_reduce": (2**19, 2**23),
+    "reduce": (2**21, 2**23),
+    "reduce_scatter": (2**22, 2**23),
+    "all_gather": (math.inf, 2**26),
+    "broadcast": (math.inf, 2**26),
+}
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -69,8 +75,7 @@ class NodePath:
 
     def is_worth_it(self, operation: str, nbytes: int) -> bool:
         """Tell whether an operation of so many bytes is faster this way."""
-        fewest = 3 if operation in _MOVEMENTS else 2
-        return self._size >= fewest and nbytes >= self._size * _LEAST_SHARE[operation]
+        return nbytes >= _LEAST_BYTES[operation][self._size > 2]
 
     def may_reduce(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
         """Tell whether a reduction of such tensors may go this way."""

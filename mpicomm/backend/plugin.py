@@ -7,12 +7,13 @@ imports the two, and whether or not it calls `bootstrap`.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in the package's own module
 if TYPE_CHECKING:
     import importlib.machinery
     import types
     from collections.abc import Sequence
+    from typing import Any
 
 NAME = "mpicomm"
 NAME_WITH_NCCL = "mpicomm_nccl"

@@ -11,10 +11,13 @@ import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.backend import dtypes, plugin
+from mpicomm.backend.work import CompletedWork
 from mpicomm.bench.operations import Operation, Raw
 from mpicomm.runtime import World
 
 OURS, RAW = "mpi", "raw"
+NOTHING = "none"
+"""Collectives that do nothing: what is left of a step of training is the floor of all back ends."""
 
 
 class Backend(Protocol):
@@ -111,7 +114,7 @@ def groups(names: Sequence[str], world: World) -> dict[str, Any]:
     Raises:
         ValueError: If one of them cannot be had here.
     """
-    if OURS in names and world.comm is None:
+    if {OURS, NOTHING} & set(names) and world.comm is None:
         raise ValueError(_without_mpi(world))
     if "nccl" in names and world.device.type != "cuda":
         raise ValueError("NCCL needs a GPU for each rank: leave out nccl.")
@@ -123,6 +126,21 @@ def _without_mpi(world: World) -> str:
 
 
 def _group(name: str, world: World) -> Any:
+    if name == NOTHING:
+        return _idle(dist.new_group(backend=plugin.NAME))
     if world.backend == name:
         return dist.group.WORLD
     return dist.new_group(backend=plugin.NAME if name == OURS else name)
+
+
+def _idle(group: Any) -> Any:
+    """Let a group's collectives of DDP and FSDP do nothing."""
+
+    def nothing(tensors: Any, *_others: Any) -> dist.Work:
+        work = CompletedWork()
+        work.tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return work
+
+    for name in ("allreduce", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"):
+        setattr(group, name, nothing)
+    return group

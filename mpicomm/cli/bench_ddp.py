@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -16,7 +16,12 @@ from mpicomm.cli.arguments import among, check_writable, count
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
 
-_MODELS, _STRATEGIES, _BACKENDS = ("small", "middle", "large"), ("ddp", "fsdp"), ("mpi", "gloo", "nccl")
+if TYPE_CHECKING:
+    import torch
+
+    from mpicomm.runtime import World
+
+_MODELS, _STRATEGIES, _BACKENDS = ("small", "middle", "large"), ("ddp", "fsdp"), ("mpi", "gloo", "nccl", "none")
 
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +38,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--strategy", metavar="S,...", type=among("strategy", _STRATEGIES), default=["ddp"],
         help=f"of {', '.join(_STRATEGIES)} (ddp)")  # fmt: skip
     parser.add_argument("--backend", metavar="B,...", type=among("back end", _BACKENDS),
-        help=f"of {', '.join(_BACKENDS)} (all there are)")  # fmt: skip
+        help=f"of {', '.join(_BACKENDS)}; none does nothing, which is the floor of all (all there are)")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are (%(default)s)")
     parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
     parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="number of ranks, if it starts them itself")
@@ -61,7 +66,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     with runtime.bootstrap() as world:
         try:
             device = backends.device(arguments.device, world)
-            groups = backends.groups(arguments.backend or backends.known(world, device), world)
+            groups = backends.groups(arguments.backend or _all(world, device), world)
         except ValueError as error:
             return failed("bench ddp", error) if world.rank == 0 else FAILED
         torch.set_num_threads(1)  # what communicates in the background is to have a core
@@ -76,6 +81,13 @@ def _measure(arguments: argparse.Namespace) -> int:
             if arguments.json is not None:
                 machine.write(whole, arguments.json)
     return 0
+
+
+def _all(world: World, device: torch.device) -> list[str]:
+    from mpicomm.bench import backends
+
+    known = backends.known(world, device)
+    return [*known, backends.NOTHING] if backends.OURS in known else known
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -114,7 +114,9 @@ def test_steps_of_training(tmp_path: Path) -> None:
     assert "milliseconds of a step" in outcome.stdout, outcome
     rows = json.loads(file.read_text())["rows"]
     assert [(row["strategy"], row["backend"], row["parameters"]) for row in rows] == [
-        (strategy, backend, 2 * (128 * 128 + 128)) for strategy in ("ddp", "fsdp") for backend in ("mpi", "gloo")
+        (strategy, backend, 2 * (128 * 128 + 128))
+        for strategy in ("ddp", "fsdp")
+        for backend in ("mpi", "gloo", "none")
     ]
     for row in rows:
         parts = row["data_ms"] + row["compute_ms"] + row["communication_ms"]

@@ -19,6 +19,7 @@ from tests import nodes
 from tests.worlds import Group
 
 MIB = 2**20
+LARGE = 2 * MIB  # float32 numbers, which go this way among any number of ranks
 CHUNK = 2**18  # bytes that are added up at a time when ranks read each other's memory
 Make = Callable[[], dist.ProcessGroup]
 
@@ -148,7 +149,7 @@ def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.
     handle = make()
     dist.all_reduce(torch.ones(1000), group=handle)
     assert not is_taken(handle)
-    tensor = torch.ones(world.size * MIB // 4)
+    tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
     assert is_taken(handle) == (world.size > 1)
     assert bool((tensor == world.size).all())
@@ -157,7 +158,7 @@ def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.
 @pytest.mark.parametrize("op", ["MAX", "MIN", "PRODUCT"])
 def test_what_torch_does_otherwise_is_mpis(make: Make, world: mpicomm.World, op: str) -> None:
     handle = make()
-    tensor = torch.full((world.size * MIB // 4,), 1.0 + world.rank)
+    tensor = torch.full((LARGE,), 1.0 + world.rank)
     dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=handle)
     assert not is_taken(handle)
 
@@ -168,7 +169,7 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(
     if world.rank == world.size - 1:
         monkeypatch.setenv("MPICOMM_SHARED_MEMORY", "0")
     handle = make()
-    tensor = torch.ones(world.size * MIB // 4)
+    tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
     assert not is_taken(handle)
     assert bool((tensor == world.size).all())
@@ -177,7 +178,7 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(
 def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that which a GPU's driver has mapped."""
     handle = make()
-    tensor = torch.ones(world.size * MIB // 4)
+    tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
     if world.rank == 0:
         monkeypatch.setattr(direct.Direct, "can_take", lambda _self, _flat: False)
@@ -203,7 +204,7 @@ def test_where_reading_is_not_allowed_memory_is_shared(
     if world.rank == 0:
         monkeypatch.setattr(direct._Peers, "read", refuse)
     handle = make()
-    tensor = torch.ones(world.size * MIB // 4)
+    tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
     assert bool((tensor == world.size).all())
     if world.size > 1:
@@ -222,7 +223,7 @@ def test_where_there_is_no_memory_either_mpi_is_enough(
     if world.rank == failing:
         monkeypatch.setattr(segment, "_create" if failing == 0 else "_open", refuse)
     handle = make()
-    tensor = torch.ones(world.size * MIB // 4)
+    tensor = torch.ones(LARGE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dist.all_reduce(tensor, group=handle)

@@ -214,6 +214,7 @@ def test_a_public_name_is_documented(name: str) -> None:
 def test_type_checkers_see_the_public_names() -> None:
     blocks = [node for node in TREES["mpicomm"].body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if node.module != "typing"]
     assert {alias.name: node.module for node in imports for alias in node.names} == mpicomm._HOMES
 
 

@@ -1,0 +1,91 @@
+"""The tables of figures in the documents: `python -m tests.docs.figures` writes them from docs/results.
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.launching import ROOT
+
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_RESULTS = ROOT / "docs" / "results"
+_PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_SIZES = {4: "4 B", 2**10: "1 KiB", 2**16: "64 KiB", 2**20: "1 MiB", 2**24: "16 MiB", 2**26: "64 MiB"}
+_LIBRARIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+
+
+def written(text: str) -> str:
+    """Return a document with its tables as the results have them."""
+    return _PLACE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def _table(*rows: tuple[str, ...]) -> str:
+    rule = ("---", *["---:"] * (len(rows[0]) - 1))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _all_reduce() -> str:
+    result = _result("all-reduce-2-openmpi")
+    us = {(row["nbytes"], row["backend"]): row["us"] for row in result["rows"] if row["in_place"]}
+    rows = [
+        (size, *(_us(us[nbytes, backend]) for backend in ("mpi", "gloo", "raw")),
+            f"{us[nbytes, 'gloo'] / us[nbytes, 'mpi']:.1f}")
+        for nbytes, size in _SIZES.items()
+    ]  # fmt: skip
+    return _table(("all_reduce, microseconds", "mpicomm", "Gloo", "mpi4py", "Gloo / mpicomm"), *rows)
+
+
+def _ratios() -> str:
+    found = {called: _result(f"ratios-{name}")["ratios"] for name, called in _LIBRARIES.items()}
+    rows = [
+        (ours["what"], *(f"{each['value']:.3g}" for each in (ours, theirs)),
+            f"{'≥' if ours['is_least'] else '≤'} {ours['target']:g}")
+        for ours, theirs in zip(*found.values(), strict=True)
+    ]  # fmt: skip
+    return _table(("what", *found, "aim"), *rows)
+
+
+def _steps() -> str:
+    ms = {(row["model"], row["strategy"], row["backend"]): row for row in _result("ddp-2-openmpi")["rows"]}
+    kinds = dict.fromkeys((model, strategy) for model, strategy, _ in ms)
+    rows = [
+        (f"{strategy.upper()}, {ms[model, strategy, 'mpi']['parameters']:,} parameters",
+            *(f"{ms[model, strategy, backend]['ms']:.2f}" for backend in ("mpi", "gloo", "none")))
+        for model, strategy in kinds
+    ]  # fmt: skip
+    return _table(("a step, milliseconds", "mpicomm", "Gloo", "no communication"), *rows)
+
+
+def _microseconds() -> str:
+    found = {called: _result(f"microseconds-2-{name}")["us"] for name, called in _LIBRARIES.items()}
+    parts = next(iter(found.values()))
+    return _table(
+        ("4 B, microseconds", *found), *((part, *(f"{us[part]:.2f}" for us in found.values())) for part in parts)
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "all-reduce": _all_reduce,
+    "ratios": _ratios,
+    "steps": _steps,
+    "microseconds": _microseconds,
+}
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(written(document.read_text()))

@@ -1,0 +1,89 @@
+"""Where each microsecond of a small all_reduce goes: `mpirun -n 2 python -m tests.microseconds` writes docs/results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
+
+import mpicomm
+from mpicomm import mpi
+from mpicomm.backend.work import CompletedWork
+from mpicomm.faults import recorder
+from tests import figures
+
+ROUNDS, CALLS = 21, 3000
+_TORCH = "of it torch, with a group that does nothing"
+_RECORDER = "of that the recorder"
+
+
+def main() -> None:
+    """Measure each part by itself, in turn, and write the fastest rounds' means."""
+    world = mpicomm.bootstrap("mpi")
+    assert world.comm is not None
+    parts = _parts(world.comm)
+    found = dict.fromkeys(parts, float("inf"))
+    for _ in range(ROUNDS):
+        for name, part in parts.items():
+            world.comm.Barrier()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                part()
+            found[name] = min(found[name], (time.perf_counter() - start) / CALLS)
+    if world.rank == 0:
+        found[_RECORDER] -= found[_TORCH]
+        us = {name: round(1e6 * seconds, 2) for name, seconds in found.items()}
+        figures.write(f"microseconds-{world.size}", world.size, "tests.microseconds", us=us)
+
+
+def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
+    group: Any = dist.group.WORLD
+    lane = group._at_once
+    idle: Any = dist.new_group()
+    tensor, tensors, opts = torch.zeros(1), [torch.zeros(1)], AllreduceOptions()
+    opts.asyncOp = False
+    work = CompletedWork()
+    idle.allreduce = lambda _tensors, _opts: work
+    memory = mpi.api().memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    arguments = (mpi.api().IN_PLACE, (memory, 1, mpi.api().FLOAT), mpi.api().SUM)
+    total: Any = dist.ReduceOp.SUM
+
+    def note(_tensors: object, _opts: object) -> CompletedWork:
+        recorder.note(lane._record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
+        return work
+
+    noting: Any = dist.new_group()
+    noting.allreduce = note
+
+    def options() -> None:
+        _ = opts.asyncOp, opts.reduceOp == total, opts.timeout
+
+    def checks() -> None:
+        _ = (
+            type(tensor), tensor.layout, tensor.dtype, tensor.nbytes, tensor.is_contiguous(), tensor.is_cpu,
+            tensor.is_neg(), tensor.numel(), tensor.data_ptr(),
+        )  # fmt: skip
+
+    def turn() -> None:
+        lane._executor.take_turn()
+        lane._executor.give_turn_back()
+
+    return {
+        "mpi4py alone": lambda: comm.Allreduce(*arguments),
+        "dist.all_reduce": lambda: dist.all_reduce(tensor),
+        _TORCH: lambda: dist.all_reduce(tensor, group=idle),
+        "of it the group's own method": lambda: group.allreduce(tensors, opts),
+        "of that torch's options": options,
+        "of that the tensor's properties": checks,
+        "of that whether it is its turn": turn,
+        "of that torch's Work": CompletedWork,
+        _RECORDER: lambda: dist.all_reduce(tensor, group=noting),  # less what torch takes
+    }
+
+
+if __name__ == "__main__":
+    main()
