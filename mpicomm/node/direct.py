@@ -1,17 +1,16 @@
-"""Collectives of ranks that may read each other's memory, by the system call process_vm_readv: nothing is copied twice.
+"""Collectives of ranks that may read and write each other's memory, by process_vm_readv: nothing is copied twice.
 
     all ranks tell each other where their tensors are       (which also says that all have come)
-    each rank reads what others have of its part, and adds it to its own
-    barrier
-    each rank reads the other parts from those who have added them up
+    each rank, chunk by chunk: reads what others have of its part, adds it to its own, writes the sum to them
     barrier                                                 (from here on a tensor may change again)
 
-Of a tensor each rank owns a part, and adds up what all have for it in the order of ranks: all ranks get the same bits,
-which depend on the number of ranks alone.
+Of a tensor each rank owns a part, which nobody else touches on any rank meanwhile, and adds up what all have for it in
+the order of ranks: all ranks get the same bits, which depend on the number of ranks alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -97,23 +96,24 @@ class _Peers:
 
 
 def are_possible(comm: Intracomm) -> bool:
-    """Tell whether all ranks of `comm` may read each other's memory (collective)."""
-    token, got = torch.tensor([secrets.randbits(62)]), torch.zeros(1, dtype=torch.int64)
+    """Tell whether all ranks of `comm` may read and write each other's memory (collective)."""
+    token = torch.tensor([secrets.randbits(62)], device="cpu")
+    read, received = (torch.zeros(comm.size, dtype=torch.int64, device="cpu") for _ in range(2))
     try:
         peers = _Peers(comm)
     except AttributeError:  # a C library without the call
         peers = None
     if not all(comm.allgather(peers is not None)) or peers is None:
         return False
-    addresses, tokens = peers.exchange(token.data_ptr()), peers.exchange(int(token.item()))
-    is_right = True
-    for rank in range(comm.size):
-        try:
-            peers.read(rank, addresses[rank], got)
-        except OSError:
-            is_right = False
-        is_right = is_right and got.item() == tokens[rank]
-    return all(comm.allgather(is_right))  # and nobody's token goes before all have looked
+    tokens = peers.exchange(int(token.item())).tolist()
+    sources, targets = peers.exchange(token.data_ptr()), peers.exchange(received.data_ptr())
+    with contextlib.suppress(OSError):
+        for rank in range(comm.size):
+            peers.read(rank, sources[rank], read[rank : rank + 1])
+            if read[rank] == tokens[rank]:  # it is not somebody else's memory
+                peers.write(rank, targets[rank] + received.element_size() * comm.rank, token)
+    comm.Barrier()
+    return all(comm.allgather(read.tolist() == tokens and received.tolist() == tokens))
 
 
 class Direct:
@@ -127,7 +127,7 @@ class Direct:
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         share = _SCRATCH_BYTES // comm.size // _ALIGNMENT * _ALIGNMENT
         self._chunk_bytes = max(_ALIGNMENT, min(_CHUNK_BYTES, share))
-        self._scratch = torch.empty(comm.size, self._chunk_bytes, dtype=torch.uint8)
+        self._scratch = torch.empty(comm.size, self._chunk_bytes, dtype=torch.uint8, device="cpu")
         self._rooms: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
 
     def can_take(self, flat: torch.Tensor) -> bool:
