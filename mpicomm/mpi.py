@@ -7,6 +7,7 @@ never in a child process, and finalised by `finalize()` if it was initialised he
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -15,7 +16,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ _SPINS = 200  # looks without a pause
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
 _is_abandoned = False
+_has_met = False  # whether this rank knows that all others have left MPI_Init
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must undo it
 
 
@@ -77,10 +79,11 @@ def library() -> Library:
     )
 
 
-def initialize(local_size: int = 1, patience: float = 600.0) -> Intracomm:
+def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = False) -> Intracomm:
     """Initialise MPI if nobody has, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
     Args:
+        by_all: All ranks of the job call this, also those on which MPI was initialised before.
         local_size: How many ranks share this node, as far as the launcher told; where they outnumber its cores, MPI is
             asked to leave them to others while it waits.
         patience: Seconds after which the process ends if the other ranks have not come.
@@ -103,18 +106,27 @@ def initialize(local_size: int = 1, patience: float = 600.0) -> Intracomm:
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
             _wait_for_all_ranks_in_mpi_init(patience)
         _is_ours = True
+    elif by_all:
+        with _no_longer_than(patience):
+            _wait_until_all_ranks_have_left_it()
     return mpi.COMM_WORLD
 
 
 def _wait_for_all_ranks_in_mpi_init(patience: float) -> None:
-    # MPI_Init waits for absent ranks with the GIL held, so that only a timer in C can end it. What that timer prints
-    # is the stack; hence this function's name.
+    # What ends the process prints the stack; hence this function's name.
+    with _no_longer_than(patience):
+        api().Init_thread(api().THREAD_MULTIPLE)
+        _wait_until_all_ranks_have_left_it()
+
+
+@contextlib.contextmanager
+def _no_longer_than(patience: float) -> Iterator[None]:
+    """End the process if the block takes longer: MPI waits for absent ranks with the GIL held, so a timer in C does."""
     stream = sys.__stderr__
     if stream is not None:
         faulthandler.dump_traceback_later(patience, exit=True, file=stream)
     try:
-        api().Init_thread(api().THREAD_MULTIPLE)
-        _wait_until_all_ranks_have_left_it()
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -126,9 +138,11 @@ def _wait_until_all_ranks_have_left_it() -> None:
     by PMIx, but does not know its own world yet (https://github.com/open-mpi/ompi/pull/13559). Of 48 ranks on four
     hosts and two cores one did in every fourth start. Waiting by PMIx once more keeps all messages until after that.
     """
+    global _has_met  # noqa: PLW0603  MPI's state is the process's, and so is this
     path = _path_of("libpmix")
-    if api().get_vendor()[0] != "Open MPI" or api().COMM_WORLD.size == 1 or not path:
+    if _has_met or api().get_vendor()[0] != "Open MPI" or api().COMM_WORLD.size == 1 or not path:
         return
+    _has_met = True
     pmix = ctypes.CDLL(path)
     if pmix.PMIx_Initialized():
         none = ctypes.c_size_t(0)

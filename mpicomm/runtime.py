@@ -325,7 +325,7 @@ def _is_length_of_time(timeout: Any) -> bool:
 
 
 def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Session:
-    base = _initialize_mpi(launch, request.patience)
+    base = _initialize_mpi(launch, request.patience, by_all=request.comm is None and launch.kind != "single")
     if request.comm is not None:
         base = request.comm
     elif launch.kind == "single":
@@ -413,10 +413,10 @@ def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
     return is_first
 
 
-def _initialize_mpi(launch: Launch, patience: float) -> Intracomm:
+def _initialize_mpi(launch: Launch, patience: float, *, by_all: bool) -> Intracomm:
     if problem := launchers.problem_before_init(launch, mpi.library(), _command()):
         raise _launch_error(launch, problem)
-    return mpi.initialize(launch.local_size, max(patience, _SHORTEST_INIT))
+    return mpi.initialize(launch.local_size, max(patience, _SHORTEST_INIT), by_all=by_all)
 
 
 def _check_launch(launch: Launch) -> None:
