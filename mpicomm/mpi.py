@@ -143,15 +143,20 @@ def _wait_until_all_ranks_have_left_it() -> None:
     if _has_met or api().get_vendor()[0] != "Open MPI" or api().COMM_WORLD.size == 1 or not path:
         return
     _has_met = True
-    pmix = ctypes.CDLL(path)
-    if pmix.PMIx_Initialized():
-        none = ctypes.c_size_t(0)
-        pmix.PMIx_Fence(None, none, None, none)  # no list of processes stands for all of this job
+    with contextlib.suppress(OSError, AttributeError):  # it is a precaution
+        pmix = ctypes.CDLL(path)
+        if pmix.PMIx_Initialized():
+            none = ctypes.c_size_t(0)
+            pmix.PMIx_Fence(None, none, None, none)  # no list of processes stands for all of this job
 
 
-def job_comm() -> Intracomm:
-    """Return the communicator of the job: bootstrap()'s, or MPI_COMM_WORLD where torch was initialised without it."""
-    return _job_comm or initialize()
+def job_comm(*, by_all: bool = False) -> Intracomm:
+    """Return the communicator of the job: bootstrap()'s, or MPI_COMM_WORLD where torch was initialised without it.
+
+    Args:
+        by_all: All ranks of the job call this.
+    """
+    return _job_comm or initialize(by_all=by_all)
 
 
 def set_job_comm(comm: Intracomm | None) -> None:

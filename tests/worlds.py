@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,6 +49,7 @@ def groups() -> Iterator[dict[str, Group]]:
         }
         handles["staged"] = dist.new_group(everyone)
         _stage(handles["staged"])
+        handles["at once"] = _as_users_have_it(lambda: dist.new_group(everyone))
         for kind in nodes.KINDS:
             handles[kind] = dist.new_group(everyone)
             nodes.lead_by(kind, handles[kind])
@@ -60,9 +61,16 @@ def world(groups: dict[str, Group]) -> mpicomm.World:
     return mpicomm.bootstrap()
 
 
-@pytest.fixture(params=["world", "copy", "alone", "parity", "staged", *nodes.KINDS])
+@pytest.fixture(params=["world", "copy", "alone", "parity", "staged", "at once", *nodes.KINDS])
 def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
     return groups[request.param]
+
+
+def _as_users_have_it(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Make a group whose ranks do not compare their calls, so that it goes the shorter ways."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPICOMM_DEBUG", "0")
+        return make()
 
 
 def _stage(handle: dist.ProcessGroup) -> None:

@@ -53,26 +53,30 @@ class AtOnce:
             or not tensor.is_contiguous()
             or not tensor.is_cpu
             or tensor.is_neg()
+            or (nbytes >= _LEAST_BY_NODE and tensor.is_inference())
             or opts.asyncOp
             or not opts.reduceOp == _SUM  # noqa: SIM201  torch's type has no quick inequality
             or self._engine.route is not routes.AS_THEY_ARE
             or not self._executor.take_turn()
         ):
             return None
-        count = tensor.numel()
-        # Above this method are one of the face's, and one more of the face's or one of torch's.
-        operation = recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)
-        if (timeout := opts.timeout) > _NO_TIME:
-            operation.limit = timeout.total_seconds()
+        operation = None
         try:
+            count = tensor.numel()
+            # Above this method are one of the face's, and one more of the face's or one of torch's.
+            operation = recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)
+            if (timeout := opts.timeout) > _NO_TIME:
+                operation.limit = timeout.total_seconds()
             if nbytes < _LEAST_BY_NODE or not self._by_node(tensor, plan):
                 memory = self._memory_at(tensor.data_ptr(), nbytes)
                 self._call(self._in_place, (memory, count, plan.datatype), self._sum)
         except Exception as error:
-            self._executor.spoil(operation, error)
+            if operation is not None:
+                self._executor.spoil(operation, error)
             raise
         finally:
-            operation.finish()
+            if operation is not None:
+                operation.finish()
             self._executor.give_turn_back()
         work = CompletedWork()
         work.tensors = tensors

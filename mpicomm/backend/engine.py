@@ -49,7 +49,7 @@ class Engine:
         self.comm = comm
         self.record = record
         self.route = route
-        self.node = NodePath(comm, is_wanted=settings.shares_memory and route.is_by_host)
+        self.node = NodePath(comm, record, is_wanted=settings.shares_memory and route.is_by_host)
         self.executor = Executor(comm, record, settings, self.node.close)
         self._monitored = MonitoredBarrier(comm)
 

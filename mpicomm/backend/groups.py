@@ -32,7 +32,7 @@ def make_world(name: str, seconds: float, rank: int, size: int, *, takes_gpu_ten
     Raises:
         MpicommError: If torch was told something else than MPI knows.
     """
-    world = mpi.job_comm()
+    world = mpi.job_comm(by_all=True)
     if (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise MpicommError(
             f"torch.distributed was told rank {rank} of {size}, but MPI says {world.rank} of {world.size}.\n"

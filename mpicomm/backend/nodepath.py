@@ -6,6 +6,7 @@ ranks, and constant: the bits of what a program computes must not depend on how 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -18,6 +19,7 @@ import torch
 from mpicomm import mpi
 from mpicomm.backend import dtypes
 from mpicomm.backend.reductions import Reduction
+from mpicomm.faults import recorder
 from mpicomm.node import collectives, segment
 from mpicomm.node.collectives import Collectives
 from mpicomm.node.levels import TwoLevels
@@ -35,6 +37,9 @@ _LEAST_BYTES = {
     "all_gather": (math.inf, 2**26),
     "broadcast": (math.inf, 2**26),
 }
+
+_abandoned: list[torch.Tensor] = []
+"""Tensors of operations that were left in their midst: other ranks may still read and write their memory."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -54,7 +59,7 @@ class NodePath:
     Each operation tells whether it was done; MPI does what was not. Tensors are dense and on the host.
     """
 
-    def __init__(self, comm: Intracomm, *, is_wanted: bool) -> None:
+    def __init__(self, comm: Intracomm, record: recorder.Group, *, is_wanted: bool) -> None:
         """Prepare the way.
 
         Args:
@@ -62,9 +67,9 @@ class NodePath:
         """
         self._comm = comm
         self._size = comm.size
+        self._record = record
         self._is_wanted = is_wanted
         self._is_open = False
-        self._flag = array("i", [0])
         self._comms: list[Intracomm] = []  # of its own
         self._node: Collectives | None = None  # if all ranks are on one node
         self._levels: TwoLevels | None = None  # if equally many are on each of several nodes
@@ -88,6 +93,8 @@ class NodePath:
         self._open()
         flat, how = _flat(dense), _known(reduction, dense.dtype)
         if self._levels is not None:
+            # The sums of nodes are MPI's to add up, which needs more width for some integers.
+            how = dataclasses.replace(how, wide=reduction.wide)
             datatype = dtypes.arithmetic(how.wide or dense.dtype)
             return self._go(self._levels, flat, lambda levels: levels.reduce(flat, how, datatype))
         return self._go(self._node, flat, lambda node: node.reduce(flat, how))
@@ -120,14 +127,23 @@ class NodePath:
         """Run an operation, if there is a way, and all ranks' tensors can go it."""
         if way is None:
             return False
-        self._flag[0] = way.can_take(flat)
-        self._comm.Allreduce(mpi.api().IN_PLACE, self._flag, mpi.api().MIN)
-        if not self._flag[0]:
+        asked = array("q", [way.can_take(flat), flat.nbytes, -flat.nbytes])
+        self._comm.Allreduce(mpi.api().IN_PLACE, asked, mpi.api().MIN)
+        all_can, least, most = asked[0], asked[1], -asked[2]
+        if least != most:  # others would write where this tensor is not
+            raise RuntimeError(
+                f"the ranks' tensors are of {least} to {most} bytes.\nCall the operation with equal sizes on all ranks."
+            )
+        if not all_can:
             return False
         try:
             operation(way)
         except ProcessLookupError:
             self._comm.Barrier()  # as MPI would, this waits for the rank that is gone, until the watchdog ends the job
+            raise
+        except BaseException as error:  # a signal's handler may raise anything, and the others go on
+            self._record.broken = self._record.broken or f"an operation was left in its midst: {error!r}"
+            _abandoned.append(flat)
             raise
         return True
 
@@ -145,9 +161,20 @@ class NodePath:
         sizes = set(self._comm.allgather(node_comm.size))
         if len(sizes) > 1 or sizes == {1}:
             return
-        with torch.inference_mode(False):
-            node = self.connect(node_comm)
-        if not all(self._comm.allgather(node is not None)) or node is None:
+        node, why = None, ""
+        try:
+            with torch.inference_mode(False):  # or it could not be used outside of that mode
+                node = self.connect(node_comm)
+        except segment.NoSharedMemoryError as error:
+            why = str(error)
+        all_can = all(self._comm.allgather(node is not None))
+        if why and node_comm.rank == 0:
+            warnings.warn(
+                f"the {node_comm.size} ranks of this node cannot share memory: {why}. "
+                f"Large tensors go by MPI alone, at about half the speed.",
+                stacklevel=2,
+            )
+        if not all_can or node is None:
             return
         if node.size == self._size:
             self._node = node
@@ -160,18 +187,13 @@ class NodePath:
         """Return the communicator of the ranks that share this rank's node (collective)."""
         return cast("Intracomm", comm.Split_type(mpi.api().COMM_TYPE_SHARED, comm.rank))
 
-    def connect(self, node_comm: Intracomm) -> Collectives | None:
-        """Let the ranks of a node get at each other's tensors (collective over them); None, warned, if they cannot."""
-        try:
-            return collectives.connect(node_comm)
-        except segment.NoSharedMemoryError as error:
-            if node_comm.rank == 0:
-                warnings.warn(
-                    f"the {node_comm.size} ranks of this node cannot share memory: {error}. "
-                    f"Large tensors go by MPI alone, at about half the speed.",
-                    stacklevel=2,
-                )
-            return None
+    def connect(self, node_comm: Intracomm) -> Collectives:
+        """Let the ranks of a node get at each other's tensors (collective over them).
+
+        Raises:
+            NoSharedMemoryError: On all of them, if there is no way.
+        """
+        return collectives.connect(node_comm)
 
     def close(self) -> None:
         """Let go of the memory and of the communicators (collective)."""

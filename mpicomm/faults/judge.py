@@ -18,6 +18,7 @@ COLLECT_SECONDS = 4.0
 
 _GATHER_SECONDS = 0.5  # in which ranks that wait for the same come to be counted
 _TRANSIT_SECONDS = 5.0  # in which a message may still be on its way, after its sender has left
+_SENDING_SECONDS = 60.0  # or as long as a hang may last, if that is less, where it was still sending
 _LAUNCHER_SECONDS = 2.0  # in which the launcher may end the job itself, with the dead rank's own status
 _TELLER_SECONDS = 5.0  # in which a rank that told its failure ends the job
 _END_SECONDS = 0.5  # in which the ranks write their files
@@ -189,7 +190,7 @@ class Judge:
         """Return from when on nothing can come any more that a rank sent before it left."""
         leave = self._left[rank]
         moment: float = leave["moment"]
-        return moment + (self._hang_seconds if leave["sends"] else _TRANSIT_SECONDS)
+        return moment + (min(self._hang_seconds, _SENDING_SECONDS) if leave["sends"] else _TRANSIT_SECONDS)
 
     # -- where everybody is --------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Judge:
         self._collection.asks[ask["kind"], ask.get("rank", -1), ask.get("number", -1)] = ask
         if is_new:  # this rank answers at once, and may say that it waits no more
             # A slow checkpoint looks like a hang: one set of files will do, until the job ends.
-            wants_files = ask["kind"] in ("left", "deadline") or (ask["kind"] == "hang" and not self._has_files)
+            wants_files = ask["kind"] == "deadline" or (ask["kind"] in ("left", "hang") and not self._has_files)
             self._has_files = self._has_files or wants_files
             self._actions.tell_all({"kind": "collect", "number": self._collections, "files": wants_files})
 
@@ -238,7 +239,7 @@ class Judge:
             self._end_by_leavers(culprits, statuses, now)
             return
         if "left" in kinds and self._waits:
-            self._judge_at = now + _TRANSIT_SECONDS  # who waits may not have answered
+            self._judge_at = min(self._judge_at or math.inf, now + _TRANSIT_SECONDS)  # who waits may not have answered
         if "deadline" in kinds:
             self._end_by_deadline(next(ask for ask in asks if ask["kind"] == "deadline"), statuses, now)
         elif "hang" in kinds:

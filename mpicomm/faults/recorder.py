@@ -36,7 +36,7 @@ _groups: dict[str, Group] = {}
 
 # Files whose frames are not the user's: the caller is looked for above them.
 _PACKAGES = ("mpicomm", "torch")
-_PROGRAMS = ("examples", "bench")  # folders of files that are, all the same
+_PROGRAMS = ("examples", "bench")  # folders in them, of files that are
 _call_sites: dict[int, types.CodeType] = {}
 """The instructions of the user's that call operations, by place in memory: to walk the stack costs half of `note`."""
 
@@ -383,7 +383,7 @@ def _is_inner(file: str) -> bool:
         return file in _inner_files
     packages = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
     folders = [str(Path(package).parent) + os.sep for package in packages if package]
-    is_program = any(f"{os.sep}{folder}{os.sep}" in file for folder in _PROGRAMS)
-    is_inner = file.startswith(("<frozen", threading.__file__, *folders)) and not is_program
+    programs = tuple(f"{folder}{program}{os.sep}" for folder in folders for program in _PROGRAMS)
+    is_inner = file.startswith(("<frozen", threading.__file__, *folders)) and not file.startswith(programs)
     (_inner_files if is_inner else _users_files).add(file)
     return is_inner

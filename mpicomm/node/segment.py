@@ -37,13 +37,13 @@ def make(comm: Intracomm, nbytes: int) -> torch.Tensor:
         try:
             descriptor, memory = _create(nbytes)
             offer = (os.getpid(), descriptor, _token(memory))
-        except (OSError, AttributeError) as error:  # Python may have been built without memfd_create
+        except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
             failure = f"{nbytes >> 20} MiB cannot be reserved: {error}"
     offer = comm.bcast(offer, 0)
     if comm.rank > 0 and offer is not None:
         try:
             memory = _open(offer, nbytes)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  as above
             failure = f"what another rank of this node has made cannot be opened: {error}"
     failures = [each for each in comm.allgather(failure) if each]
     if descriptor is not None:

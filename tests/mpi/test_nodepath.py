@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm.backend import nodepath
 from mpicomm.node import bysegment, direct, segment
 from tests import nodes
 from tests.worlds import Group
@@ -25,8 +26,9 @@ Make = Callable[[], dist.ProcessGroup]
 
 
 @pytest.fixture
-def make(world: mpicomm.World) -> Iterator[Make]:
-    """Make groups of all ranks, which end with the test."""
+def make(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make groups of all ranks, which end with the test, and do not compare their calls."""
+    monkeypatch.setenv("MPICOMM_DEBUG", "0")
     made: list[dist.ProcessGroup] = []
 
     def new() -> dist.ProcessGroup:
@@ -46,6 +48,12 @@ def by_node(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
 def random(size: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return what all ranks bring, the same on all: (size, count)."""
     return torch.randn(size, count, generator=torch.manual_seed(7)).to(dtype)
+
+
+def start_and_wait(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    work.wait()
 
 
 def path_of(handle: dist.ProcessGroup) -> Any:
@@ -119,6 +127,21 @@ def test_parameters_and_tensors_of_inference(by_node: Group) -> None:
     assert torch.equal(tensor, expected)
 
 
+def test_a_tensor_of_inference_outside_of_that_mode(world: mpicomm.World) -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(LARGE)
+    dist.all_reduce(tensor)
+    assert bool((tensor == world.size).all())
+
+
+def test_narrow_integers_wrap_around(by_node: Group) -> None:
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        tensor = torch.full((40_000,), 100, dtype=dtype) * torch.iinfo(dtype).max
+        expected = (tensor.to(torch.int64) * by_node.size).to(dtype)
+        dist.all_reduce(tensor, group=by_node.handle)
+        assert torch.equal(tensor, expected)
+
+
 def test_a_result_in_the_midst_of_the_input(by_node: Group) -> None:
     source = torch.arange(by_node.size * 70_000, dtype=torch.float32)
     expected = by_node.size * source.view(by_node.size, -1)[by_node.rank]
@@ -190,6 +213,40 @@ def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World, mon
 
 def test_an_address_that_cannot_be_read_is_noticed(world: mpicomm.World) -> None:
     assert not direct._Peers(world.comm).can_read(world.rank, 8)
+
+
+@pytest.mark.parametrize("takes_turns", [True, False], ids=["at once", "by the worker"])
+def test_unequal_sizes_are_refused_on_all_ranks(make: Make, world: mpicomm.World, takes_turns: bool) -> None:
+    handle = make()
+    tensor = torch.ones(LARGE + world.rank)
+    if world.size == 1:
+        return
+    call = dist.all_reduce if takes_turns else start_and_wait
+    with pytest.raises(RuntimeError, match=f"{4 * LARGE} to {4 * (LARGE + world.size - 1)} bytes"):
+        call(tensor, group=handle)
+    assert bool((tensor == 1).all())
+    with pytest.raises(mpicomm.MpicommError, match="cannot be used any more"):
+        dist.all_reduce(tensor, group=handle)
+
+
+def test_what_leaves_an_operation_in_its_midst_ends_the_group(
+    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may still write into its tensor, which stays."""
+
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = make()
+    dist.all_reduce(torch.ones(LARGE), group=handle)
+    if world.size > 1:
+        monkeypatch.setattr(direct.Direct, "reduce", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(LARGE), group=handle)
+        monkeypatch.undo()
+        with pytest.raises(mpicomm.MpicommError, match="left in its midst: KeyboardInterrupt"):
+            dist.all_reduce(torch.ones(LARGE), group=handle)
+        assert nodepath._abandoned.pop().numel() == LARGE
 
 
 # -- where ranks cannot get at each other's memory ---------------------------------------------------------------------
