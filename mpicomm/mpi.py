@@ -16,7 +16,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,9 @@ _SPINS = 200  # looks without a pause
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
 _is_abandoned = False
-_has_met = False  # whether this rank knows that all others have left MPI_Init
+_has_met = False  # whether this rank has waited for all others to leave MPI_Init
+_moment_of_meeting = (ctypes.c_long * 2)()
+_MEETING_SECONDS = 5.0
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must undo it
 
 
@@ -107,28 +109,21 @@ def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = F
             _wait_for_all_ranks_in_mpi_init(patience)
         _is_ours = True
     elif by_all:
-        with _no_longer_than(patience):
-            _wait_until_all_ranks_have_left_it()
+        _wait_until_all_ranks_have_left_it()
     return mpi.COMM_WORLD
 
 
 def _wait_for_all_ranks_in_mpi_init(patience: float) -> None:
-    # What ends the process prints the stack; hence this function's name.
-    with _no_longer_than(patience):
-        api().Init_thread(api().THREAD_MULTIPLE)
-        _wait_until_all_ranks_have_left_it()
-
-
-@contextlib.contextmanager
-def _no_longer_than(patience: float) -> Iterator[None]:
-    """End the process if the block takes longer: MPI waits for absent ranks with the GIL held, so a timer in C does."""
+    # MPI_Init waits for absent ranks with the GIL held, so that only a timer in C can end it. What that timer prints
+    # is the stack; hence this function's name.
     stream = sys.__stderr__
     if stream is not None:
         faulthandler.dump_traceback_later(patience, exit=True, file=stream)
     try:
-        yield
+        api().Init_thread(api().THREAD_MULTIPLE)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    _wait_until_all_ranks_have_left_it()
 
 
 def _wait_until_all_ranks_have_left_it() -> None:
@@ -136,7 +131,8 @@ def _wait_until_all_ranks_have_left_it() -> None:
 
     Open MPI 5 dies of a message that reaches a rank in the last part of its MPI_Init, where it waits for the others
     by PMIx, but does not know its own world yet (https://github.com/open-mpi/ompi/pull/13559). Of 48 ranks on four
-    hosts and two cores one did in every fourth start. Waiting by PMIx once more keeps all messages until after that.
+    hosts and two cores one did in every fourth start. Waiting by PMIx once more keeps all messages until after that. It
+    is a precaution: where a rank does not come, others are to find out which.
     """
     global _has_met  # noqa: PLW0603  MPI's state is the process's, and so is this
     path = _path_of("libpmix")
@@ -144,10 +140,14 @@ def _wait_until_all_ranks_have_left_it() -> None:
         return
     _has_met = True
     with contextlib.suppress(OSError, AttributeError):  # it is a precaution
-        pmix = ctypes.CDLL(path)
-        if pmix.PMIx_Initialized():
-            none = ctypes.c_size_t(0)
-            pmix.PMIx_Fence(None, none, None, none)  # no list of processes stands for all of this job
+        pmix, none = ctypes.CDLL(path), ctypes.c_size_t(0)
+        # PMIx calls back from a thread of its own, perhaps when Python is gone: that is to be C, and called with a
+        # status of 0 and an address clock_gettime writes something there.
+        call_back = ctypes.CDLL(None).clock_gettime
+        if pmix.PMIx_Initialized() and not pmix.PMIx_Fence_nb(  # no list of processes stands for all of this job
+            None, none, None, none, call_back, ctypes.byref(_moment_of_meeting)
+        ):
+            poll(lambda: any(_moment_of_meeting), _MEETING_SECONDS)
 
 
 def job_comm(*, by_all: bool = False) -> Intracomm:
