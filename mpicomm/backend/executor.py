@@ -234,7 +234,9 @@ class Executor:
         worker = self._worker
         if worker is not None and (worker.is_current_thread or not worker.is_idle):
             return False
-        return self._is_simple and not self._record.broken and not c10d.is_profiling() and self._try_turn(False)
+        if not self._is_simple or not self._is_open:
+            return False
+        return not self._record.broken and not c10d.is_profiling() and self._try_turn(False)
 
     def _meet(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank, interruptibly.
@@ -357,7 +359,7 @@ class Executor:
         """Finish what is queued, end the threads and free the communicator (collective)."""
         if not self._is_open:
             return
-        self._is_open = self._is_simple = False
+        self._is_open = False
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
@@ -372,7 +374,7 @@ class Executor:
         """Give the group up without waiting for anybody; what is on its way may never end."""
         if not self._is_open:
             return
-        self._is_open = self._is_simple = False
+        self._is_open = False
         self._record.broken = self._record.broken or "it was aborted"
         if (watch := watchdog.current()) is not None:
             watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")

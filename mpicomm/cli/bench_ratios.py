@@ -19,8 +19,6 @@ from mpicomm.bench import machine, ratios
 from mpicomm.cli.arguments import check_writable, count
 from mpicomm.cli.console import FAILED, console, failed
 
-_UNMET = FAILED
-
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add what follows `mpicomm bench`."""
@@ -49,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         return failed("bench ratios", error)
     console().print(_table(found))
-    return 0 if all(each.is_met for each in found) else _UNMET
+    return 0 if all(each.is_met for each in found) else FAILED
 
 
 def _result(command: Sequence[str]) -> Mapping[str, Any]:

@@ -136,16 +136,14 @@ class Direct:
 
     def reduce(self, flat: torch.Tensor, how: Sum, root: int | None = None) -> None:
         """Reduce in place, on one rank or on all."""
-        mine = flat.tensor_split(self.size)[self.rank]
-        places = [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
+        mine, places = self._owned(flat)
         receivers = range(self.size) if root is None else (root,)
         self._add(mine, places, how, mine if self.rank in receivers else None, set(receivers) - {self.rank})
         self._comm.Barrier()
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Sum) -> None:
         """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
-        mine = flat.tensor_split(self.size)[self.rank]
-        places = [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
+        mine, places = self._owned(flat)
         self._add(mine, places, how, out)
         self._comm.Barrier()
 
@@ -163,6 +161,11 @@ class Direct:
         if self.rank != root:
             self._peers.read(root, sources[root], flat)
         self._comm.Barrier()
+
+    def _owned(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return this rank's part of a tensor, and where that part is on every rank (collective)."""
+        mine = flat.tensor_split(self.size)[self.rank]
+        return mine, [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
 
     def _add(
         self,
