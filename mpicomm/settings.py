@@ -13,7 +13,11 @@ TIMEOUTS = ("abort", "raise")
 DEBUGS = ("0", "1")
 SHARED_MEMORIES = ("0", "1")
 GPU_TENSORS = ("direct", "staged")
+HOST_TIMEOUT = 30
+"""Seconds without an answer of a host, after which its ranks count as dead."""
+
 _HANG_SECONDS = 60.0
+_LONGEST_HOST_TIMEOUT = 86_400  # seconds
 # Long enough for a copy to reach its full speed, short enough for three to stay in the cache.
 _GPU_CHUNK_KIB = 4096
 
@@ -33,7 +37,11 @@ class Settings:
     raise TimeoutError (raise), at the price of a barrier before each synchronous operation."""
 
     hang_seconds: str | None = None
-    """After so many seconds in an operation a table says where every rank is; 60, or half the timeout if less."""
+    """After so many seconds in an operation a table says where every rank is; 60, or half the timeout if less. In
+    bootstrap() a notice names absent ranks after so many seconds; 30, or half the timeout if less."""
+
+    host_timeout: str | None = None
+    """After so many seconds in which a host answers nothing on the side channel, its ranks count as dead; 30."""
 
     debug: str | None = None
     """1: the ranks compare each collective's operation, dtype, shape, root and number before they start it."""
@@ -72,6 +80,11 @@ class Settings:
         return _HANG_SECONDS if self.hang_seconds is None else float(self.hang_seconds)
 
     @property
+    def seconds_to_lose_host(self) -> int:
+        """How long a host may answer nothing before its ranks count as dead."""
+        return HOST_TIMEOUT if self.host_timeout is None else int(self.host_timeout)
+
+    @property
     def gpu_chunk_bytes(self) -> int:
         """How much of a tensor is with MPI while the next is copied from the GPU."""
         return 1024 * (_GPU_CHUNK_KIB if self.gpu_chunk_kib is None else int(self.gpu_chunk_kib))
@@ -101,6 +114,7 @@ class Settings:
         settings._check_one_of("gpu_tensors", GPU_TENSORS)
         settings._check_one_of("shared_memory", SHARED_MEMORIES)
         settings._check_seconds()
+        settings._check_host_timeout()
         settings._check_chunk()
         return settings
 
@@ -118,6 +132,14 @@ class Settings:
         if not is_good:
             raise LaunchError(
                 f"MPICOMM_HANG_SECONDS={self.hang_seconds} is no time.\nSet it to a number of seconds, or unset it."
+            )
+
+    def _check_host_timeout(self) -> None:
+        given = self.host_timeout
+        if given is not None and not (given.isdecimal() and 1 <= int(given) <= _LONGEST_HOST_TIMEOUT):
+            raise LaunchError(
+                f"MPICOMM_HOST_TIMEOUT must be a whole number of seconds from 1 to {_LONGEST_HOST_TIMEOUT}, "
+                f"got {given}.\nCorrect it, or unset it for {HOST_TIMEOUT}."
             )
 
     def _check_chunk(self) -> None:

@@ -1,0 +1,105 @@
+"""Checks of the arguments that users pass: one form of error, with what is expected, what was got and the next step."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import os
+from collections.abc import Callable
+from typing import Any
+
+_SHOWN = 500  # characters of a value
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What an argument must be."""
+
+    kind: str
+    """Its type, for people: `an integer`."""
+
+    is_kind: Callable[[Any], bool]
+    limits: str = ""
+    """Its range, for people: `an integer from 0 to 3`; `kind` if left out."""
+
+    is_within: Callable[[Any], bool] = lambda _: True
+    remedy: str = ""
+    """The next step; to pass what is expected, if left out."""
+
+    def check(self, value: Any, name: str, what: str = "") -> None:
+        """Refuse a value.
+
+        Args:
+            name: The argument's.
+            what: The function's, if the traceback alone does not show it.
+
+        Raises:
+            TypeError: If it is of another type.
+            ValueError: If it is out of range.
+        """
+        if not self.is_kind(value):
+            raise TypeError(self._message(self.kind, f"{shown(value)} ({type(value).__name__})", name, what))
+        if not self.is_within(value):
+            raise ValueError(self._message(self.limits or self.kind, shown(value), name, what))
+
+    def or_none(self) -> Expected:
+        """Return the same, or None."""
+        return dataclasses.replace(
+            self,
+            kind=f"{self.kind} or None",
+            is_kind=lambda value: value is None or self.is_kind(value),
+            limits=f"{self.limits.replace(' or ', ', ')} or None" if self.limits else "",
+            is_within=lambda value: value is None or self.is_within(value),
+        )
+
+    def _message(self, expected: str, got: str, name: str, what: str) -> str:
+        where = f"{what}: " if what else ""
+        return f"{where}{name} must be {expected}, got {got}.\n{self.remedy or f'Pass {expected}.'}"
+
+
+def shown(value: Any) -> str:
+    """Return a value's representation, shortened."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def integer(least: int | None = None, most: int | None = None, remedy: str = "") -> Expected:
+    """Expect an integer, within limits."""
+    if most is not None:
+        limits = f"an integer from {least} to {most}"
+    else:
+        limits = {None: "", 1: "a positive integer"}.get(least, f"an integer from {least}")
+    return Expected(
+        "an integer",
+        lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool),
+        limits,
+        lambda value: (least is None or value >= least) and (most is None or value <= most),
+        remedy,
+    )
+
+
+def number(limits: str, is_within: Callable[[Any], bool]) -> Expected:
+    """Expect a real number."""
+    return Expected("a number", _is_real, limits, is_within)
+
+
+def one_of(*known: str) -> Expected:
+    """Expect one of some words."""
+    names = [repr(each) for each in known]
+    limits = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    return Expected("a str", lambda value: isinstance(value, str), limits, lambda value: value in known)
+
+
+def instance(kind: str, *types: type, remedy: str = "") -> Expected:
+    """Expect an object of one of some classes."""
+    return Expected(kind, lambda value: isinstance(value, types), remedy=remedy)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+FLAG = instance("True or False", bool)
+TEXT = instance("a str", str)
+POSITIVE = integer(1)
+PATH = instance("a path (a str or an os.PathLike)", str, os.PathLike)
