@@ -2,7 +2,8 @@
 
 An exception that nobody catches, on any thread, is printed once, with its rank, and ends the job by MPI_Abort. The hook
 runs before the interpreter waits for non-daemon threads, so such threads cannot keep a dead rank, and with it the job,
-alive. `sys.exit` is wrapped to remember its status: a rank that leaves by it says so, and ends the job if others wait.
+alive. `sys.exit` raises an exception that notes its status when Python ends the process by it: a rank that leaves so
+tells the others, and ends the job if they wait.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from mpicomm.faults import recorder
 _OTHERS_PATIENCE = 2.0  # seconds in which the first rank to fail prints and aborts, before another does
 _BRIEF_RANKS = 8  # how many ranks may repeat an error in brief: rank 0's output may lie elsewhere
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; what is in flight at the abort may be lost
+
+_OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
+"""The functions that a program begins with: a script's, that of `python -m`, and a thread's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +57,16 @@ class Hook:
             self.previous_of_threads(args)
         else:
             assert args.exc_value is not None
-            self(args.exc_type, args.exc_value, args.exc_traceback)
+            self._fail(args.exc_type, args.exc_value, args.exc_traceback)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        """Print what happened, once in the job, and end it."""
-        if self is not _current or os.getpid() != self.pid:  # a job that is over, or a forked child
+        """Print what happened, once in the job, and end it, if the error ends this process."""
+        if self is not _current or os.getpid() != self.pid or _goes_on():  # a job that is over, or a forked child
             self.previous(kind, error, trace)
-            return
+        else:
+            self._fail(kind, error, trace)
+
+    def _fail(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         is_everywhere = isinstance(error, MpicommError) and error.is_everywhere
         if is_everywhere or isinstance(error, LaunchError):  # the message says it all; the code is not at fault
             self._tell_message(error, is_everywhere)
@@ -101,6 +108,22 @@ class Hook:
             say(f"[mpicomm] {where} failed and ends the job:\n{text}")
 
 
+def _goes_on() -> bool:
+    """Tell whether the program calls `sys.excepthook` itself, as `code.interact` does to print an error, and goes on.
+
+    Python calls it when the program's last frame is gone, so that the outermost is the hook's, or that of a hook above.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name in _OUTERMOST or _is_at_prompt()
+
+
+def _is_at_prompt() -> bool:
+    """Tell whether Python's own prompt, which is written in C, goes on after an error; `code.interact` sets ps1 too."""
+    return hasattr(sys, "ps1") and bool(sys.flags.interactive or not sys.argv[0])
+
+
 def _is_aside(thread: threading.Thread | None) -> bool:
     """Tell whether a thread is one of those, like a progress bar's, that nobody waits for at the end."""
     return thread is None or (thread.daemon and not recorder.is_used_by(thread))
@@ -138,12 +161,43 @@ def disarm() -> None:
     _current = None
 
 
-_exit_status: int | None = None  # with which sys.exit was called last
+_code: Any = vars(SystemExit)["code"]
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises: it notes that Python ends the process by it, which it does not where it is caught."""
+
+    @property
+    def code(self) -> Any:
+        global _exit_status  # noqa: PLW0603  a process ends once
+        status = _code.__get__(self)
+        if sys._getframe().f_back is None:  # the interpreter reads it, below all functions of the program
+            _exit_status = _as_number(status)
+        return status
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        _code.__set__(self, status)
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:
+        return SystemExit, self.args
+
+
+_Exit.__module__ = "builtins"  # it is shown and named as what it stands for
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def _as_number(status: Any) -> int:
+    """Return the status that a process ends with for an argument of `sys.exit`."""
+    return 0 if status is None else status if isinstance(status, int) else 1
+
+
+_exit_status: int | None = None  # with which the process ends by sys.exit
 _tell_exit_at_once: Callable[[int], Any] | None = None
 
 
 def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
-    """Have `sys.exit` remember its status, and `os._exit` say that it was called, which Python tells nobody in time.
+    """Have `sys.exit` note its status, and `os._exit` say that it was called, which Python tells nobody in time.
 
     Args:
         tell_exit_at_once: Called with the status of `os._exit`, in this process alone.
@@ -156,9 +210,9 @@ def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
 
     @functools.wraps(python_exit)
     def sys_exit(status: Any = None, /) -> NoReturn:
-        global _exit_status  # noqa: PLW0603
-        if threading.current_thread() is threading.main_thread():
-            _exit_status = 0 if status is None else status if isinstance(status, int) else 1
+        # Elsewhere it ends the thread alone, and `threading` asks for the very type.
+        if threading.current_thread() is threading.main_thread() and os.getpid() == pid:
+            raise _Exit() if status is None else _Exit(status)
         python_exit(status)
 
     @functools.wraps(python_exit_at_once)
@@ -172,9 +226,18 @@ def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
 
 def exit_status() -> int | None:
     """Return the status with which this process is about to end, as far as it is known."""
-    if getattr(sys, "last_value", None) is not None:  # an exception that was printed
+    if _ends_by(getattr(sys, "last_value", None)):
         return 1
+    on_its_way = sys.exc_info()[1]  # in a `finally`, say
+    if isinstance(on_its_way, SystemExit) and threading.current_thread() is threading.main_thread():
+        return _as_number(on_its_way.code)
     return _exit_status
+
+
+def _ends_by(printed: BaseException | None) -> bool:
+    """Tell whether an exception that was printed ended the program, and not a line at a prompt within the program."""
+    trace = None if printed is None else printed.__traceback__
+    return trace is not None and trace.tb_frame.f_back is None and not _is_at_prompt()
 
 
 def say(text: str) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
-import resource
 import secrets
 import selectors
 import socket
 import time
 
+from mpicomm.durations import Deadline
 from mpicomm.faults import neighbours
 from mpicomm.faults.connection import Connection, Message
 from mpicomm.faults.neighbours import Neighbour
+from mpicomm.settings import HOST_TIMEOUT
+from mpicomm.startup import open_files
 
 TOKEN_BYTES = 32
 
@@ -26,8 +28,8 @@ _NONCE_BYTES = 16
 _STRANGERS_SECONDS = 10.0  # in which who connects must have shown the token
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.01
+_LOOK_SECONDS = 0.5  # between two looks at the deadline of who waits for the hub
 _MOST_STRANGERS = 128
-_SPARE_FILES = 256  # descriptors that are left to the program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,14 @@ class Event:
 class Channel:
     """The connections of one rank."""
 
-    def __init__(self, rank: int, token: bytes) -> None:
+    def __init__(self, rank: int, token: bytes, host_timeout: int = HOST_TIMEOUT) -> None:
+        """Make the channel, without connections.
+
+        Args:
+            host_timeout: After so many seconds in which a host answers nothing, the connections to it are lost.
+        """
         self.rank = rank
+        self._host_timeout = host_timeout
         self.children: dict[int, Connection] = {}
         self.neighbours: dict[int, Neighbour] = {}
         """The processes of the ranks at the other ends, as they have introduced themselves; those elsewhere too."""
@@ -82,7 +90,7 @@ class Channel:
     def expect(self, ranks: set[int]) -> None:
         """Say which ranks may connect to this one; once they all have, nobody can any more."""
         self._expected = set(ranks)
-        _allow_files(len(ranks) + _SPARE_FILES)
+        open_files.allow(len(ranks))
 
     def connect(self, address: str, port: int, seconds: float) -> None:
         """Connect to this rank's hub.
@@ -90,8 +98,8 @@ class Channel:
         Raises:
             OSError: If the hub cannot be reached, or does not take this rank in, within `seconds`.
         """
-        deadline = time.monotonic() + seconds
-        connection = Connection(socket.create_connection((address, port), timeout=seconds))
+        deadline = Deadline(seconds)
+        connection = Connection(socket.create_connection((address, port), timeout=seconds), self._host_timeout)
         try:
             connection.is_trusted = True  # its port was told by MPI
             challenge, *_ = _next_messages(connection, deadline)
@@ -173,7 +181,7 @@ class Channel:
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            connection = Connection(self._listener.accept()[0])
+            connection = Connection(self._listener.accept()[0], self._host_timeout)
         except OSError:  # the peer may have gone again; or there are too many files open, which may pass
             time.sleep(_ACCEPT_PAUSE)
         else:
@@ -273,24 +281,16 @@ def _proof(token: bytes, nonce: bytes, rank: int) -> str:
     return hmac.digest(token, nonce + str(rank).encode(), "sha256").hex()
 
 
-def _next_messages(connection: Connection, deadline: float) -> list[Message]:
+def _next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
     """Wait for messages, at least one, on a connection that nobody polls yet."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        while time.monotonic() < deadline:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                break
+        while (left := deadline.left()) > 0:
+            if not selector.select(min(left, _LOOK_SECONDS)):
+                continue
             messages, lost = connection.receive()
             if messages:
                 return messages
             if lost:
                 raise ConnectionError(f"the hub ended the connection: {lost}")
     raise TimeoutError("the hub does not answer")
-
-
-def _allow_files(number: int) -> None:
-    """Raise the limit of open files, as far as this user may, if there could be fewer than `number`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < number:
-        wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

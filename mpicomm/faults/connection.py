@@ -7,6 +7,8 @@ import socket
 import struct
 from typing import Any
 
+from mpicomm.settings import HOST_TIMEOUT
+
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
@@ -14,21 +16,21 @@ _LIMIT = 1 << 20  # bytes of a message of a rank of this job
 _STRANGERS_LIMIT = 512  # bytes of a message of somebody who has not shown the token
 _CHUNK = 1 << 16
 
-# Dead hosts do not say goodbye. The kernel asks, so that a rank that is stopped or keeps the GIL still answers.
-_IDLE, _INTERVAL, _PROBES = 10, 5, 4  # seconds, seconds, number
+_PROBES = 4
 
 
 class Connection:
     """One end of a connection between two ranks."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, host_timeout: int = HOST_TIMEOUT) -> None:
+        """Take charge of a socket.
+
+        Args:
+            host_timeout: After so many seconds in which the other host's kernel answers nothing, it is lost.
+        """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _INTERVAL * _PROBES))
+        _expect_answers(sock, host_timeout)
         self.socket = sock
         self.is_trusted = False
         self.rank: int | None = None
@@ -115,3 +117,17 @@ class Connection:
                 return messages, "sent garbage"
             messages.append(message)
         return messages, ""
+
+
+def _expect_answers(sock: socket.socket, seconds: int) -> None:
+    """Let a connection fail when the other host has answered nothing for so many seconds.
+
+    A host that dies does not close its connections. The kernels ask each other, so that a rank that is stopped or keeps
+    the GIL still answers: after a third of the time without data they send probes. TCP_USER_TIMEOUT holds for data that
+    nobody acknowledges.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, 2 * seconds // (3 * _PROBES)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)

@@ -79,6 +79,7 @@ class Judge:
         self._collections = 0
         self._next_report = 0.0
         self._has_files = False
+        self._has_warned_of_files = False
         self._judge_at: float | None = None
         self._end_at: float | None = None
         self._status = 1
@@ -116,6 +117,8 @@ class Judge:
             self._terminated.add(message["rank"])
         elif kind == "broken":
             self._actions.tell_all(message)
+        elif kind == "no files":
+            self._warn_of_files(message)
         elif kind == "exits":
             self._prepare_cause(message["rank"], f"called os._exit({message['status']})", now)
             self._actions.tell(message["rank"], {"kind": "heard"})
@@ -144,6 +147,14 @@ class Judge:
         if self._judge_at is not None and now >= self._judge_at:
             self._judge_at = None
             self._judge_leavers(now)
+
+    def _warn_of_files(self, message: Message) -> None:
+        """Print why files cannot be written: once, since the reason is mostly that of all ranks."""
+        if not self._has_warned_of_files:
+            self._has_warned_of_files = True
+            rank = message["rank"]
+            who = f"rank {rank} on {self._hosts[rank]}"
+            self._actions.speak(f"[mpicomm] {who} cannot write its operations and stacks: {message['why']}")
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

@@ -30,15 +30,16 @@ def place_of(comm: Intracomm, where: Topology) -> Place:
 class Opening:
     """The steps of opening the channel, between which the watchdog of each hub starts."""
 
-    def __init__(self, comm: Intracomm, place: Place, address: str) -> None:
+    def __init__(self, comm: Intracomm, place: Place, address: str, host_timeout: int) -> None:
         """Bind the hubs' sockets and tell everybody where they are (collective).
 
         Args:
             address: Where rank 0 listens: one that every node has reached. Other hubs listen on loopback, for their
                 own node.
+            host_timeout: After so many seconds in which a host answers nothing, its ranks count as dead.
         """
         token = comm.bcast(secrets.token_bytes(TOKEN_BYTES))
-        self.channel = Channel(comm.rank, token)
+        self.channel = Channel(comm.rank, token, host_timeout)
         self._comm = comm
         self._place = place
         own = address if comm.rank == 0 else "127.0.0.1"

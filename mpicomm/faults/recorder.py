@@ -12,12 +12,14 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from threading import get_ident
 from time import monotonic
 from typing import Any
 
+from mpicomm.errors import MpicommError
 from mpicomm.faults import report
 
 RING = 1024
@@ -36,11 +38,23 @@ _groups: dict[str, Group] = {}
 
 # Files whose frames are not the user's: the caller is looked for above them.
 _PACKAGES = ("mpicomm", "torch")
+_MACHINERY = ("contextlib", "functools", "threading", "typing_extensions", "warnings")  # threads, and decorators
 _PROGRAMS = ("examples", "bench")  # folders in them, of files that are
 _call_sites: dict[int, types.CodeType] = {}
 """The instructions of the user's that call operations, by place in memory: to walk the stack costs half of `note`."""
 
-_callers: set[int] = set()  # threads that have called operations, as far as they did from where no other had before
+_rank_pid = 0
+"""The rank's process, in a child that it has forked."""
+
+
+class _Thread(threading.local):
+    """What is known of the current thread. It ends with the thread, whose number is then given to another."""
+
+    calls_operations = False
+
+
+_thread = _Thread()
+_callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
 _NOWHERE = object()
 _MOST_CALL_SITES = 4096
 _USUAL_STEPS = 2  # from the first frame that may be the user's to the one that is: torch's function, and its wrapper
@@ -117,11 +131,15 @@ class Operation:
 
     def begin(self) -> None:
         """Note that the operation runs, or that somebody waits for it: from now on its deadline counts."""
-        if self.sequence is None and not self.is_message:
-            # Numbered in the order in which they run: callbacks that call operations come to be called at any moment.
-            self.sequence = self.group.sequence = self.group.sequence + 1
+        # Numbered in the order in which they run: callbacks that call operations come to be called at any moment.
+        self.take_number()
         self.start = monotonic()
         _running[self.number] = self
+
+    def take_number(self) -> None:
+        """Take the next of the group's numbers, if this is a collective without one."""
+        if self.sequence is None and not self.is_message:
+            self.sequence = self.group.sequence = self.group.sequence + 1
 
     def finish(self) -> None:
         """Note that the operation has ended, well or not."""
@@ -195,6 +213,8 @@ def note(
         code, instruction = None, 0
     if _call_sites.get(id(code) + instruction, _NOWHERE) is not code:
         code, instruction = _find_caller(depth)
+    if not _thread.calls_operations:
+        _note_thread()
     operation = _new(Operation)
     operation.code = code
     operation.instruction = instruction
@@ -223,6 +243,13 @@ def note(
     return operation
 
 
+def _note_thread() -> None:
+    _thread.calls_operations = True
+    ident = get_ident()
+    # threading.current_thread() would make up a thread for one that C++ has started.
+    _callers.update(thread for thread in threading.enumerate() if thread.ident == ident)
+
+
 def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
     """Return the code and the instruction of the user's that called, for a caller that called `note` at `depth`."""
     frame: types.FrameType | None = _getframe(depth + 1)
@@ -230,7 +257,6 @@ def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
         steps += 1
-    _callers.add(get_ident())
     if frame is None:  # called by C++ on a thread of its own
         return None, 0
     if steps == _USUAL_STEPS:
@@ -242,8 +268,9 @@ def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
 
 
 class Stream:
-    """The operations that an inner back end runs one after the other, on a GPU's stream.
+    """The operations that an inner backend runs one after the other, on a GPU's stream.
 
+    Only the oldest open one runs, so the time in which others wait for the GPU does not count toward their timeouts.
     A few works among the open ones are kept and looked at, not all: a work may hold its tensors.
     """
 
@@ -259,15 +286,16 @@ class Stream:
         return note(self._group, name, dtype, count, None, is_message, is_running=False, depth=2)
 
     def started(self, operation: Operation, work: Any) -> None:
-        """Note that the inner back end has taken an operation."""
+        """Note that the inner backend has queued an operation."""
         with self._lock:
-            operation.begin()
+            operation.take_number()
             self._open.append(operation)
             self._held.append((operation, work))
             if len(self._held) > _HELD_WORKS:
                 self._held = [self._held[0], *self._held[1:-1:2], self._held[-1]]
             if len(self._open) > RING:
                 self._open.popleft().finish()
+            self._begin_oldest()
 
     def refresh(self) -> None:
         """Note which operations have ended; called on the watchdog's thread."""
@@ -276,6 +304,11 @@ class Stream:
             self._held = [(operation, work) for operation, work in self._held if operation.number > last_over]
             while self._open and self._open[0].number <= last_over:
                 self._open.popleft().finish()
+            self._begin_oldest()
+
+    def _begin_oldest(self) -> None:
+        if self._open and self._open[0].start is None:
+            self._open[0].begin()
 
     def close(self) -> None:
         """Let go of everything, at the end of the group."""
@@ -322,6 +355,37 @@ def sequences() -> dict[str, int]:
     return {group.name: group.sequence for group in list(_groups.values())}
 
 
+def _files_of(modules: Sequence[str]) -> list[str]:
+    """Return the files of those modules that are imported."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+    return [file for file in files if file]
+
+
+def refuse_children() -> None:
+    """Check that this process is the rank, and not a child that it forked.
+
+    Raises:
+        MpicommError: In a forked child, whose call would take the place of the rank's next one.
+    """
+    if _rank_pid:
+        raise MpicommError(
+            f"process {os.getpid()} is a child that process {_rank_pid}, a rank of the job, has forked (as DataLoader "
+            f"workers and multiprocessing pools are); it cannot call operations or wait for them.\n"
+            f"Call them in the rank itself: let __getitem__, collate_fn or the pool's function return the data."
+        )
+
+
+def _mark_child() -> None:
+    """Let no group be used in a forked child: all ways to run an operation look at this."""
+    global _rank_pid  # noqa: PLW0603  a child stays one
+    _rank_pid = os.getppid() if _groups else 0
+    for group in _groups.values():
+        group.broken = group.broken or "this process is a child of the rank"
+
+
+os.register_at_fork(after_in_child=_mark_child)
+
+
 def break_group(name: str, cause: str) -> None:
     """Note that a group cannot be used any more; the first cause stays."""
     group = _groups.get(name)
@@ -342,7 +406,7 @@ def _forget_closed_groups() -> None:
 
 def is_used_by(thread: threading.Thread) -> bool:
     """Tell whether a thread has called operations."""
-    return thread.ident in _callers
+    return thread in _callers
 
 
 def is_used_by_a_thread() -> bool:
@@ -381,9 +445,8 @@ def _is_inner(file: str) -> bool:
     """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no program of ours; remember it."""
     if file in _inner_files or file in _users_files:
         return file in _inner_files
-    packages = [getattr(sys.modules.get(name), "__file__", None) for name in _PACKAGES]
-    folders = [str(Path(package).parent) + os.sep for package in packages if package]
+    folders = [str(Path(package).parent) + os.sep for package in _files_of(_PACKAGES)]
     programs = tuple(f"{folder}{program}{os.sep}" for folder in folders for program in _PROGRAMS)
-    is_inner = file.startswith(("<frozen", threading.__file__, *folders)) and not file.startswith(programs)
+    is_inner = file.startswith(("<frozen", *_files_of(_MACHINERY), *folders)) and not file.startswith(programs)
     (_inner_files if is_inner else _users_files).add(file)
     return is_inner

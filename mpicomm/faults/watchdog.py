@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mpicomm.durations import Deadline
 from mpicomm.faults import abort, files, neighbours, recorder, report, signals
 from mpicomm.faults.channel import Channel, Event
 from mpicomm.faults.connection import Message
@@ -33,6 +34,7 @@ PATIENCE = 5.0
 _LATE_SECONDS = 5.0  # by which a look is late if the process stood still
 _ERROR_SECONDS = 0.05  # pause after an error, which may come again and again
 _TICK = 1.0  # seconds between two looks
+_LONGEST_GAP = 2 * _TICK  # seconds between two looks that count, as each does for a deadline
 _HUBS_SECONDS = 2.0  # in which the ranks of a hub answer it
 _SILENCE = 1.5 * COLLECT_SECONDS  # without an answer, after which rank 0 counts as silent
 _SPEAKERS = 8  # how many ranks may speak in rank 0's place,
@@ -40,7 +42,7 @@ _TURN_SECONDS = 2.0  # each so long after the one before
 _TERM_SECONDS = 0.3  # in which news of a rank's death may come, before SIGTERM is obeyed
 _ENDED_SECONDS = 10.0  # in which the end of the job must have reached a rank
 _WRITE_SECONDS = 1.0  # that the watchdog waits for a rank's files
-_TAKE_DOWN_SECONDS = 60.0  # in which ranks that have all left have destroyed their groups
+_TAKE_DOWN_SECONDS = 60.0  # in which ranks that have all left have destroyed one more of their groups
 _UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 _EXIT_SECONDS = 0.5  # that os._exit waits to be heard: some launchers kill the others before they can say why
 _ABORT_SECONDS = 5.0  # in which an abort must have ended this process
@@ -121,15 +123,16 @@ class Watchdog:
         self._has_failed = False
         self._all_left = threading.Event()
         self._is_stuck = False  # whether some rank is, once all have left
-        self._gone_by: float | None = None  # when this process must have taken down its groups
+        self._gone_by: Deadline | None = None  # by when this process must have taken down one more of its groups
+        self._taken_down: recorder.Operation | None = None  # the last of them
         self._left: Message | None = None
         self._next_tick = 0.0
         self._told: dict[int, set[str]] = {}  # by operation: what was told of it
         self._heard: dict[int, float] = {}  # by child: when it last said something
         self._started = time.monotonic()
         self._rounds: dict[int, tuple[float, set[int]]] = {}  # by collection: until when, and whose answers are open
-        self._asked_at: float | None = None  # when rank 0 was asked what it has not answered
-        self._orphaned: tuple[float, str] | None = None  # when the hub was lost, and why
+        self._answer_due: Deadline | None = None  # by when rank 0 must answer what it was asked
+        self._orphaned: tuple[Deadline, str] | None = None  # how long to wait since the hub was lost, and why it was
         self._answers: dict[int, queue.SimpleQueue[Message]] = {}
         self._term_at: float | None = None
         self._heard_exit = threading.Event()
@@ -172,8 +175,8 @@ class Watchdog:
         return self._is_stuck
 
     def take_down(self) -> None:
-        """Say that this rank destroys its groups now, which must not take long: all ranks do."""
-        self._gone_by = time.monotonic() + _TAKE_DOWN_SECONDS
+        """Say that this rank destroys its groups now, none of which must take long: all ranks do."""
+        self._gone_by = Deadline(_TAKE_DOWN_SECONDS, _LONGEST_GAP)
 
     def fail(self) -> None:
         """Say that this rank has failed, tells why itself, and ends the job."""
@@ -308,9 +311,6 @@ class Watchdog:
         if self._next_tick and late > _LATE_SECONDS:
             for operation in recorder.running():
                 operation.forgive(late)
-            self._asked_at = None if self._asked_at is None else self._asked_at + late
-            self._orphaned = None if self._orphaned is None else (self._orphaned[0] + late, self._orphaned[1])
-            self._gone_by = None if self._gone_by is None else self._gone_by + late
 
     def _pause(self) -> float:
         is_busy = self._rounds or self._term_at or (self._judge is not None and self._judge.is_busy)
@@ -323,7 +323,7 @@ class Watchdog:
             if event.message is not None:
                 self._take_from_above(event.message)
             elif not self._all_left.is_set() and self._term_at is None:
-                self._orphaned = (time.monotonic(), event.lost)
+                self._orphaned = (Deadline(self._turn(), _LONGEST_GAP), event.lost)
         elif event.message is not None:
             self._take_from_below(event.message)
         elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the others, too
@@ -337,7 +337,7 @@ class Watchdog:
         self._tell(message)
 
     def _take_from_above(self, message: Message) -> None:
-        self._asked_at = None
+        self._answer_due = None
         to = message.get("to")
         if to not in (None, self.place.rank):
             self._channel.send_to(to, message)
@@ -377,6 +377,9 @@ class Watchdog:
         if self._judge is None:
             self._channel.send_up({"kind": "beat"})
         recorder.refresh_streams()
+        if self._gone_by is not None and recorder.last() is not self._taken_down:
+            self._taken_down = recorder.last()
+            self.take_down()
         for operation in self._running():
             self._look_at(operation, now)
         if self._left is None and self._has_ended():
@@ -431,12 +434,12 @@ class Watchdog:
                 }
             )
         if waited > timeout and operation.limit is not None and self._is_news(operation, "deadline"):
-            self._ask({**ask, "kind": "deadline"}, now)
+            self._ask({**ask, "kind": "deadline"})
         elif waited > hang_seconds and self._is_news(operation, "hang"):
-            self._ask({**ask, "kind": "hang"}, now)
+            self._ask({**ask, "kind": "hang"})
 
-    def _ask(self, ask: Message, now: float) -> None:
-        self._asked_at = self._asked_at or now
+    def _ask(self, ask: Message) -> None:
+        self._answer_due = self._answer_due or Deadline(_SILENCE, _LONGEST_GAP)
         self._asked = ask
         self._tell(ask)
 
@@ -486,14 +489,19 @@ class Watchdog:
         if self._limits.directory is None:
             return
         # A file system that stands still is one of the reasons why jobs do: it must not stop the watchdog as well.
-        writing = threading.Thread(target=self._write_files_here, args=(self._limits.directory,), daemon=True)
+        errors: list[OSError] = []
+        writing = threading.Thread(target=self._write_files_here, args=(self._limits.directory, errors), daemon=True)
         writing.start()
         writing.join(_WRITE_SECONDS)
+        for error in errors:  # the table comes all the same
+            self._tell({"kind": "no files", "rank": self.place.rank, "why": str(error)})
 
-    def _write_files_here(self, directory: Path) -> None:
-        with contextlib.suppress(OSError):  # the table comes all the same
-            about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
-            files.write(directory, self.place.rank, about)
+    def _write_files_here(self, directory: Path, errors: list[OSError]) -> None:
+        about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
+        try:
+            files.write(directory, self.place.rank, about, is_of_job=True)
+        except OSError as error:
+            errors.append(error)
 
     def _files_note(self) -> str:
         directory = self._limits.directory
@@ -527,7 +535,7 @@ class Watchdog:
             return
         latest = time.monotonic() - COLLECT_SECONDS
         silent = {rank for rank in self._channel.children if self._heard.get(rank, self._started) < latest}
-        if self._asked_at is not None and self._asked_at < latest:
+        if self._answer_due is not None and self._answer_due.passed() > COLLECT_SECONDS:
             silent.add(self.place.hub)
         for rank, neighbour in self._neighbours().items():
             if rank in silent or neighbours.is_stopped(neighbour.pid):
@@ -538,20 +546,20 @@ class Watchdog:
         if self._is_ending and self._judge is None and now >= self._end_by:
             self._kill_silent_neighbours()
             os._exit(1)  # the launcher has left this rank alone
-        if self._gone_by is not None and now >= self._gone_by + self._turn() and not self._is_ending:
+        if self._gone_by is not None and self._gone_by.left() <= -self._turn() and not self._is_ending:
             self._end_alone("all ranks have come to their end, but their groups cannot be taken down")
         if self._is_ending or self._judge is not None or self._term_at is not None:
             return
         if self._orphaned is not None:
-            since, why = self._orphaned
-            if now >= since + self._turn():
+            own_turn, why = self._orphaned
+            if own_turn.left() <= 0:
                 self._end_alone(f"{self._called_hub()} died: {_cause(why)}")
-        elif self._asked_at is not None and now >= self._asked_at + _SILENCE:
-            silent = self._silent_hub(now - self._asked_at)
-            if self._asked["kind"] == "deadline" and now >= self._asked_at + _SILENCE + self._turn():
+        elif self._answer_due is not None and (left := self._answer_due.left()) <= 0:
+            silent = self._silent_hub(_SILENCE - left)
+            if self._asked["kind"] == "deadline" and left <= -self._turn():
                 self._end_alone(silent)
             elif self._asked["kind"] == "hang":
-                self._asked_at = None
+                self._answer_due = None
                 if self.place.rank == 1:
                     self.speak(f"[mpicomm] the job stands still: {silent}.\n{self._own_row(now)}")
                     self._write_files()

@@ -37,12 +37,18 @@ AT_ONCE, PATIENCE, DEADLINE, GOOD = (
     "never: the job ends well",
 )
 
-# Between which seconds after the fault the job must be over; the machine may be busy.
-BOUNDS = {AT_ONCE: (0.0, 5.0), PATIENCE: (4.5, 11.0), DEADLINE: (TIMEOUT - 0.5, TIMEOUT + 6.0), GOOD: (0.0, 15.0)}
+# Between which seconds after the fault the job must be over. The machine may be busy: the upper bounds only tell an end
+# from none, but "at once" must be before the deadline.
+BOUNDS = {
+    AT_ONCE: (0.0, TIMEOUT - 0.5),
+    PATIENCE: (4.5, 30.0),
+    DEADLINE: (TIMEOUT - 0.5, 30.0),
+    GOOD: (0.0, 30.0),
+}
 _WITHOUT_RANK_0 = 4.0  # seconds more, where the others have to find out that rank 0 does not answer
-_LIMIT = 60.0
+_LIMIT = 180.0
 
-_ENV = {"MPICOMM_HANG_SECONDS": "3", "MPICOMM_DEBUG": "0"}
+_ENV = {"MPICOMM_HANG_SECONDS": "3"}
 _AT = "FAULTS_AT"
 
 WHO, OTHERS, EVERYBODY, NOBODY, ANYBODY = "who", "others", "everybody", "nobody", "anybody"
@@ -270,7 +276,7 @@ class Result:
     """The ranks that are named there."""
 
     left: list[str]
-    """What the job left behind: processes, files, shared memory."""
+    """Processes and files that the job left. The package makes no file in /dev/shm: it uses memfd_create."""
 
     stderr: str
     """All that was written to stderr; what happened, if the job did not end."""
@@ -351,7 +357,6 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         at, cwd = Path(folder, "at"), Path(folder, "cwd")
         cwd.mkdir()
-        shared = shared_memory()
         command = [*(launcher or [str(programs / "mpiexec"), "-n", str(size)]), str(programs / "python")]
         command += ["-c", script(way, who, before=before, is_plain=is_plain)]
         try:
@@ -363,7 +368,6 @@ def run(
         except AssertionError as error:  # it was killed, or left processes
             return _of_failure(way, who, size, mpi_of(programs), str(error))
         left = [f"file {path.name}" for path in sorted(cwd.iterdir())]
-        left += [f"shared memory {name}" for name in sorted(shared_memory() - shared)]
         seconds = outcome.ended - float(at.read_text()) if at.exists() else None
     lines = _lines_of_ours(outcome.stderr)
     causes = [line for line in lines if _CAUSE.match(line)]
@@ -383,11 +387,6 @@ def mpi_of(programs: Path) -> str:
     """Return which MPI an environment has."""
     said = subprocess.run([programs / "mpiexec", "--version"], capture_output=True, text=True, timeout=30, check=True)
     return OPEN_MPI if "Open MPI" in said.stdout else MPICH
-
-
-def shared_memory() -> set[str]:
-    """Return what mpicomm has in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("*mpicomm*")}
 
 
 def _of_failure(way: Way, who: int, size: int, mpi: str, error: str) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import hmac
 import json
 import os
 import select
@@ -96,6 +97,29 @@ def join(hub: Channel, port: int, ranks: list[int]) -> dict[int, Channel]:
         for each in joining:
             each.result()
     return children
+
+
+def test_a_lost_host_is_noticed_after_the_time_that_was_asked_for() -> None:
+    with contextlib.closing(Channel(0, TOKEN, 300)) as hub, contextlib.closing(Channel(1, TOKEN, 300)) as rank:
+        port = hub.listen(HOST)
+        hub.expect({1})
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(rank.connect, HOST, port, SECONDS)
+            pump(joining.done, hub)
+            joining.result()
+        assert rank._up is not None
+        for end in (rank._up.socket, hub.children[1].socket):
+            idle, interval, probes, unacknowledged = [
+                end.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (
+                    socket.TCP_KEEPIDLE,
+                    socket.TCP_KEEPINTVL,
+                    socket.TCP_KEEPCNT,
+                    socket.TCP_USER_TIMEOUT,
+                )
+            ]
+            assert idle + interval * probes == 300
+            assert unacknowledged == 300_000
 
 
 class Office:
@@ -501,12 +525,31 @@ def test_what_another_rank_proved_lets_nobody_in() -> None:
         assert opened.refuses(replaying)
 
 
-def test_the_token_is_never_sent() -> None:
+def test_the_hub_does_not_send_the_token() -> None:
     with office(1) as opened:
         _, challenge = opened.stranger()
-        sent = credentials(bytes.fromhex(challenge["nonce"]), 1) + json.dumps(challenge).encode()
-        assert TOKEN.hex().encode() not in sent
         assert set(challenge) == {"nonce", "rank", "pid", "birth"}
+        assert TOKEN.hex() not in challenge.values()
+
+
+def test_a_rank_sends_its_proof_and_not_the_token() -> None:
+    nonce = b"n" * channels._NONCE_BYTES
+    challenge = {"nonce": nonce.hex(), "rank": 0, "pid": 1, "birth": ""}
+    with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as rank:
+        listener.settimeout(SECONDS)
+        connecting = threading.Thread(target=rank.connect, args=(*listener.getsockname(), SECONDS))
+        connecting.start()
+        hub, _ = listener.accept()
+        with hub:
+            hub.settimeout(SECONDS)
+            hub.sendall(frame(json.dumps(challenge).encode()))
+            sent = read_frame(hub)
+            hub.sendall(frame(b'{"welcome": 1}'))
+            connecting.join()
+            rank.close()
+            assert hub.recv(1) == b"", "something follows the proof"
+    assert sent == {**json.loads(credentials(nonce, 1)), "birth": neighbours.this_process().birth}
+    assert sent["proof"] == hmac.digest(TOKEN, nonce + b"1", "sha256").hex()
 
 
 def test_a_rank_gets_in_once() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpicomm.errors import MpicommError
 from mpicomm.verbs import containers, leaves, messages, parcels
 from mpicomm.verbs.parcels import Description
-from tests.verbs.kinds import KINDS, Batch, Pair, make, same
+from tests.verbs.kinds import KINDS, Batch, Pair, Shifted, make, same
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.uint16, torch.float8_e5m2]
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -74,6 +74,10 @@ def test_every_kind(kind: str) -> None:
     assert same(sent(leaves.take(make(kind, 3), "send")), make(kind, 3))
 
 
+def test_the_constructor_of_a_dataclass_does_not_run_again() -> None:
+    assert same(sent(leaves.take([Shifted(5)], "send")), [Shifted(5)])
+
+
 @pytest.mark.parametrize("thing", [{1, 2}, "text", b"", object, [lambda: 3, None][1:]])
 def test_objects(thing: object) -> None:
     assert sent(leaves.pickled(thing)) == thing
@@ -102,7 +106,6 @@ def test_garbage_is_no_description(raw: bytes) -> None:
 
 
 WORDS = ["leaf", "none", "list", "tuple", "dict", "ordered", "namedtuple", "dataclass", "tensor", "float32", "cpu"]
-WORDS = ["leaf", "none", "list", "tuple", "dict", "ordered", "namedtuple", "dataclass", "tensor", "float32", "cpu"]
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=6), st.sampled_from([*WORDS, "save"])),
     lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
@@ -127,20 +130,50 @@ def test_halves_that_look_like_a_description(structure: Any, of_leaves: Any) -> 
         found = Description.decoded(json.dumps([structure, of_leaves]).encode())
     except MpicommError:
         return
-    assert all(leaf.nbytes >= 0 for leaf in found.leaves)
+    assert all(leaf.nbytes < 2**62 for leaf in found.leaves)
 
 
-@settings(max_examples=300)
-@given(st.binary(min_size=512, max_size=512), st.booleans())
-def test_a_head_is_ours_or_an_error(raw: bytes, begins_well: bool) -> None:
-    if begins_well:
-        raw = messages._MAGIC + raw[len(messages._MAGIC) :]
+@settings(deadline=None, max_examples=200)
+@given(CONTAINERS, st.data())
+def test_a_description_with_a_change_is_one_or_an_error(data: Any, draws: st.DataObject) -> None:
+    plain = json.loads(Description.of(leaves.take(data, "send")).encoded())
     try:
-        number, length, _ = messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        found = Description.decoded(json.dumps(with_a_change(plain, draws)).encode())
     except MpicommError:
         return
-    assert messages._first() <= number <= messages._last()
-    assert 0 <= length < 2**40
+    assert len(list(containers.paths(found.structure))) == len(found.leaves)
+    assert all(leaf.nbytes < 2**62 for leaf in found.leaves)
+
+
+def with_a_change(plain: Any, draws: st.DataObject) -> Any:
+    """Return JSON in which something else is in one place."""
+    if not isinstance(plain, list) or not plain or draws.draw(st.integers(0, 9)) == 0:
+        return draws.draw(JSON | st.integers(2**60, 2**64))
+    index = draws.draw(st.integers(0, len(plain) - 1))
+    return [*plain[:index], with_a_change(plain[index], draws), *plain[index + 1 :]]
+
+
+NEAR = st.integers(-2, 2)
+
+
+@given(
+    st.one_of(NEAR.map(lambda by: max(messages._first() + by, 0)), NEAR.map(lambda by: messages._last() + by)),
+    st.one_of(st.integers(0, 2), NEAR.map(lambda by: 2**40 + by), st.just(2**64 - 1)),
+)
+def test_the_numbers_of_a_head_are_within_their_bounds(number: int, length: int) -> None:
+    raw = messages._MAGIC + number.to_bytes(8, "little") + length.to_bytes(8, "little")
+    head = torch.frombuffer(bytearray(raw.ljust(512, b"\0")), dtype=torch.uint8)
+    if messages._first() <= number <= messages._last() and length < 2**40:
+        assert messages._read(head)[:2] == (number, length)
+    else:
+        with pytest.raises(MpicommError, match="its head is damaged"):
+            messages._read(head)
+
+
+@given(st.binary(min_size=512, max_size=512))
+def test_what_begins_otherwise_is_no_head(raw: bytes) -> None:
+    with pytest.raises(MpicommError, match="does not begin as one"):
+        messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
 
 def test_a_class_that_is_none_is_not_made() -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_unwatch_restores_what_was(ear: Ear, other_ear: Ear, has_previous: bool)
     previous = other_ear.fileno() if has_previous else -1
     signal.set_wakeup_fd(previous)
     signals.watch(ear.fileno())
-    assert wakeup_fd() == ear.fileno()
+    assert wakeup_fd() not in (-1, previous)
     assert signal.getsignal(signal.SIGTERM) is signals._on_sigterm
     signals.unwatch()
     assert wakeup_fd() == previous
@@ -130,13 +131,17 @@ def test_a_handler_that_came_on_top_stays(ear: Ear) -> None:
 
 
 def test_a_wakeup_descriptor_that_came_on_top_stays(ear: Ear, other_ear: Ear) -> None:
+    signal.signal(signal.SIGUSR1, ignore)
     signals.watch(ear.fileno())
-    assert signal.set_wakeup_fd(other_ear.fileno()) == ear.fileno()
+    watched = signal.set_wakeup_fd(other_ear.fileno())
     os.kill(os.getpid(), signal.SIGTERM)
     assert (ear.heard(), other_ear.heard()) == (TERM, TERM)
     assert wakeup_fd() == other_ear.fileno()
     signals.unwatch()
     assert wakeup_fd() == other_ear.fileno()
+    signal.set_wakeup_fd(watched)  # as who came on top does at its end
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert ear.heard() == b""
 
 
 def test_other_threads_do_not_touch_signals(ear: Ear) -> None:
@@ -144,11 +149,45 @@ def test_other_threads_do_not_touch_signals(ear: Ear) -> None:
     thread.start()
     thread.join()
     assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("has_previous", [True, False])
+def test_after_unwatch_on_another_thread_no_file_gets_signals(
+    ear: Ear, other_ear: Ear, tmp_path: Path, has_previous: bool
+) -> None:
+    signal.set_wakeup_fd(other_ear.fileno() if has_previous else -1)
+    signal.signal(signal.SIGUSR1, ignore)
+    watched = Ear()
+    number = watched.fileno()
+    signals.watch(number)
+    unwatch_on_another_thread()
+    watched.close()
+    with (tmp_path / "weights").open("wb", buffering=0) as file:
+        assert file.fileno() == number  # the lowest free number
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (tmp_path / "weights").read_bytes() == b""
+    assert other_ear.heard() == (USR1 if has_previous else b"")
     signals.watch(ear.fileno())
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert ear.heard() == USR1
+    assert other_ear.heard() == b""
+    signals.unwatch()
+    assert wakeup_fd() == (other_ear.fileno() if has_previous else -1)
+
+
+def test_unwatch_on_another_thread_keeps_one_descriptor(ear: Ear) -> None:
+    counts = []
+    for _ in range(3):
+        signals.watch(ear.fileno())
+        unwatch_on_another_thread()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert len(set(counts)) == 1
+
+
+def unwatch_on_another_thread() -> None:
     thread = threading.Thread(target=signals.unwatch)
     thread.start()
     thread.join()
-    assert wakeup_fd() == ear.fileno()
 
 
 def test_a_full_descriptor_blocks_nobody(ear: Ear) -> None:
@@ -175,12 +214,12 @@ def test_the_former_descriptor_may_be_somebody_elses_file(ear: Ear) -> None:
     signals.watch(ear.fileno())
     former.close()
     file = os.open(os.devnull, os.O_WRONLY)  # takes the lowest free number
+    os.set_blocking(file, False)  # as a wake-up descriptor has to be
     try:
         assert file == number
         signals.unwatch()
         assert wakeup_fd() == -1
     finally:
-        signals._previous_fd = -1  # so that the fixture can undo the rest
         os.close(file)
 
 

@@ -1,0 +1,97 @@
+"""What ends a process: the status that its rank tells the others, and the exceptions that end the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, run_alone
+
+WATCH = """
+import atexit, contextlib, pickle, sys, threading
+from mpicomm.faults import abort
+abort.watch_exits(lambda _status: None)
+atexit.register(lambda: print("told", abort.exit_status(), flush=True))
+def leave(status=None):
+    try:
+        sys.exit(status)
+    finally:
+        sys.stdout.flush()
+"""
+
+CAUGHT = """
+try:
+    leave(3)
+except SystemExit as error:
+    kept = error
+assert (kept.code, kept.args, type(kept).__name__) == (3, (3,), "SystemExit")
+assert type(pickle.loads(pickle.dumps(kept))) is SystemExit
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("leave(3)", 3),
+        ("leave()", 0),
+        ("leave('out of data')", 1),
+        (CAUGHT, None),
+        (f"{CAUGHT}leave(4)", 4),
+        ("with contextlib.suppress(SystemExit): leave(3)", None),
+        ("thread = threading.Thread(target=leave, args=(3,)); thread.start(); thread.join()", None),
+        ("1 / 0", 1),
+    ],
+)
+def test_the_status_is_that_of_the_process(ending: str, status: int | None) -> None:
+    outcome = run_alone(WATCH + ending, timeout=60)
+    assert outcome.stdout == f"told {status}\n", outcome
+    assert outcome.status == (status or 0), outcome
+    assert "Exit" not in outcome.stderr, outcome
+
+
+def test_an_exit_on_its_way_counts() -> None:
+    program = "try:\n    leave(3)\nfinally:\n    print('here', abort.exit_status())"
+    outcome = run_alone(WATCH + program, timeout=60)
+    assert outcome.stdout == "here 3\ntold 3\n", outcome
+
+
+PROMPT = """
+import code, os
+def type_in(*lines):
+    left = iter(lines)
+    def read(_prompt):
+        for line in left:
+            return line
+        raise EOFError
+    code.interact(banner="", readfunc=read, exitmsg="")
+abort.arm(0, 2, "here", lambda _status: print("aborts", flush=True))
+"""
+
+HOOK_ON_TOP = """
+def report(*error, below=sys.excepthook):
+    print("mine")
+    below(*error)
+sys.excepthook = report
+1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("type_in('undefined', '(')", "told None"),
+        ("type_in('undefined'); leave(3)", "told 3"),
+        ("type_in('undefined'); 1 / 0", "aborts, told 1"),
+        ("thread = threading.Thread(target=type_in, args=('undefined',)); thread.start(); thread.join()", "told None"),
+        ("thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()", "aborts, told None"),
+        (HOOK_ON_TOP, "mine, aborts, told 1"),
+    ],
+)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_an_error_at_a_prompt_ends_nothing(program: str, shown: str, as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WATCH + PROMPT + program)
+    start = ["-m", "program"] if as_module else [str(tmp_path / "program.py")]
+    outcome = run_alone(start, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, timeout=60)
+    assert outcome.stdout.splitlines() == shown.split(", "), outcome
+    assert outcome.stderr.count("NameError: name 'undefined' is not defined") == program.count("'undefined'"), outcome
