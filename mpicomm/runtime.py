@@ -27,25 +27,28 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from mpicomm import launchers, mpi
-from mpicomm.backend import c10d, groups, plugin
+from mpicomm.arguments import FLAG, PATH, Expected
+from mpicomm.backend import c10d, compatibility, gpus, groups, plugin
+from mpicomm.durations import in_seconds
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
 from mpicomm.faults import abort, files, opening, watchdog
 from mpicomm.faults.watchdog import Watchdog
 from mpicomm.launchers import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backends, devices, rendezvous, topology
-from mpicomm.startup.rollcall import roll_call
+from mpicomm.startup import backends, devices, notice, open_files, other_group, rendezvous, topology
+from mpicomm.startup.rollcall import Notice, roll_call
 from mpicomm.startup.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own
-_SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 1, 1e9  # seconds; ranks need a moment to come
+_SHORTEST_TIMEOUT = 1  # seconds; ranks need a moment to come
 _DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no timeout is given
 
 _SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
 
+_NOTICE_SECONDS = 30.0  # after which a rank that waits for others says so
 _CLAIM_SECONDS = 2.0  # in which rank 0's store says who failed first
 _LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
 _DUMPS = "mpicomm-dumps"
@@ -168,25 +171,26 @@ def bootstrap(
         LaunchError: If the ranks were started in a way that cannot become one job.
         DeviceError: If a device does not exist, or NCCL would have to put two ranks on one GPU.
         RendezvousError: If ranks do not come in time, or cannot reach rank 0.
-        ValueError: If there is no such back end.
+        ValueError: If there is no such backend, or the timeout is out of range.
+        TypeError: If an argument is of a wrong type.
     """
     global _session  # noqa: PLW0603  a process is in one job at a time, as torch.distributed has it too
+    request = _Request(backend, timeout, comm, device, abort_on_error)
     if _session is not None and _session.is_open:
         if _session.pid != os.getpid():
             raise MpicommError(mpi.IN_A_CHILD)
+        request.check()
         return _session.world
-    backends.check(backend)
     abort.watch_exits(_tell_exit_at_once)
     if abort_on_error:
         abort.arm(launchers.guess_rank(os.environ), 1, socket.gethostname())
-    request = _Request(backend, timeout, comm, device, abort_on_error)
     request.check()
     settings = Settings.from_environ(os.environ)
     launch = launchers.detect(os.environ, settings.launcher)
     if abort_on_error:
         abort.arm(launch.rank, launch.size, socket.gethostname())
     if launch.kind in ("torchrun", "slurm"):
-        _session = _join_by_environ(request, launch)
+        _session = _join_by_environ(request, launch, settings)
     else:
         _session = _join_by_mpi(request, launch, settings)
     if abort_on_error:
@@ -242,13 +246,17 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
 
     Raises:
         MpicommError: If there is no job.
-        OSError: If the files cannot be written.
+        TypeError: If the directory is not a path.
+        OSError: If the files cannot be written. The job's directory must not be a link or belong to another user.
     """
+    PATH.or_none().check(directory, "directory", "dump")
     if _session is None:
         raise MpicommError("there is no job whose operations could be written.\nCall mpicomm.bootstrap() first.")
     world = _session.world
-    where = directory or _session.dumps or Path(_DUMPS)
-    return files.write(where, world.rank, {"size": world.size, "host": world.hostname})
+    about = {"size": world.size, "host": world.hostname}
+    if directory is None and _session.dumps is not None:
+        return files.write(_session.dumps, world.rank, about, is_of_job=True)
+    return files.write(directory or _DUMPS, world.rank, about)
 
 
 def current_world() -> World:
@@ -274,6 +282,16 @@ def _leave(watch: Watchdog) -> None:
     watch.take_down()
 
 
+_COMM = Expected(
+    "an mpi4py intracommunicator or None",
+    # Duck-typed: MPI is not loaded yet where torchrun has started the ranks. Intercommunicators have a remote group.
+    lambda comm: comm is None or (hasattr(comm, "Split_type") and not hasattr(comm, "Get_remote_group")),
+    "a communicator that has this rank",
+    lambda comm: comm is None or bool(comm),  # COMM_NULL is false
+    "Pass one whose ranks form the job, or leave comm out for all ranks.",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """The arguments of `bootstrap`."""
@@ -285,19 +303,17 @@ class _Request:
     abort_on_error: bool
 
     def check(self) -> None:
-        """Refuse what can be no argument, before anything is begun.
+        """Check the arguments, before anything is begun.
 
         Raises:
-            ValueError: If the timeout is no length of time.
-            TypeError: If the communicator is none.
+            ValueError: If the backend is unknown, the timeout is out of range, or the communicator has no ranks.
+            TypeError: If an argument is of a wrong type.
         """
-        if self.timeout is not None and not _is_length_of_time(self.timeout):
-            raise ValueError(
-                f"timeout={self.timeout!r} is no time to wait.\n"
-                f"Pass seconds, from {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT:.0e}, a timedelta, or nothing."
-            )
-        if self.comm is not None and not hasattr(self.comm, "Split_type"):
-            raise TypeError(f"comm={self.comm!r} is no communicator.\nPass one of mpi4py's, or nothing for all ranks.")
+        backends.check(self.backend)
+        in_seconds(self.timeout, _SHORTEST_TIMEOUT, "30 minutes (operations) and 10 minutes (waiting for ranks)")
+        _COMM.check(self.comm, "comm")
+        devices.EXPECTED.or_none().check(self.device, "device")
+        FLAG.check(self.abort_on_error, "abort_on_error")
 
     @property
     def limit(self) -> datetime.timedelta:
@@ -314,27 +330,24 @@ class _Request:
         return _DEFAULT_PATIENCE if self.timeout is None else self.limit.total_seconds()
 
 
-def _is_length_of_time(timeout: Any) -> bool:
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    return is_number and _SHORTEST_TIMEOUT <= timeout <= _LONGEST_TIMEOUT
-
-
 # -- started by MPI --------------------------------------------------------------------------------------------------
 
 
 def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Session:
-    base = _initialize_mpi(launch, request.patience, by_all=request.comm is None and launch.kind != "single")
+    by_all = request.comm is None and launch.kind != "single"
+    base = _initialize_mpi(launch, request.patience, settings, by_all=by_all)
     if request.comm is not None:
         base = request.comm
     elif launch.kind == "single":
         base = mpi.api().COMM_SELF
     if request.abort_on_error and base.size > 1:  # who fails from here on must not leave the others waiting
         abort.arm(base.rank, base.size, socket.gethostname(), base.Abort)
-    roll_call(base, "bootstrap", request.patience)
+    roll_call_notice = Notice(_seconds_to_notice(settings, request.patience), abort.say)
+    hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
+    roll_call(base, "bootstrap()", request.patience, roll_call_notice, hosts)
     comm = base.Dup()
     _agree(comm, lambda: _check_launch(launch))
+    _agree(comm, lambda: other_group.refuse(request.backend))
     if warning := launchers.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size):
         warnings.warn(warning, stacklevel=3)
     where = topology.discover(comm)
@@ -349,7 +362,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     )
     if backends.needs_nccl(backend):
         _agree(comm, lambda: devices.refuse_shared(uuids, where.hosts))
-    roll_call(comm, "bootstrap, after the choice of devices", request.patience, where.hosts)
+    roll_call(comm, "bootstrap(), after the choice of devices", request.patience, roll_call_notice, where.hosts)
     meeting = rendezvous.meet(comm, where, os.environ, settings.interface, request.limit)
     mpi.set_job_comm(comm)
     world = _world(comm.rank, comm.size, where, device, backend, launch, meeting.address, meeting.port, comm)
@@ -370,9 +383,9 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
 def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settings, launch: Launch) -> Watchdog | None:
     """Open the side channel and start the watchdog; None if the ranks cannot all connect (collective)."""
     place = opening.place_of(comm, where)
-    start = opening.Opening(comm, place, session.world.master_addr)
+    start = opening.Opening(comm, place, session.world.master_addr, settings.seconds_to_lose_host)
     limits = watchdog.Limits(settings.seconds_to_report, session.dumps, ends_neighbours=launch.step is not None)
-    prepare = functools.partial(c10d.prepare_thread_for_events, session.world.device)
+    prepare = functools.partial(gpus.prepare_thread_for_events, session.world.device)
     watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store, comm.rank), prepare)
     problem = start.connect()
     watch.start()
@@ -392,12 +405,13 @@ def _dumps(settings: Settings, name: str) -> Path | None:
 
 def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
     """Return what tells whether nobody has named a cause of the job's end before."""
-    # A connection of its own: another thread may be waiting on the store when this one asks.
-    private = store.clone()  # type: ignore[attr-defined]  # missing in the stub
-    private.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
 
     def ask(answers: list[bool]) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0, and the store with it, is gone
+            # A connection of its own: another thread may be waiting on the store. It is made only now, since each is an
+            # open file of rank 0, which may have thousands of ranks.
+            private = store.clone()  # type: ignore[attr-defined]  # missing in the stub
+            private.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
             answers.append(private.add("mpicomm/failures", 1) == 1)
 
     def is_first() -> bool:
@@ -413,10 +427,17 @@ def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
     return is_first
 
 
-def _initialize_mpi(launch: Launch, patience: float, *, by_all: bool) -> Intracomm:
+def _initialize_mpi(launch: Launch, patience: float, settings: Settings, *, by_all: bool) -> Intracomm:
     if problem := launchers.problem_before_init(launch, mpi.library(), _command()):
         raise _launch_error(launch, problem)
-    return mpi.initialize(launch.local_size, max(patience, _SHORTEST_INIT), by_all=by_all)
+    limit = max(patience, _SHORTEST_INIT)
+    with notice.after(_seconds_to_notice(settings, limit), launch, "MPI_Init", limit):
+        return mpi.initialize(launch.local_size, limit, by_all=by_all)
+
+
+def _seconds_to_notice(settings: Settings, limit: float) -> float:
+    """Return how long this rank waits for others before it says so."""
+    return min(_NOTICE_SECONDS, settings.seconds_to_report, limit / 2)
 
 
 def _check_launch(launch: Launch) -> None:
@@ -424,11 +445,6 @@ def _check_launch(launch: Launch) -> None:
     problem = launchers.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, _command())
     if problem:
         raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
-    if dist.is_initialized():
-        raise LaunchError(
-            "torch.distributed is initialised already, by something else than bootstrap().\n"
-            "Call mpicomm.bootstrap() instead of init_process_group(), or before it with backend=None."
-        )
 
 
 def _launch_error(launch: Launch, problem: str) -> LaunchError:
@@ -483,7 +499,7 @@ def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.de
 # -- started by torchrun, or by srun without MPI -----------------------------------------------------------------------
 
 
-def _join_by_environ(request: _Request, launch: Launch) -> _Session:
+def _join_by_environ(request: _Request, launch: Launch, settings: Settings) -> _Session:
     if backends.needs_mpi(request.backend) or request.comm is not None:
         raise everywhere(
             LaunchError(
@@ -497,8 +513,12 @@ def _join_by_environ(request: _Request, launch: Launch) -> _Session:
             f"{launch.title} did not set {' and '.join(missing)}, and without MPI the ranks cannot agree on it.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
-    store, rank, size = _meet_by_environ(launch, request.patience)
-    where = _topology_from_store(store, rank, size)
+    other_group.refuse(request.backend)
+    if launch.rank == 0:  # where torch opens the store, unless torchrun's agent has
+        open_files.allow(launch.size)
+    with notice.after(_seconds_to_notice(settings, request.patience), launch, "rendezvous", request.patience):
+        store, rank, size = _meet_by_environ(launch, request.patience)
+        where = _topology_from_store(store, rank, size, request.patience)
     device = _device_by_local_rank(request, where)
     has_gpu = device.type == "cuda"
     backend = backends.choose(request.backend, has_mpi=False, gpu_each=has_gpu, has_nccl=dist.is_nccl_available())
@@ -523,12 +543,20 @@ def _meet_by_environ(launch: Launch, patience: float) -> tuple[dist.Store, int, 
         ) from None
 
 
-def _topology_from_store(store: dist.Store, rank: int, size: int) -> Topology:
+def _topology_from_store(store: dist.Store, rank: int, size: int, patience: float) -> Topology:
     """Find out who shares a node with whom, by what the launcher calls the node or else by host name (collective)."""
     hostname = socket.gethostname()
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or hostname
     store.set(f"mpicomm/place/{rank}", f"{node} {hostname}")
-    places = [place.decode().split(" ", 1) for place in store.multi_get([f"mpicomm/place/{r}" for r in range(size)])]
+    keys = [f"mpicomm/place/{each}" for each in range(size)]
+    try:
+        places = [place.decode().split(" ", 1) for place in store.multi_get(keys)]
+    except dist.DistError:
+        missing = [f"rank {each}" for each in range(size) if not store.check([keys[each]])]
+        raise RendezvousError(
+            f"bootstrap(): {len(missing)} of {size} ranks did not arrive within {patience:g} s: {', '.join(missing)}.\n"
+            f"Check that every rank calls mpicomm.bootstrap(), or raise bootstrap(timeout=...)."
+        ) from None
     return topology.from_nodes(rank, [place[0] for place in places], [place[1] for place in places])
 
 
@@ -572,7 +600,7 @@ def _world(
 
 
 def _export(session: _Session) -> None:
-    """Set the variables that other code reads; the store is there, so nobody needs to bind its port."""
+    """Set the variables that other code reads, such as `init_process_group("env://")`."""
     world = session.world
     values: dict[str, object] = {
         "RANK": world.rank,
@@ -581,8 +609,12 @@ def _export(session: _Session) -> None:
         "LOCAL_WORLD_SIZE": world.local_size,
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": world.master_port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
+    # A child process of rank 0 that calls `init_process_group("env://")` cannot bind the port of this store. With 1,
+    # torch's C++ TCPStore then connects to it, if the port is MASTER_PORT still. With True, torch's Python code makes a
+    # client of every rank, also where a program has set a MASTER_PORT of its own. torchrun sets True for its own store.
+    if not dist.is_torchelastic_launched():
+        values["TORCHELASTIC_USE_AGENT_STORE"] = 1
     # By itself Gloo takes the address that the host's own name stands for, which may be 127.0.1.1.
     interface = rendezvous.interface_towards(world.master_addr) if world.num_nodes > 1 else None
     if interface and not os.environ.get(_GLOO_INTERFACE):
@@ -597,13 +629,14 @@ def _make_group(session: _Session, request: _Request) -> None:
     world = session.world
     if world.backend is None:
         return
-    dist.init_process_group(
-        _TORCH_NAMES.get(world.backend, world.backend),
-        store=dist.PrefixStore("mpicomm", session.store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=request.limit,
-    )
+    with compatibility.explained():
+        dist.init_process_group(
+            _TORCH_NAMES.get(world.backend, world.backend),
+            store=dist.PrefixStore("mpicomm", session.store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=request.limit,
+        )
 
 
 def _arm_abort(session: _Session) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+
+from mpicomm import arguments
 
 MPI, MPI_WITH_NCCL = "mpi", "cpu:mpi,cuda:nccl"
 GLOO, GLOO_WITH_NCCL, NCCL = "gloo", "cpu:gloo,cuda:nccl", "nccl"
 KNOWN = ("auto", MPI, NCCL, GLOO, MPI_WITH_NCCL, GLOO_WITH_NCCL)
 
 
+_EXPECTED = dataclasses.replace(
+    arguments.one_of(*KNOWN).or_none(), remedy="Pass one of these names, or None for no process group."
+)
+
+
 def check(backend: str | None) -> None:
     """Refuse a back end that does not exist.
 
     Raises:
-        ValueError: If it is not one of `KNOWN` or None.
+        TypeError: If it is neither a str nor None.
+        ValueError: If it is not one of `KNOWN`.
     """
-    if backend is not None and backend not in KNOWN:
-        choices = ", ".join(repr(name) for name in KNOWN)
-        raise ValueError(
-            f"backend={backend!r} is not a back end.\nPass one of {choices}, or None for no process group."
-        )
+    _EXPECTED.check(backend, "backend")
 
 
 def needs_mpi(backend: str | None) -> bool:

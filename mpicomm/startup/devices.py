@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mpicomm.arguments import Expected
 from mpicomm.errors import DeviceError
 
 
@@ -71,16 +72,27 @@ def _find_seat(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int
     return False
 
 
+EXPECTED = Expected(
+    "a device ('cpu', 'cuda:N', a torch.device or the index of a GPU)",
+    lambda value: isinstance(value, (str, int, torch.device)) and not isinstance(value, bool),
+    remedy="Pass one of these, or leave device out for the GPU that mpicomm chooses.",
+)
+
+
 def parse(device: str | torch.device | int) -> torch.device:
     """Return the device that the user named, checked to exist.
 
     Raises:
-        DeviceError: If there is no such device in this process.
+        TypeError: If it is not a str, an integer or a torch.device.
+        DeviceError: If there is no such device in this process, or tensors on it cannot be sent.
     """
+    EXPECTED.check(device, "device")
     try:
         wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
         raise DeviceError(f"device={device!r} is not a device: {error}\nPass 'cpu', 'cuda' or 'cuda:N'.") from None
+    if wanted.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device must be on cpu or cuda, got {device!r}.\nPass 'cpu', 'cuda' or 'cuda:N'.")
     if wanted.type != "cuda":
         return wanted
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
+from mpicomm.startup import open_files
 from mpicomm.startup.topology import Topology
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ def meet(
         interface: Name or address of the interface to listen on; None to find one. Rank 0's value counts.
 
     Raises:
-        LaunchError: If MASTER_ADDR, MASTER_PORT or the interface cannot be listened on.
+        LaunchError: If MASTER_ADDR, MASTER_PORT or the interface cannot be listened on, or rank 0 may not open as many
+            files as there are ranks to connect to it.
         RendezvousError: If no address of rank 0 is reachable from every node.
     """
+    on_rank_0(comm, lambda: open_files.require_on_rank_0(comm.size, topology))
     listeners = on_rank_0(comm, lambda: _listen(topology.num_nodes, environ, interface))
     places: list[tuple[str, int]] = comm.bcast([listener.getsockname()[:2] for listener in listeners or ()])
     chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners or [], places)
@@ -115,6 +118,7 @@ def _open_store(
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=listeners[chosen].detach(),
+            multi_tenant=True,  # init_process_group("env://") on rank 0 then shares this server
         )
 
     store = on_rank_0(comm, serve)

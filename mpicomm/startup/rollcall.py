@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
+from mpicomm.durations import Deadline
 from mpicomm.errors import RendezvousError, everywhere
 
 if TYPE_CHECKING:
@@ -20,74 +23,130 @@ _GRACE = 5.0  # seconds that a rank waits for rank 0's verdict after its own pat
 Verdict = tuple[int, list[int]]
 """How many ranks are missing, and the first of them."""
 
+_RANK_0_IS_HERE = None  # in place of a verdict, before it: others wait for ranks that rank 0 has named
 
-def roll_call(comm: Intracomm, phase: str, timeout: float, hosts: tuple[str, ...] = ()) -> None:
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """What is printed while ranks are waited for."""
+
+    seconds: float
+    """How long to wait before it is printed."""
+
+    say: Callable[[str], None]
+
+
+def roll_call(comm: Intracomm, phase: str, timeout: float, notice: Notice, hosts: tuple[str, ...] = ()) -> None:
     """Wait until every rank has come here (collective).
 
     Every rank reports to rank 0, which answers each with the list of the missing. Unlike a barrier, it ends on the
     ranks that are here.
 
     Args:
-        phase: What the ranks come together for, for the message.
+        phase: Where the ranks wait, for messages.
         timeout: Seconds to wait.
+        notice: Names the missing ranks before that.
         hosts: The host of every rank, if it is known already.
 
     Raises:
         RendezvousError: If ranks are missing after `timeout` seconds; it names them by rank and host.
     """
-    verdict = _preside(comm, timeout) if comm.rank == 0 else _attend(comm, timeout)
+
+    def tell(missing: str) -> None:
+        who = f"rank {comm.rank} of {comm.size}{_on(comm.rank, hosts)}"
+        notice.say(
+            f"[mpicomm] {who} has waited {notice.seconds:g} s in {phase} for {missing}.\n"
+            f"The job is aborted after {timeout:g} s; bootstrap(timeout=...) changes this limit.\n"
+            f"Check that every rank calls mpicomm.bootstrap(), and what the missing ranks do before it.\n"
+        )
+
+    if comm.rank == 0:
+        verdict: Verdict | None = _preside(comm, timeout, notice.seconds, lambda missing: tell(_named(missing, hosts)))
+    else:
+        verdict = _attend(comm, timeout, notice.seconds, lambda: tell(_named((1, [0]), hosts)))
     if verdict is None:
         raise RendezvousError(
             f"{phase}: rank 0{_at(0, hosts)} did not answer within {timeout + _GRACE:.0f} s.\n"
-            f"Look at rank 0's output: it stands still, or it is slower than the timeout allows."
+            f"Look at rank 0's output: it is blocked, or slower than the timeout allows."
         )
-    count, first = verdict
-    if count:
-        names = ", ".join(f"rank {rank}{_at(rank, hosts)}" for rank in first)
-        more = f" and {count - len(first)} more" if count > len(first) else ""
+    if verdict[0]:
         raise everywhere(
             RendezvousError(
-                f"{phase}: {count} of {comm.size} ranks did not come within {timeout:.0f} s: {names}{more}.\n"
+                f"{phase}: {verdict[0]} of {comm.size} ranks did not arrive within {timeout:.0f} s: "
+                f"{_named(verdict, hosts)}.\n"
                 f"Look at what they do before bootstrap(), or raise bootstrap(timeout=...)."
             )
         )
 
 
-def _preside(comm: Intracomm, timeout: float) -> Verdict:
+def _preside(comm: Intracomm, timeout: float, seconds: float, tell: Callable[[Verdict], None]) -> Verdict:
     # One byte each: with pickles, mpi4py would set aside 32 KiB for every rank.
     requests = {rank: comm.Irecv(bytearray(1), source=rank, tag=_ARRIVED) for rank in range(1, comm.size)}
-    mpi.poll(lambda: _drop_arrived(requests) == 0, timeout, longest_pause=_LONGEST_PAUSE)
-    missing = sorted(requests)
+    sent: list[Request] = []
+
+    def has_all(*, answers: bool = False) -> bool:
+        for rank in _drop_arrived(requests):
+            if answers:
+                sent.append(comm.isend(_RANK_0_IS_HERE, dest=rank, tag=_VERDICT))
+        return not requests
+
+    if not mpi.poll(has_all, min(seconds, timeout), longest_pause=_LONGEST_PAUSE):
+        tell(_verdict(requests))
+        arrived = [rank for rank in range(1, comm.size) if rank not in requests]
+        sent += [comm.isend(_RANK_0_IS_HERE, dest=rank, tag=_VERDICT) for rank in arrived]
+        mpi.poll(lambda: has_all(answers=True), timeout - seconds, longest_pause=_LONGEST_PAUSE)
     for request in requests.values():
         request.Cancel()
-    verdict = (len(missing), missing[:_NAMED])
-    sent = [comm.isend(verdict, dest=rank, tag=_VERDICT) for rank in range(1, comm.size) if rank not in requests]
+    verdict = _verdict(requests)
+    sent += [comm.isend(verdict, dest=rank, tag=_VERDICT) for rank in range(1, comm.size) if rank not in requests]
     mpi.api().Request.waitall(sent)
     return verdict
 
 
-def _attend(comm: Intracomm, timeout: float) -> Verdict | None:
+def _attend(comm: Intracomm, timeout: float, seconds: float, tell: Callable[[], None]) -> Verdict | None:
     arrived = comm.Isend(b"!", dest=0, tag=_ARRIVED)
-    verdict = comm.irecv(source=0, tag=_VERDICT)
-    answer: list[Verdict] = []
+    answers: list[Verdict | None] = []
 
-    def heard() -> bool:
-        done, said = verdict.test()
-        if said is not None:
-            answer.append(said)
-        return done
+    def hears() -> bool:
+        """Take the next answer of rank 0, if there is one."""
+        has_come = comm.iprobe(source=0, tag=_VERDICT)
+        if has_come:
+            answers.append(comm.recv(source=0, tag=_VERDICT))
+        return has_come
 
-    if not mpi.poll(heard, timeout + _GRACE, longest_pause=_LONGEST_PAUSE):
+    first = Deadline(min(seconds, timeout) + _GRACE)
+    is_here = mpi.poll(hears, first, longest_pause=_LONGEST_PAUSE)
+    if not is_here and comm.rank == 1:  # one rank speaks for all
+        tell()
+    deadline = Deadline(timeout + _GRACE - first.passed())
+    while (not answers or answers[-1] is _RANK_0_IS_HERE) and deadline.left() > 0:
+        mpi.poll(hears, deadline, longest_pause=_LONGEST_PAUSE)
+    if not answers or answers[-1] is None:
         return None
     arrived.Wait()
-    return answer[0]
+    return answers[-1]
 
 
-def _drop_arrived(requests: dict[int, Request]) -> int:
-    for rank in [rank for rank, request in requests.items() if request.Test()]:
+def _drop_arrived(requests: dict[int, Request]) -> list[int]:
+    arrived = [rank for rank, request in requests.items() if request.Test()]
+    for rank in arrived:
         del requests[rank]
-    return len(requests)
+    return arrived
+
+
+def _verdict(missing: dict[int, Request]) -> Verdict:
+    return len(missing), sorted(missing)[:_NAMED]
+
+
+def _named(verdict: Verdict, hosts: tuple[str, ...]) -> str:
+    count, first = verdict
+    more = f" and {count - len(first)} more" if count > len(first) else ""
+    return ", ".join(f"rank {rank}{_at(rank, hosts)}" for rank in first) + more
 
 
 def _at(rank: int, hosts: tuple[str, ...]) -> str:
-    return f" on {hosts[rank]}" if hosts else " (host unknown: it has not come to bootstrap)"
+    return _on(rank, hosts) or " (host unknown: it has not called bootstrap)"
+
+
+def _on(rank: int, hosts: tuple[str, ...]) -> str:
+    return f" on {hosts[rank]}" if hosts else ""

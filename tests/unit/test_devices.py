@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpicomm import runtime
 from mpicomm.errors import DeviceError
-from mpicomm.startup import devices
+from mpicomm.startup import devices, topology
 from mpicomm.startup.devices import Seat
 
 NODE = [f"GPU-{index}" for index in range(4)]
@@ -82,6 +83,33 @@ def test_as_many_as_possible_have_their_own(visible: list[list[str]]) -> None:
         if seat is not None:
             assert 0 <= seat.index < len(uuids)
             assert seat.shared == (users[uuid] > 1)
+
+
+class FourRanks:
+    """The communicator of four ranks on two nodes, as one of them has it; every rank sees both GPUs of its node."""
+
+    size = 4
+    gpus = (["GPU-a0", "GPU-a1"], ["GPU-b0", "GPU-b1"])
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def allgather(self, mine: object) -> list[object]:
+        if isinstance(mine, tuple):
+            return [(rank // 2, self.gpus[rank // 2]) for rank in range(self.size)]
+        return [mine] * self.size
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_node_seats_its_own_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = topology.from_nodes(rank, ["a", "a", "b", "b"], ["a", "a", "b", "b"])
+    monkeypatch.setattr(devices, "visible_gpus", lambda: FourRanks.gpus[where.node_rank])
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    request = runtime._Request(backend=None, timeout=None, comm=None, device=None, abort_on_error=True)
+    device, uuids = runtime._seat(FourRanks(rank), where, request)
+    assert [device] == current == [torch.device("cuda", rank % 2)]
+    assert set(uuids) == {FourRanks.gpus[rank // 2][rank % 2]}
 
 
 # -- what the user asks for ------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ def test_a_process_is_killed(process: subprocess.Popen[bytes], is_stopped: bool)
     assert process.wait(10) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("birth", ["", "another moment", neighbours.birth_of(os.getpid())])
+@pytest.mark.parametrize(
+    "birth", ["", "another moment", neighbours.birth_of(os.getpid())], ids=["unknown", "no birth", "of another process"]
+)
 def test_another_process_with_its_pid_is_not(process: subprocess.Popen[bytes], birth: str) -> None:
     neighbours.kill(dataclasses.replace(introduced(process), birth=birth))
     with pytest.raises(subprocess.TimeoutExpired):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicomm.errors import LaunchError
+from mpicomm.errors import LaunchError, RendezvousError
 from mpicomm.startup import rendezvous
 from mpicomm.startup.topology import Topology
 
@@ -121,6 +121,28 @@ def test_somebody_who_says_nothing_is_not_waited_for_long() -> None:
         assert time.monotonic() - start < 1.5
 
 
+class ThreeRanks:
+    """The communicator of three ranks on three nodes, as rank 1 has it: rank 2 does not reach the first place."""
+
+    rank = 1
+
+    def bcast(self, mine: bytes) -> bytes:
+        return TOKEN
+
+    def allgather(self, mine: list[bool]) -> list[list[bool]]:
+        return [[True, True], mine, [False, True]]
+
+
+def test_a_place_is_chosen_that_every_node_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", (5.0,))  # one round
+    where = Topology(0, 1, 1, 3, "b", ("a", "b", "c"), (0, 1, 2))
+    with rank_0(TOKEN, listeners=2) as places:
+        assert rendezvous._prove(ThreeRanks(), where, [], places) == 1
+    nowhere = pytest.raises(RendezvousError, match="has no address that every node can reach")
+    with rank_0(TOKEN) as (near,), someone_who_says(TOKEN[::-1]) as strange, nowhere:
+        rendezvous._prove(ThreeRanks(), where, [], [near, strange])
+
+
 def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -> None:
     where = Topology(0, 1, 0, 3, "a", ("a", "b", "c"), (0, 1, 2))
     message = rendezvous._nowhere(
@@ -212,8 +234,13 @@ def test_one_node_listens_on_loopback_only() -> None:
             listener.close()
 
 
-def test_several_nodes_never_listen_on_loopback() -> None:
-    assert not {"127.0.0.1", "::1"} & set(rendezvous.own_addresses())
+def test_several_nodes_never_listen_on_loopback(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addresses that the host's name stands for come first."""
+    addresses = ["127.0.0.1", "10.0.0.1", "10.1.0.1", "::1", "fd00::1"]
+    monkeypatch.setattr(rendezvous, "_interfaces", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
+    assert rendezvous.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
+    names[socket.gethostname()] = ["127.0.1.1", "10.1.0.1"]
+    assert rendezvous.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]
 
 
 def test_a_port_in_use_is_refused_with_the_reason() -> None:

@@ -1,0 +1,210 @@
+"""Which ranks of this host have not called `bootstrap()`: a script that `notice.py` runs while they are waited for.
+
+It runs in an interpreter of its own, because the rank itself cannot run Python code: MPI_Init holds the GIL. It needs
+the standard library alone, and takes one argument, a JSON object with the fields of `Waiting`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+MARKER = "mpicomm-start-"
+"""With a process's pid behind it, the abstract Unix socket that the process has open while it waits."""
+
+_ALWAYS_SPEAK = 16  # ranks; of the others those whose number is a power of two, so that a large job prints few lines
+_SHOWN = 8  # how many ranks or hosts are listed one by one
+_COMMAND = 120  # characters of a command line
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """What a rank that waits knows."""
+
+    pid: int
+    rank: int
+    size: int | None
+    """The number of ranks; None where the launcher does not say it."""
+
+    local_size: int | None
+    """The number of ranks on this host; None where the launcher does not say it."""
+
+    variable: str
+    """The variable in which the launcher passes the rank."""
+
+    host: str
+    phase: str
+    seconds: float
+    limit: float
+    """Seconds after which the job is aborted."""
+
+    script: str
+    """What Python runs: sys.argv[0]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process of a rank."""
+
+    pid: int
+    rank: int
+    command: str
+    is_waiting: bool
+
+
+def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | None:
+    """Return what to print; None if another rank of this host prints it, or there is nothing to wait for any more.
+
+    Args:
+        processes: Those of this host's ranks; of one rank there may be several.
+        hosts: The hosts of the job as the launcher lists them; empty where it does not.
+    """
+    here = {each.rank for each in processes if each.is_waiting}
+    if waiting.rank != min(filter(_may_speak, here), default=None):
+        return None
+    of = "" if waiting.size is None else f" of {waiting.size}"
+    who = f"rank {waiting.rank}{of} on {waiting.host}"
+    lines = [
+        f"[mpicomm] {who} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
+        *(f"  {line}" for line in _ranks_of_host(waiting, processes, here)),
+        *([f"  hosts of the job: {hosts}"] if hosts else []),
+        *_remedy(waiting, here),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _may_speak(rank: int) -> bool:
+    return rank < _ALWAYS_SPEAK or rank & (rank - 1) == 0
+
+
+def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int]) -> list[str]:
+    lines = [f"waiting on {waiting.host}: {_listed(here)}"]
+    others: dict[int, Process] = {}
+    for each in processes:
+        if each.rank not in here:
+            others.setdefault(each.rank, each)
+    lines += [
+        f"rank {rank} on {waiting.host} has not called bootstrap(): process {each.pid}, {each.command}"
+        for rank, each in sorted(others.items())[:_SHOWN]
+    ]
+    if len(others) > _SHOWN:
+        lines.append(f"and {len(others) - _SHOWN} more ranks on {waiting.host} have not")
+    seen = here | others.keys()
+    if waiting.local_size is None or len(seen) > waiting.local_size:
+        return lines
+    gone = waiting.local_size - len(seen)
+    if gone and waiting.local_size == waiting.size:
+        lines.append(f"{_listed(set(range(waiting.size)) - seen)}: no process on {waiting.host}; exited early")
+    elif gone:
+        lines.append(f"{gone} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
+    elif not others and waiting.local_size == waiting.size:
+        lines.append("no rank is absent: MPI itself is slow or blocked")
+    elif not others:
+        lines.append(
+            f"all {waiting.local_size} ranks on {waiting.host} are waiting: the absent ones are on other hosts"
+        )
+    return lines
+
+
+def _remedy(waiting: Waiting, here: set[int]) -> list[str]:
+    limit = f"The job is aborted after {waiting.limit:g} s; bootstrap(timeout=...) changes this limit."
+    if waiting.script in ("", "-") and here == {0}:  # Python reads its program from standard input
+        return [
+            limit,
+            "This program comes from standard input, which mpirun passes to rank 0 only. Save it to a file and start",
+            f"  mpirun -n {waiting.size or 'N'} python FILE",
+        ]
+    return [
+        limit,
+        "Check that every rank runs this program, and that no rank exits or blocks before mpicomm.bootstrap().",
+    ]
+
+
+def _listed(ranks: set[int]) -> str:
+    first = ", ".join(map(str, sorted(ranks)[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {first}{more}"
+
+
+# -- what the system knows ---------------------------------------------------------------------------------------------
+
+
+def processes_of_job(pid: int, variable: str) -> list[Process]:
+    """Return the processes of the ranks that the launcher's daemon started on this host, parents first.
+
+    The daemon is the nearest ancestor of `pid` whose environment lacks the launcher's variable.
+    """
+    parents = _parents()
+    daemon = pid
+    while (parent := parents.get(daemon)) and _rank_of(daemon, variable) is not None:
+        daemon = parent
+    children = collections.defaultdict(list)
+    for child, parent in sorted(parents.items()):
+        children[parent].append(child)
+    markers = _markers()
+    found, next_ones = [], list(children[daemon])
+    while next_ones:
+        each = next_ones.pop(0)
+        rank = _rank_of(each, variable)
+        if rank is not None:
+            found.append(Process(each, rank, _command_of(each), f"@{MARKER}{each}" in markers))
+            next_ones += children[each]
+    return found
+
+
+def hosts_of_job(environ: Mapping[str, str]) -> str:
+    """Return the hosts of the job as its scheduler lists them; empty where it does not."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "LSB_HOSTS"):
+        if environ.get(name):
+            return f"{environ[name]} ({name})"
+    with contextlib.suppress(OSError, KeyError):
+        names = list(dict.fromkeys(Path(environ["PBS_NODEFILE"]).read_text().split()))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{', '.join(names[:_SHOWN])}{more} (PBS_NODEFILE)"
+    return ""
+
+
+def _parents() -> dict[int, int]:
+    """Return every process's parent."""
+    found = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                found[int(path.name)] = int((path / "stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
+    return found
+
+
+def _rank_of(pid: int, variable: str) -> int | None:
+    """Return the rank in the environment of a process; None where there is none, or the process is another user's."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
+            name, _, value = entry.partition("=")
+            if name == variable and value.isdigit():
+                return int(value)
+    return None
+
+
+def _command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        command = " ".join(command.split())
+        return command if len(command) <= _COMMAND else f"{command[:_COMMAND]} ..."
+    return "ended"
+
+
+def _markers() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
+    return set()
+
+
+if __name__ == "__main__":
+    state = Waiting(**json.loads(sys.argv[1]))
+    if text := report(state, processes_of_job(state.pid, state.variable), hosts_of_job(os.environ)):
+        os.write(2, text.encode())

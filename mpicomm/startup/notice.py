@@ -1,0 +1,103 @@
+"""A notice about absent ranks from a rank that waits in MPI_Init, which neither returns nor releases the GIL.
+
+A POSIX timer (timer_create with SIGEV_THREAD) calls the C library's system() on a thread of its own, which needs no GIL
+and runs `absent.py`. Until the timer expires it costs about 0.2 ms, and there is no process that could be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+from mpicomm.launchers import Launch
+from mpicomm.startup import absent
+from mpicomm.startup.absent import Waiting
+
+_SIGEV_THREAD = 2  # bits/siginfo-consts.h, on every architecture
+_commands: list[ctypes.Array[ctypes.c_char]] = []  # a timer that has expired reads its own at any time after that
+
+
+class _SigEvent(ctypes.Structure):
+    """struct sigevent of 64-bit Linux; the union of value and pointer goes to the function in an integer register."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 32),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """struct itimerspec: interval and first expiration, each in seconds and nanoseconds."""
+
+    _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
+
+
+@contextlib.contextmanager
+def after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[None]:
+    """Print which ranks are absent if the block takes longer than `seconds`; other ranks must be in the same block.
+
+    Where no launcher tells ranks apart, or the system has no such timers, nothing is printed: the block's own deadline
+    remains.
+
+    Args:
+        phase: What the ranks do in the block, for the message.
+        limit: The block's deadline in seconds, for the message.
+    """
+    with contextlib.ExitStack() as stack:
+        waiting = _waiting(launch, phase, seconds, limit)
+        if waiting is not None and sys.executable:
+            with contextlib.suppress(OSError, AttributeError):
+                marker = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                marker.bind(f"\0{absent.MARKER}{waiting.pid}")
+                _start_timer(stack, waiting)
+        yield
+
+
+def _waiting(launch: Launch, phase: str, seconds: float, limit: float) -> Waiting | None:
+    """Return what this rank knows; None without a launcher, or where it started one process."""
+    variable = next((claim.launcher.rank for claim in launch.parties if claim.rank is not None), None)
+    size = next((claim.size for claim in launch.parties if claim.size is not None), None)
+    if variable is None or size == 1:
+        return None
+    return Waiting(
+        pid=os.getpid(),
+        rank=launch.rank,
+        size=size,
+        local_size=next((claim.local_size for claim in launch.parties if claim.local_size is not None), None),
+        variable=variable,
+        host=socket.gethostname(),
+        phase=phase,
+        seconds=seconds,
+        limit=limit,
+        script=sys.argv[0] if sys.argv else "",
+    )
+
+
+def _start_timer(stack: contextlib.ExitStack, waiting: Waiting) -> None:
+    libc = ctypes.CDLL(None)
+    arguments = [sys.executable, "-I", "-S", absent.__file__, json.dumps(dataclasses.asdict(waiting))]
+    command = ctypes.create_string_buffer(f"exec {shlex.join(arguments)} </dev/null".encode())
+    _commands.append(command)
+    event = _SigEvent(
+        value=ctypes.addressof(command),
+        notify=_SIGEV_THREAD,
+        function=ctypes.cast(libc.system, ctypes.c_void_p),
+    )
+    timer = ctypes.c_void_p()
+    if libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+        stack.callback(libc.timer_delete, timer)
+        seconds, fraction = divmod(waiting.seconds, 1)
+        spec = _TimerSpec(value=(int(seconds), int(fraction * 1e9)))
+        libc.timer_settime(timer, 0, ctypes.byref(spec), None)
