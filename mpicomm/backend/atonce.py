@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import reductions, routes
+from mpicomm.backend import reductions
 from mpicomm.backend.c10d import AllreduceOptions
 from mpicomm.backend.engine import Engine
 from mpicomm.backend.work import CompletedWork
@@ -52,11 +52,12 @@ class AtOnce:
             or (nbytes := tensor.nbytes) > _MOST_BYTES
             or not tensor.is_contiguous()
             or not tensor.is_cpu
+            or not (address := tensor.data_ptr())
             or tensor.is_neg()
             or (nbytes >= _LEAST_BY_NODE and tensor.is_inference())
             or opts.asyncOp
             or not opts.reduceOp == _SUM  # noqa: SIM201  torch's type has no quick inequality
-            or self._engine.route is not routes.AS_THEY_ARE
+            or nbytes > self._engine.route.whole_bytes
             or not self._executor.take_turn()
         ):
             return None
@@ -68,9 +69,9 @@ class AtOnce:
             if (timeout := opts.timeout) > _NO_TIME:
                 operation.limit = timeout.total_seconds()
             if nbytes < _LEAST_BY_NODE or not self._by_node(tensor, plan):
-                memory = self._memory_at(tensor.data_ptr(), nbytes)
+                memory = self._memory_at(address, nbytes)
                 self._call(self._in_place, (memory, count, plan.datatype), self._sum)
-        except Exception as error:
+        except BaseException as error:
             if operation is not None:
                 self._executor.spoil(operation, error)
             raise

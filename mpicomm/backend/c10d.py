@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import functools
 import sys
@@ -16,7 +15,70 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+
+from mpicomm.backend import compatibility, versions
+
+__all__ = [
+    "CAN_SPLIT",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "arrived",
+    "coalesce_batches_of",
+    "completed_future",
+    "end_event",
+    "future_of",
+    "gpus_of",
+    "hide_from_compiler",
+    "inner_method",
+    "is_alive",
+    "is_capturing",
+    "is_profiling",
+    "let_gloo_finish",
+    "make_group",
+    "make_nccl",
+    "next_node",
+    "options",
+    "premul_factor",
+    "put_node",
+    "reduce_op_name",
+    "register_backend",
+    "set_inner_timeout",
+    "set_timeouts_of",
+    "start_event",
+    "tag_of",
+    "takes_host_tensors",
+    "with_leash",
+]
+
+# Checked before use, so that a torch without one of them is an error that names it, also in a group's constructor.
+compatibility.require(
+    "_C._distributed_c10d.Backend",
+    *(f"_C._distributed_c10d.{name}" for name in __all__ if name.endswith("Options")),
+    "_C._autograd._record_function_with_args_enter",
+    "_C._autograd._record_function_with_args_exit",
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "autograd._profiler_enabled",
+    "distributed.ReduceOp.RedOpType",
+    "distributed.distributed_c10d._check_p2p_op_list",
+    "distributed.distributed_c10d._coalescing_manager",
+    "distributed.distributed_c10d._check_valid_timeout",
+    "distributed.distributed_c10d._process_group_name",
+    "distributed.distributed_c10d._set_pg_timeout",
+    "distributed.distributed_c10d._world.pg_map",
+    "distributed.ProcessGroup._register_backend",
+    "distributed.ProcessGroup._set_default_backend",
+)
+from torch._C._distributed_c10d import (  # noqa: E402  checked above
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -29,44 +91,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from torch._C._dynamo import eval_frame
-
-__all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "GatherOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "arrived",
-    "completed_future",
-    "current_gpu",
-    "end_event",
-    "enter_thread",
-    "future_of",
-    "hide_from_compiler",
-    "inner_method",
-    "is_alive",
-    "is_capturing",
-    "is_profiling",
-    "let_gloo_finish",
-    "make_group",
-    "make_nccl",
-    "next_node",
-    "options",
-    "premul_factor",
-    "prepare_thread_for_events",
-    "put_node",
-    "reduce_op_name",
-    "start_event",
-    "tag_of",
-    "takes_host_tensors",
-    "with_leash",
-]
+from torch._C._dynamo import eval_frame  # noqa: E402
 
 _SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
 # NCCL's own watchdog aborts the process without saying who is where; ours speaks first.
@@ -120,13 +145,13 @@ def end_event(event: Any) -> None:
     """End a span of the profiler.
 
     Spans of communication are asynchronous ones, and the profiler takes one for that if it ends on another thread than
-    it started on.
+    it started on. Before torch 2.12 it loses such spans, and shows only those of operations on the caller's thread.
     """
     if event is None:
         return
     thread, span = event
     end = functools.partial(torch._C._autograd._record_function_with_args_exit, span)
-    if thread != threading.get_ident():
+    if thread != threading.get_ident() or versions.of_torch() < (2, 12):
         end()
         return
     other = threading.Thread(target=end, name="mpicomm-profiler")
@@ -136,8 +161,12 @@ def end_event(event: Any) -> None:
 
 def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     """Return a future that may hold these tensors: torch wants to know on which GPUs they are."""
-    on_gpus = [each.device for each in tensors if each.is_cuda]
-    return torch.futures.Future(devices=list(dict.fromkeys(on_gpus))) if on_gpus else torch.futures.Future()
+    return torch.futures.Future(devices=gpus_of(tensors))
+
+
+def gpus_of(tensors: Sequence[torch.Tensor]) -> list[int | str | torch.device]:
+    """Return the GPUs on which some tensors are."""
+    return list(dict.fromkeys(each.device for each in tensors if each.is_cuda))
 
 
 def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
@@ -174,6 +203,53 @@ def make_group(ranks: Sequence[int], name: str, timeout: datetime.timedelta | No
         return dist.new_group(list(ranks), timeout, use_local_synchronization=True)
     finally:
         module._process_group_name = given
+
+
+CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
+"""Whether `torch.distributed.split_group` calls the process group; that of torch 2.8 knows NCCL alone."""
+
+
+class _RegisteredBackend(Backend):
+    """The `Backend` that torch finds in a process group of this package.
+
+    torch's C++ code asks it for the name, the rank and the size. Operations do not pass through it: torch calls the
+    methods of the process group itself. Where a group is bound to a device, torch's Python code splits others off it.
+    """
+
+    supports_splitting = True
+    options: Any = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._name = group.name()
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        """Return the name under which the backend is registered."""
+        return self._name
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing, on a rank that is not in a group that others split off: they make it among themselves."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Do nothing: MPI is connected."""
+
+
+def register_backend(group: dist.ProcessGroup) -> Backend | None:
+    """Register a `Backend` with a process group that Python implements, where this torch lets Python make one.
+
+    From torch 2.15 on, `init_process_group` and `new_group` attach torch's flight recorder to every group, which needs
+    a registered default backend. Before torch 2.14 a `Backend` has no constructor for Python.
+
+    Returns:
+        The `Backend`, from which alone this torch splits groups off; None if it splits them off the process group.
+    """
+    if versions.of_torch() < (2, 14):
+        return None
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    backend = _RegisteredBackend(group)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+    return backend
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -220,35 +296,69 @@ def hide_from_compiler(kind: type) -> None:
             eval_frame.set_code_exec_strategy(method.__code__, skip)
 
 
-def prepare_thread_for_events(device: torch.device) -> None:
-    """Let the calling thread ask for CUDA events on a device, also while another thread records a graph.
+def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
+    """Let `batch_isend_irecv` start and end a batch on the inner backend of groups of a class.
 
-    Such a question would make the recording invalid, were it not for the thread's own mode (CUDA Driver API,
-    cuThreadExchangeStreamCaptureMode).
+    Before torch 2.15 it does so for groups whose type is `ProcessGroup` itself. NCCL gets the others' messages one by
+    one, and two ranks that send each other large ones wait for each other without end. A program that has imported the
+    function by its name before this backend is first used keeps torch's.
     """
-    if device.type != "cuda":
+    if versions.of_torch() >= (2, 15):
         return
-    torch.cuda.set_device(device)  # or asking would open a context on the first GPU
-    if torch.version.hip:
-        return
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    torchs = dist.batch_isend_irecv
+
+    @functools.wraps(torchs)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        group: Any = (getattr(p2p_op_list[0], "group", None) if p2p_op_list else None) or dist.group.WORLD
+        if not isinstance(group, kind):
+            return torchs(p2p_op_list)
+        dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
+        inner = [each for each in p2p_op_list if _is_coalesced(group, each)]
+        others = [each for each in p2p_op_list if not _is_coalesced(group, each)]
+        return [*_coalesced(group, inner), *(torchs(others) if others else [])]
+
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batch_isend_irecv
 
 
-def current_gpu() -> torch.device | None:
-    """Return the GPU that the calling thread works on, if it works on any."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+def _is_coalesced(group: dist.ProcessGroup, message: dist.P2POp) -> bool:
+    return getattr(group._get_backend(message.tensor.device), "supports_coalescing", False)
 
 
-def enter_thread(device: torch.device | None) -> None:
-    """Let the calling thread, which runs operations, work on a GPU in a stream of its own.
+def _coalesced(group: dist.ProcessGroup, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Start messages as one operation of the inner backend; return its work."""
+    if not messages:
+        return []
+    device = messages[0].tensor.device
+    with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as joint:
+        for each in messages:
+            peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+            each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+    return joint.works
 
-    The stream that threads begin with is the same for all, so that waiting for it would be waiting for the main thread.
+
+def set_timeouts_of(kind: type[dist.ProcessGroup]) -> None:
+    """Let `_set_pg_timeout` set the timeout of groups of a class, as frameworks do after the first training steps.
+
+    torch's own sets that of NCCL and Gloo backends alone: those of other groups stay, with a warning.
     """
-    if device is not None:
-        prepare_thread_for_events(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-        torch.cuda.current_stream(device).synchronize()  # or the thread has no context yet
+    torchs = dist.distributed_c10d._set_pg_timeout
+
+    @functools.wraps(torchs)
+    def set_pg_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup | None = None) -> None:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if isinstance(chosen, kind):
+            dist.distributed_c10d._check_valid_timeout(timeout)
+            chosen.set_timeout(timeout)
+        else:
+            torchs(timeout, group)
+
+    dist.distributed_c10d._set_pg_timeout = set_pg_timeout
+
+
+def set_inner_timeout(backend: Any, timeout: datetime.timedelta) -> None:
+    """Give every operation that an inner backend starts from now on so much time."""
+    # torch 2.8 and earlier have the latter only.
+    (backend.set_timeout if hasattr(backend, "set_timeout") else backend._set_default_timeout)(timeout)
 
 
 def with_leash(timeout: datetime.timedelta) -> datetime.timedelta:

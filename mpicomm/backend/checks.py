@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from mpicomm.backend import c10d, dtypes, wire
+from mpicomm.backend import buffers, c10d, dtypes, wire
 from mpicomm.errors import MpicommError
 
 T = TypeVar("T")
@@ -55,7 +57,22 @@ def tensor(value: Any, what: str) -> torch.Tensor:
         raise ValueError(
             f"{what}: expected a plain tensor, got a quantized one ({value.dtype}).\nSend tensor.int_repr() instead."
         )
-    return on_known_device(value, what)
+    return in_memory(on_known_device(value, what), what)
+
+
+def in_memory(value: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a tensor if its elements are somewhere: those of fake tensors and wrapper subclasses are not."""
+    try:
+        address = value.data_ptr()
+    except RuntimeError:  # torch has no storage to show
+        address = 0
+    if not address and value.numel():
+        raise ValueError(
+            f"{what}: expected a tensor with elements in memory, got a {type(value).__name__} of shape "
+            f"{list(value.shape)} that has none (a wrapper subclass, a fake tensor, or a storage that was freed).\n"
+            f"Pass the plain tensor inside it."
+        )
+    return value
 
 
 def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
@@ -106,6 +123,51 @@ def lists_per_rank(lists: Sequence[Any], size: int, length: int, what: str, argu
             f"{what}: {argument} holds lists of {lengths} tensors, but the group has {size} ranks "
             f"and there are {length} inputs.\nPass {size} lists of {length} tensors."
         )
+
+
+def distinct(outputs: Sequence[torch.Tensor], what: str, argument: str) -> None:
+    """Check that no two outputs share memory, where the later result would overwrite the earlier one.
+
+    Views whose elements only interleave, as the columns of a matrix do, are told from those that share some by their
+    strides alone: they pass unless they are the same view.
+    """
+    for (_, one), (_, other) in itertools.pairwise(_by_address(outputs)):
+        if _share(outputs[one], outputs[other]):
+            raise ValueError(
+                f"{what}: {argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory.\n"
+                f"Pass tensors of their own, as [torch.empty_like(t) for _ in range(n)] makes; "
+                f"[t] * n is the same tensor n times."
+            )
+
+
+def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], what: str) -> None:
+    """Check that no output is in the input of another pair, which may be read after the output is written.
+
+    Args:
+        outputs: As `distinct` accepts them; equally many for each input, in the order of the inputs.
+    """
+    by_address, share = _by_address(outputs), len(outputs) // len(sources)
+    for index, source in enumerate(sources):
+        end = bisect.bisect_left(by_address, (source.data_ptr() + source.nbytes, -1))
+        for _, other in reversed(by_address[:end]):
+            if not _share(outputs[other], source):
+                break
+            if other // share != index:
+                raise ValueError(
+                    f"{what}: output {other} and input {index} share memory.\n"
+                    f"Pass outputs that no other pair's input overlaps."
+                )
+
+
+def _by_address(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return address and index of the tensors that have elements, in ascending order."""
+    return sorted((each.data_ptr(), index) for index, each in enumerate(tensors) if each.numel())
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_contiguous() and other.is_contiguous():
+        return buffers.overlap(one, other)
+    return one.data_ptr() == other.data_ptr()
 
 
 def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, what: str) -> None:

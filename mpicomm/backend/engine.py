@@ -49,7 +49,7 @@ class Engine:
         self.comm = comm
         self.record = record
         self.route = route
-        self.node = NodePath(comm, record, is_wanted=settings.shares_memory and route.is_by_host)
+        self.node = NodePath(comm, record, is_wanted=settings.shares_memory)
         self.executor = Executor(comm, record, settings, self.node.close)
         self._monitored = MonitoredBarrier(comm)
 
@@ -391,6 +391,9 @@ class Engine:
         operation = self.executor.note_own("monitored_barrier")
         try:
             self._monitored.wait(seconds, names_all=names_all)
+        except RuntimeError:
+            self.executor.keep_communicator()  # a rank may still send what this one stopped waiting for
+            raise
         finally:
             operation.finish()
 

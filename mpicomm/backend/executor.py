@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import c10d, dtypes
+from mpicomm.backend import c10d, callbacks, dtypes
 from mpicomm.backend.agreement import Agreement
 from mpicomm.backend.buffers import Tensors
+from mpicomm.backend.callbacks import OrderedFuture
 from mpicomm.backend.progress import Poller, Worker
 from mpicomm.backend.work import CompletedWork, MessageWork, QueuedWork
 from mpicomm.errors import MpicommError
@@ -65,6 +66,7 @@ class Executor:
         self._record = record
         self._raises_timeouts = settings.raises_timeouts
         self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
+        self._keeps_communicator = False
         self._outstanding: list[Request] = []  # barriers that did not end in time; MPI cannot take them back
         self._turn = threading.Lock()  # MPI wants collective calls on one communicator one at a time
         self._try_turn, self.give_turn_back = self._turn.acquire, self._turn.release
@@ -191,7 +193,8 @@ class Executor:
 
         self._keep(work)
         self.remember(work)
-        self._get_worker().submit(in_turn, work)  # last, since the worker will want the GIL
+        # Last, since the worker will want the GIL.
+        self._get_worker().submit(in_turn, work, callbacks.before(self))
         if not is_async:
             work.wait()
         return work
@@ -213,26 +216,31 @@ class Executor:
                     self._meet(operation, patience)
                 if self._agreement is not None:
                     self._agreement.check(said, operation)
-                self._call(call, operation)
+                call()
+        except BaseException as error:
+            if not getattr(error, "is_everywhere", False):
+                self.spoil(operation, error)
+            raise
         finally:
             operation.finish()
 
-    def _call(self, call: Callable[[], None], operation: Operation) -> None:
-        """Run a collective; if it fails here, whatever this rank called next could meet what the others still do."""
-        try:
-            call()
-        except Exception as error:
-            self.spoil(operation, error)
-            raise
+    def spoil(self, operation: Operation, error: BaseException) -> None:
+        """Note that the group cannot be used any more: the next call of this rank may not match those of the others.
 
-    def spoil(self, operation: Operation, error: Exception) -> None:
-        """Note that the group cannot be used any more, since a collective failed here."""
-        self._record.broken = f"{report.operation(operation.describe(0.0))} failed: {error}"
+        Args:
+            error: What ended the operation on this rank; a signal handler may raise anything between two parts of it.
+        """
+        if self._record.broken:
+            return
+        how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"
+        self._record.broken = f"{report.operation(operation.describe(0.0))} {how}"
+        if (watch := watchdog.current()) is not None:
+            watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
 
     def take_turn(self) -> bool:
         """Tell whether the caller may run a collective as it is; if so, it has the turn until it gives that back."""
         worker = self._worker
-        if worker is not None and (worker.is_current_thread or not worker.is_idle):
+        if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or callbacks.may_matter():
             return False
         if not self._is_simple or not self._is_open:
             return False
@@ -262,8 +270,10 @@ class Executor:
         """Return the error of a collective that did not end in time; the group cannot be used any more."""
         what = report.operation(operation.describe(0.0))
         self._record.broken = f"{what} did not end within {seconds:g} s"
+        operation.limit = None  # the program hears of it here, and may go on: the watchdog must not end the job as well
         watch = watchdog.current()
         missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not come to it.")
+        operation.pause()
         if watch is not None:
             watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
         if not missing:
@@ -274,12 +284,25 @@ class Executor:
             f"Look at what they do there, or allow more time. The group cannot be used any more."
         )
 
-    def submitted(self) -> int:
-        """Return how many operations were queued so far."""
-        return 0 if self._worker is None else self._worker.submitted
+    def add_callback(self, future: OrderedFuture, run: Callable[[], None]) -> None:
+        """Run a callback of an operation's future behind what is queued."""
+        worker = self._worker
+        if worker is None or not self._is_open:
+            torch.futures.Future.add_done_callback(future, lambda _future: run())
+            return
+        if worker.is_current_thread:
+            worker.run_until(future.done)
+        elif (outer := callbacks.current()) is not None:
+            worker.wait_for_place_of(outer)
+        if callbacks.is_inside_callback() and future.done():
+            run()
+            return
+        callback, earlier = callbacks.add(self, run)
+        worker.submit(_nothing, callback, earlier)
 
     def run_what_is_before(self, work: QueuedWork) -> None:
         """On the worker's own thread, where waiting would wait for itself, run what is queued until `work` is done."""
+        recorder.refuse_children()
         if self._worker is not None and self._worker.is_current_thread:
             self._worker.run_until(work.is_completed)
 
@@ -393,6 +416,14 @@ class Executor:
         """Tell whether an operation that did not end in time has not ended yet, and may never."""
         return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
 
+    def keep_communicator(self) -> None:
+        """Never free the communicator: a message or a receive that nobody matched is left on it.
+
+        MPICH 4.0 gives the context of a freed communicator to the next one, and the two match across them (seen in
+        4.0.2, not in 5.0).
+        """
+        self._keeps_communicator = True
+
     def _take_down(self) -> None:
         self._kept.clear()
         if self._worker is not None:
@@ -401,7 +432,8 @@ class Executor:
             self._poller.stop()
         self._finish_messages()
         self._let_go()
-        self._comm.Free()
+        if not self._keeps_communicator:
+            self._comm.Free()
 
     def _is_at_rest(self) -> bool:
         """Tell whether MPI has nothing left to do for a group that is broken: the late ranks may have come."""
@@ -409,15 +441,20 @@ class Executor:
         return not self._outstanding and (self._worker is None or self._worker.is_idle)
 
     def _runs_here(self, is_async: bool) -> bool:
+        callbacks.refuse_in_messages()
         worker = self._worker
         if worker is not None and worker.is_current_thread:
-            worker.run_to_horizon()
             return True  # a callback that queued an operation and waited for it would wait for itself
-        return not is_async and (worker is None or worker.is_idle)
+        if (callback := callbacks.current()) is not None:
+            if worker is not None:
+                worker.wait_for_place_of(callback)
+            return True
+        return not is_async and (worker is None or worker.is_idle) and not callbacks.before(self)
 
     def _check_open(self) -> None:
         name = self._record.name
         if self._record.broken:
+            recorder.refuse_children()
             raise MpicommError(f"group {name} cannot be used any more: {self._record.broken}.\nEnd the job.")
         if not self._is_open:
             raise MpicommError(f"group {name} is destroyed.\nMake a new one with torch.distributed.new_group().")
@@ -457,6 +494,7 @@ class Executor:
                 stacklevel=4,
             )
             _abandoned.extend(self._in_flight)
+            self.keep_communicator()
 
 
 def _inferring(call: Callable[[], None]) -> Callable[[], None]:

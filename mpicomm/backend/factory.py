@@ -7,18 +7,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpicomm.backend import c10d, groups
+from mpicomm.backend import c10d, compatibility, groups
 from mpicomm.backend.engine import Engine
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.backend.routed import RoutedProcessGroup
 
 
+@compatibility.explained()
 def create(options: Any, backend_name: str) -> MPIProcessGroup:
     """Make a group over MPI under a name (collective over its ranks)."""
     engine = _make_engine(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
     return MPIProcessGroup(engine, options.group_id, backend_name, options.store)
 
 
+@compatibility.explained()
 def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> RoutedProcessGroup:
     """Make a group over MPI that has NCCL for CUDA tensors (collective over its ranks)."""
 

@@ -55,6 +55,7 @@ def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: 
 
 
 def _make(record: recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Engine:
+    recorder.refuse_children()
     settings = Settings.from_environ(os.environ)
     record.sequence = -1  # a group's own making is its number 0: a rank may never come to that
     operation = recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=3)

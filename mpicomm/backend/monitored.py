@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
 from mpicomm.backend import wire
+from mpicomm.durations import Deadline
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
@@ -40,10 +40,10 @@ class MonitoredBarrier:
     def _collect(self, seconds: float, *, names_all: bool) -> None:
         if seconds <= 0:
             raise RuntimeError("Rank 0 timed out in monitoredBarrier: its timeout is 0 s.\nAllow more time.")
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         missing: list[int] = []
         for rank in range(1, self._comm.size):
-            if not self._hears(rank, max(0.0, deadline - time.monotonic())):
+            if not self._hears(rank, deadline):
                 missing.append(rank)
                 if not names_all:
                     break
@@ -58,7 +58,7 @@ class MonitoredBarrier:
 
     def _report(self, seconds: float) -> None:
         self._say(0)
-        if not self._hears(0, seconds):
+        if not self._hears(0, Deadline(seconds)):
             raise RuntimeError(
                 f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0: no answer within {seconds:g} s.\nRank 0 knows which ranks did not come."
@@ -69,14 +69,12 @@ class MonitoredBarrier:
         self._late = [(request, memory) for request, memory in self._late if not request.Test()]
         self._late.append((self._comm.Isend(number, rank, wire.tag_of_barrier()), number))
 
-    def _hears(self, rank: int, seconds: float) -> bool:
-        """Tell whether a rank says within some time that it is at this barrier."""
-        deadline = time.monotonic() + seconds
+    def _hears(self, rank: int, deadline: Deadline) -> bool:
+        """Return whether a rank reports before the deadline that it has reached this barrier."""
         number = array("q", [0])
         while number[0] < self._number:
             request = self._comm.Irecv(number, rank, wire.tag_of_barrier())
-            remaining = deadline - time.monotonic()
-            if not mpi.poll(request.Test, remaining):
+            if not mpi.poll(request.Test, deadline):
                 request.Cancel()
                 request.Wait()
                 return False

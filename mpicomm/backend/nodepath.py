@@ -56,7 +56,8 @@ def _how(name: str, dtype: torch.dtype, divisor: int) -> Sum | None:
 class NodePath:
     """The way of one group's tensors through the memory of its ranks' nodes, which is opened when first needed.
 
-    Each operation tells whether it was done; MPI does what was not. Tensors are dense and on the host.
+    Each operation tells whether it was done; MPI does what was not, as where a rank's tensor is on a GPU. Tensors are
+    dense.
     """
 
     def __init__(self, comm: Intracomm, record: recorder.Group, *, is_wanted: bool) -> None:
@@ -127,7 +128,7 @@ class NodePath:
         """Run an operation, if there is a way, and all ranks' tensors can go it."""
         if way is None:
             return False
-        asked = array("q", [way.can_take(flat), flat.nbytes, -flat.nbytes])
+        asked = array("q", [flat.is_cpu and way.can_take(flat), flat.nbytes, -flat.nbytes])
         self._comm.Allreduce(mpi.api().IN_PLACE, asked, mpi.api().MIN)
         all_can, least, most = asked[0], asked[1], -asked[2]
         if least != most:  # others would write where this tensor is not
@@ -141,8 +142,7 @@ class NodePath:
         except ProcessLookupError:
             self._comm.Barrier()  # as MPI would, this waits for the rank that is gone, until the watchdog ends the job
             raise
-        except BaseException as error:  # a signal's handler may raise anything, and the others go on
-            self._record.broken = self._record.broken or f"an operation was left in its midst: {error!r}"
+        except BaseException:  # a signal's handler may raise anything, and the others go on
             _abandoned.append(flat)
             raise
         return True

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from mpicomm.backend import versions
+
 TYPE_CHECKING = False  # as in the package's own module
 if TYPE_CHECKING:
     import importlib.machinery
@@ -20,6 +22,8 @@ NAME_WITH_NCCL = "mpicomm_nccl"
 
 _TORCH = "torch.distributed"
 _is_registered = False
+_names: list[str] = []
+"""Those that are registered."""
 
 
 def register() -> None:
@@ -34,20 +38,33 @@ def register() -> None:
     if _is_registered or not dist.is_available():
         return
     _is_registered = True
-    devices = ["cpu", "cuda"]
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
-    dist.Backend.register_backend(NAME_WITH_NCCL, _create_with_nccl, extended_api=True, devices=devices)
-    if _leaves_mpi_open():
-        dist.Backend.register_backend("mpi", _create, extended_api=True, devices=devices)
+    creators = {NAME: _create, NAME_WITH_NCCL: _create_with_nccl} | ({"mpi": _create} if _leaves_mpi_open() else {})
+    for name, create in creators.items():
+        dist.Backend.register_backend(name, create, extended_api=True, devices=_devices_of_build())
+        _names.append(name)
+
+
+def _devices_of_build() -> list[str]:
+    """Return the devices that this torch was built for. Whether there is a GPU is not asked while torch is imported."""
+    from torch import version
+
+    return ["cpu", "cuda"] if version.cuda or getattr(version, "hip", None) else ["cpu"]
+
+
+def _forget_absent_gpus() -> None:
+    """Let torch know that there is no GPU: a ShardedTensor gathers on any device that is registered beside the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    for name in () if torch.cuda.is_available() else _names:
+        dist.Backend.backend_capability[name] = ["cpu"]
 
 
 def _leaves_mpi_open() -> bool:
     """Tell whether torch would look up a registered back end called `mpi`; it does from 2.14 on."""
     import torch.distributed as dist
-    from torch.version import __version__
 
-    major, minor = (int(part) for part in __version__.split(".")[:2])
-    return (major, minor) >= (2, 14) and not dist.is_mpi_available()
+    return versions.of_torch() >= (2, 14) and not dist.is_mpi_available()
 
 
 def register_when_torch_comes() -> None:
@@ -91,10 +108,12 @@ class _Finder:
 def _create(options: Any, _backend_options: Any) -> Any:
     from mpicomm.backend import factory
 
+    _forget_absent_gpus()
     return factory.create(options, NAME)
 
 
 def _create_with_nccl(options: Any, backend_options: Any) -> Any:
     from mpicomm.backend import factory
 
+    _forget_absent_gpus()
     return factory.create_with_nccl(options, backend_options, NAME_WITH_NCCL)

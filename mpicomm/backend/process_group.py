@@ -45,6 +45,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._description = "undefined"
         self._parts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._backend_name = backend_name
+        self._registered = c10d.register_backend(self)
 
     # -- who this is ---------------------------------------------------------------------------------------------
 
@@ -99,7 +100,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002  torch's signature
-        return self
+        is_bound = self.bound_device_id is not None
+        return self._registered if is_bound and self._registered is not None else self
 
     options = None
     """What torch copies for the groups that it splits off."""
@@ -111,8 +113,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Do nothing: MPI is connected."""
 
     supports_coalescing = False  # messages of a batch need none: MPI starts each at once
-    supports_splitting = True
+    supports_splitting = c10d.CAN_SPLIT
     supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002  torch's signature
+        """Tell FSDP2 that it must allocate the memory of its collectives itself."""
+        return False
 
     def _get_sequence_number_for_group(self) -> int:
         """Return how many collectives this rank has called on the group."""
@@ -143,9 +149,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Make a group of some of this group's ranks (collective over these alone); None on the others.
 
         Args:
-            ranks: Ranks of this group; the new one has them in ascending order.
+            ranks: Ranks of this group, in the order that they have in the new one.
         """
-        members = sorted(checks.rank(rank, self._size, "split_group", "ranks") for rank in set(ranks))
+        members = [checks.rank(rank, self._size, "split_group", "ranks") for rank in dict.fromkeys(ranks)]
         if self._rank not in members:
             return None
         seconds = self._engine.record.timeout if timeout is None else timeout.total_seconds()
@@ -198,6 +204,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce several tensors in place on all ranks."""
         what, opts = "all_reduce_coalesced", c10d.options(c10d.AllreduceCoalescedOptions, opts)
         tensors = [checks.written(each, what) for each in checks.some(tensors, what)]
+        checks.distinct(tensors, what, "tensors")
         return self._engine.all_reduce_coalesced(tensors, self._plans(opts.reduceOp, tensors, what), opts)
 
     def reduce(
@@ -263,6 +270,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         source = checks.single(inputs, what)
         lists = checks.only_list(outputs, what)
         targets = checks.one_per_rank(lists, self._size, what, "tensor_list", are_written=True)
+        checks.distinct(targets, what, "tensor_list")
         self._check_lists(targets, source, what, "tensor_list")
         return self._engine.all_gather_list([targets], [source], opts)
 
@@ -272,6 +280,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         sources = [checks.tensor(each, what) for each in checks.some(inputs, what)]
         checks.lists_per_rank(outputs, self._size, len(sources), what, "output_tensor_lists")
         targets = [[checks.written(of_rank[i], what) for of_rank in outputs] for i in range(len(sources))]
+        flat = [each for of_source in targets for each in of_source]
+        checks.distinct(flat, what, "outputs")
+        checks.unread(flat, sources, what)
         for index, (each, source) in enumerate(zip(targets, sources, strict=True)):
             self._check_lists(each, source, what, f"output_tensor_lists[...][{index}]")
         return self._engine.all_gather_list(targets, sources, opts)
@@ -312,6 +323,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         if self._rank == root:
             lists = checks.only_list(outputs, what)
             targets = checks.one_per_rank(lists, self._size, what, "gather_list", are_written=True)
+            checks.distinct(targets, what, "gather_list")
             self._check_lists(targets, source, what, "gather_list")
         return self._engine.gather(targets, source, root, opts)
 
@@ -381,6 +393,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         for each in [*targets, *sources]:
             checks.same_dtype(each, sources[0], what, "a list")
         checks.same_share([each.numel() for each in targets], [each.numel() for each in sources], self._rank, what)
+        checks.distinct(targets, what, "output_tensor_list")
         return self._engine.all_to_all_list(targets, sources, opts)
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
@@ -418,7 +431,12 @@ class MPIProcessGroup(dist.ProcessGroup):
             raise ValueError(
                 f"{what}: got {len(outputs)} outputs for {len(sources)} inputs.\nPass one output for each input."
             )
-        return [checks.written(each, what) for each in outputs], [checks.tensor(each, what) for each in sources]
+        outputs = [checks.written(each, what) for each in outputs]
+        sources = [checks.tensor(each, what) for each in sources]
+        if len(outputs) > 1:
+            checks.distinct(outputs, what, "output")
+            checks.unread(outputs, sources, what)
+        return outputs, sources
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -449,6 +467,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
 
 c10d.hide_from_compiler(MPIProcessGroup)
+c10d.set_timeouts_of(MPIProcessGroup)
 
 
 def barrier_within(group: Any, seconds: float | None) -> None:

@@ -56,7 +56,7 @@ class RoutedProcessGroup(MPIProcessGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Give every operation that is called from now on so much time; the inner back end's end a little later."""
         super().set_timeout(timeout)
-        self._inner.set_timeout(c10d.with_leash(timeout))
+        c10d.set_inner_timeout(self._inner, c10d.with_leash(timeout))
 
     _set_default_timeout = set_timeout
 
@@ -163,3 +163,4 @@ for _names in _TWO_NAMES:
         _route(_name, c10d.inner_method(_names))
 
 c10d.hide_from_compiler(RoutedProcessGroup)
+c10d.coalesce_batches_of(RoutedProcessGroup)

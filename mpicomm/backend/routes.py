@@ -5,6 +5,8 @@ A GPU's address is given to MPI only if the library says that it can use it, and
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import warnings
 from array import array
@@ -23,13 +25,15 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
 
 
 class Route(Protocol):
     """The way of a group's tensors to MPI."""
 
-    is_by_host: bool
-    """Whether MPI sees memory of the host alone."""
+    @property
+    def whole_bytes(self) -> float:
+        """Up to so many bytes, a tensor on the host goes to MPI as it is, whatever those of the other ranks are."""
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
         """Return what runs an operation, which `make` knows how to do on memory that MPI can reach.
@@ -51,7 +55,7 @@ class Route(Protocol):
 class AsTheyAre:
     """The way of tensors whose memory MPI can reach."""
 
-    is_by_host = True
+    whole_bytes = math.inf
 
     def prepare(
         self,
@@ -76,8 +80,6 @@ class AsTheyAre:
 
 class ByAddress(AsTheyAre):
     """The way of GPU tensors to an MPI that takes a GPU's addresses, which knows nothing of streams."""
-
-    is_by_host = False
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
         """Return what runs an operation when the caller's streams have come to this point."""
@@ -127,7 +129,7 @@ def choose(comm: Intracomm, settings: Settings) -> Route:
         return AS_THEY_ARE
     if all_have_passed or (all_may_try and _passes(comm, torch.device("cuda" if has_gpu else "cpu"))):
         return ByAddress()
-    return Staged(comm.size, chunk_bytes)
+    return Staged(comm.size, chunk_bytes, functools.partial(on_all_ranks, comm))
 
 
 def _wants_addresses(settings: Settings) -> bool:
@@ -143,21 +145,34 @@ def _least(comm: Intracomm, values: Sequence[int]) -> array[int]:
     return least
 
 
+def on_all_ranks(comm: Intracomm, flag: bool) -> bool:
+    """Return whether a flag is true on all ranks (collective)."""
+    return bool(_least(comm, [flag])[0])
+
+
 def _passes(comm: Intracomm, device: torch.device) -> bool:
     """Tell whether MPI works with addresses on all ranks' devices (collective); warn if it only says so."""
     global _has_passed  # noqa: PLW0603  the library's ability is the process's
     failures = awareness.failures(comm, device)
-    _has_passed = bool(_least(comm, [not failures])[0])
+    _has_passed = on_all_ranks(comm, not failures)
     if failures:
         warnings.warn(
             f"MPI says that it can use a GPU's memory, but cannot: {', '.join(failures)}. GPU tensors go by way of the "
             f"host. Set MPICOMM_GPU_TENSORS=staged to do without the test.",
             stacklevel=2,
         )
-    elif _has_passed and any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATORS):
-        warnings.warn(
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: UCX cannot map such memory, and moves it a hundred "
-            "times more slowly. Leave that out, or set MPICOMM_GPU_TENSORS=staged.",
-            stacklevel=2,
-        )
+    elif _has_passed:
+        _warn_of_allocators()
     return _has_passed
+
+
+def _warn_of_allocators() -> None:
+    """Warn of memory that CUDA IPC cannot export, so that the ranks of a node exchange it through the host."""
+    given = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
+    for setting in _NOT_EXPORTED:
+        if setting in given:
+            warnings.warn(
+                f"PYTORCH_CUDA_ALLOC_CONF has {setting}: UCX cannot map such memory, and moves it a hundred times more "
+                f"slowly. Leave that out, or set MPICOMM_GPU_TENSORS=staged.",
+                stacklevel=2,
+            )

@@ -1,7 +1,8 @@
 """GPU tensors by way of host memory, for an MPI that cannot reach into a GPU.
 
 An operation is cut into chunks: while MPI has one, the next is copied from the GPU, and the last one back to it. What
-the ranks give to MPI must fit together, so all ranks of a group cut alike, also those whose tensors are on the host.
+the ranks give to MPI must fit together, so all ranks cut alike where the tensor of one of them is on a GPU. Before an
+operation of several chunks they compare that, and tensors that are all on the host are not cut.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpicomm.backend import buffers, checks
+from mpicomm.backend import buffers, checks, gpus
 from mpicomm.backend.buffers import Tensors
 
 _DEPTH = 3  # chunks at once: one is read, one is with MPI, one is written back
@@ -92,7 +93,7 @@ class CudaMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fetching, self._putting = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._fetching, self._putting = gpus.own_stream(device), gpus.own_stream(device)
 
     def mark(self) -> torch.cuda.Event:
         """Return the point that the current stream has come to."""
@@ -140,18 +141,24 @@ def make_mover(device: torch.device) -> Mover:
 class Staged:
     """The way of a group's tensors to MPI, where some of them are on GPUs."""
 
-    is_by_host = True
-
-    def __init__(self, size: int, chunk_bytes: int, make_mover: Callable[[torch.device], Mover] = make_mover) -> None:
+    def __init__(
+        self,
+        size: int,
+        chunk_bytes: int,
+        all_ranks: Callable[[bool], bool],
+        make_mover: Callable[[torch.device], Mover] = make_mover,
+    ) -> None:
         """Remember how to cut.
 
         Args:
             size: The number of ranks.
             chunk_bytes: How much of a tensor is with MPI at once; the same on all ranks.
+            all_ranks: Tells whether something is true on all ranks (collective).
             make_mover: Makes what copies from and to a device.
         """
         self._size = size
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = self.whole_bytes = chunk_bytes
+        self._all_ranks = all_ranks
         self._mover = functools.cache(make_mover)
         self._mover_of_messages = functools.cache(make_mover)  # whose copies may have to wait for other things
 
@@ -166,8 +173,23 @@ class Staged:
                 since not all ranks know its size.
         """
         chunks = [slice(None)] if height is None else self._cut(tensors[0], uses[0], height)
-        if len(chunks) == 1 and all(self._mover(tensor.device).is_host for tensor in tensors):
-            return make(*tensors)
+        are_on_host = all(self._mover(tensor.device).is_host for tensor in tensors)
+        if len(chunks) == 1:
+            return make(*tensors) if are_on_host else self._in_chunks(make, tensors, uses, chunks)
+        # Now, where it marks the caller's place in a GPU's stream.
+        in_chunks = None if are_on_host else self._in_chunks(make, tensors, uses, chunks)
+
+        def call() -> None:
+            if self._all_ranks(are_on_host):
+                make(*tensors)()
+            else:
+                (in_chunks or self._in_chunks(make, tensors, uses, chunks))()
+
+        return call
+
+    def _in_chunks(self, make: Make, tensors: Tensors, uses: Sequence[Use], chunks: Sequence[slice]) -> Call:
+        if len(chunks) > 1:
+            tensors = self._without_hazards(tensors, uses)
         parts = [self._part(each, use, self._mover(each.device)) for each, use in zip(tensors, uses, strict=True)]
         return functools.partial(_run, make, parts, chunks)
 
@@ -201,11 +223,28 @@ class Staged:
         checks.outside_of_graphs(tensor)
         return _Part(tensor, use, self._size if use.is_spread else 1, mover)
 
+    def _without_hazards(self, tensors: Tensors, uses: Sequence[Use]) -> list[torch.Tensor]:
+        """Return the tensors, with a copy of each input that the output of an earlier chunk would overwrite."""
+        outputs = [tensor for tensor, use in zip(tensors, uses, strict=True) if use.writes and not use.reads]
+        found = []
+        for tensor, use in zip(tensors, uses, strict=True):
+            width = tensor.nbytes // (self._size if use.is_spread else 1)
+            is_overwritten = not use.writes and any(_is_shifted(tensor, each, width) for each in outputs)
+            found.append(tensor.detach().clone() if is_overwritten else tensor)
+        return found
+
     def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
         """Return the columns of each chunk. All tensors are as wide as this one, so all ranks come to the same."""
         width = tensor.numel() // (self._size if use.is_spread else 1)
         step = max(self._chunk_bytes // (height * tensor.itemsize), 1)
         return [slice(start, min(start + step, width)) for start in range(0, max(width, 1), step)]
+
+
+def _is_shifted(source: torch.Tensor, output: torch.Tensor, width: int) -> bool:
+    """Tell whether an output shares memory with an input, but not the same columns of `width` bytes."""
+    if not (buffers.is_dense(source) and buffers.is_dense(output) and buffers.overlap(source, output)):
+        return False  # a tensor that is not dense is packed before the first chunk, and unpacked after the last
+    return (source.data_ptr() - output.data_ptr()) % width != 0
 
 
 def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:

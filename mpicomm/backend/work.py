@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,25 +12,27 @@ import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.backend import c10d, dtypes
+from mpicomm.backend.callbacks import OrderedFuture, Queue, all_of
+from mpicomm.durations import Deadline, seconds_of
 from mpicomm.errors import MpicommError
+from mpicomm.faults import recorder
 from mpicomm.faults.recorder import Operation
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request
 
+Timeout = datetime.timedelta | Deadline | None
+"""What `wait` takes: torch's timeout, or a deadline that several works share."""
 
 _LEAST_SECONDS = 1e-3  # a timeout of zero would mean none
 
 
-class Keeper(Protocol):
+class Keeper(Queue, Protocol):
     """The group's engine, as far as its works need it."""
 
     @property
     def timeout_of_messages(self) -> float | None:
         """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
-
-    def submitted(self) -> int:
-        """Return how many operations were queued so far."""
 
     def run_what_is_before(self, work: QueuedWork) -> None:
         """On the worker's own thread, run what is queued until `work` is done."""
@@ -78,7 +79,7 @@ class CompletedWork(_Work):
 
     __init__ = dist.Work.__init__  # most operations come here, and set the tensors
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002  torch's signature
+    def wait(self, timeout: Timeout = None) -> bool:  # noqa: ARG002  torch's signature
         """Return at once."""
         return True
 
@@ -101,29 +102,27 @@ class QueuedWork(_Work):
         super().__init__(tensors)
         self._operation = operation
         self._keeper = keeper
-        self._future = c10d.future_of(tensors)
+        self._future = OrderedFuture(keeper, c10d.gpus_of(tensors))
         self._error: BaseException | None = None
-        self.horizon = 0
-        """How many operations were queued when the future was asked for: what callbacks call comes behind these."""
 
     def finish(self, error: BaseException | None) -> None:
-        """Settle the future; its callbacks run here, on the worker thread."""
+        """Complete the future, on the worker thread."""
         self._error = error
         if error is None:
             self._future.set_result(self.tensors)
         else:
             self._future.set_exception(error)
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Wait until the operation has ended.
 
         Raises:
             TimeoutError: If it has not after `timeout`; the group cannot be used any more then.
         """
         self._keeper.run_what_is_before(self)
-        seconds = _seconds(timeout)
-        if seconds is not None and not mpi.poll(self._future.done, seconds):
-            raise self._keeper.time_out(self._operation, seconds)
+        deadline = _deadline(timeout)
+        if deadline is not None and not mpi.poll(self._future.done, deadline):
+            raise self._keeper.time_out(self._operation, deadline.seconds)
         # torch's future waits without the GIL, which the worker needs to come to its end.
         self._future.wait()
         return True
@@ -137,8 +136,7 @@ class QueuedWork(_Work):
         return self._error
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future that completes when the operation does."""
-        self.horizon = max(self.horizon, self._keeper.submitted())
+        """Return the future that completes when the operation does; its callbacks run in the group's queue."""
         return self._future
 
 
@@ -175,7 +173,7 @@ class MessageWork(_Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Wait until the message is sent or received.
 
         Raises:
@@ -183,19 +181,20 @@ class MessageWork(_Work):
             RuntimeError: If what came in does not fit the tensor.
         """
         if not self._done:
+            recorder.refuse_children()
             self._operation.begin()
             try:
-                self._wait(_seconds(timeout) or self._keeper.timeout_of_messages)
+                self._wait(_deadline(timeout) or _deadline(self._keeper.timeout_of_messages))
             finally:
                 self._operation.pause()
         if self._error is not None:
             raise self._error
         return True
 
-    def _wait(self, seconds: float | None) -> None:
-        if seconds is not None:
-            if not mpi.poll(self.is_completed, seconds):
-                raise self._late(seconds)
+    def _wait(self, deadline: Deadline | None) -> None:
+        if deadline is not None:
+            if not mpi.poll(self.is_completed, deadline):
+                raise self._late(deadline.seconds)
         elif self._future is not None:
             self._future.wait()
         else:
@@ -205,6 +204,8 @@ class MessageWork(_Work):
 
     def is_completed(self) -> bool:
         """Tell whether the message is through; looking drives it on."""
+        if not self._done:
+            recorder.refuse_children()
         if self._done or not self._lock.acquire(blocking=False):
             return self._done
         try:
@@ -295,19 +296,14 @@ class JointWork(_Work):
         """Return the tensors that the operations write."""
         return [tensor for work in self._works for tensor in work.result()]
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Wait until all have ended.
 
         Raises:
             TimeoutError: If one has not after `timeout`.
         """
-        seconds = _seconds(timeout)
-        if seconds is None:
-            return all(work.wait() for work in self._works)
-        deadline = time.monotonic() + seconds
-        for work in self._works:
-            work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), _LEAST_SECONDS)))
-        return True
+        deadline = _deadline(timeout)
+        return all(_wait(work, deadline) for work in self._works)
 
     def is_completed(self) -> bool:
         """Tell whether all have ended."""
@@ -319,11 +315,26 @@ class JointWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes when all have."""
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self.result())
+
+        def result(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            ended.value()  # raises the error of the first that failed
+            return self.result()
+
+        return all_of([work.get_future() for work in self._works]).then(result)
 
 
-def _seconds(timeout: datetime.timedelta | None) -> float | None:
-    """Return a timeout in seconds; torch says "none" by zero or less."""
-    if timeout is None or timeout <= datetime.timedelta(0):
-        return None
-    return timeout.total_seconds()
+def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
+    """Wait for a work, which may be an inner backend's, and knows timeouts only."""
+    if deadline is None:
+        return work.wait()
+    if isinstance(work, _Work):  # takes a deadline too
+        return work.wait(deadline)  # type: ignore[arg-type]
+    return work.wait(datetime.timedelta(seconds=max(deadline.left(), _LEAST_SECONDS)))
+
+
+def _deadline(timeout: Timeout | float) -> Deadline | None:
+    """Return when a wait with a timeout ends; torch says "none" by zero or less."""
+    if timeout is None or isinstance(timeout, Deadline):
+        return timeout
+    seconds = seconds_of(timeout)
+    return Deadline(seconds) if seconds > 0 else None

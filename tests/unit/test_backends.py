@@ -1,11 +1,13 @@
-"""Which back end "auto" means, and which need what."""
+"""Which backend "auto" selects, what each backend needs, and the devices for which ours is registered."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from torch import version
 
+from mpicomm.backend import plugin
 from mpicomm.startup import backends
 
 CONCRETE = [name for name in backends.KNOWN if name != "auto"]
@@ -18,7 +20,7 @@ def test_a_known_back_end_is_accepted(backend: str | None) -> None:
 
 @pytest.mark.parametrize("backend", ["", "MPI", "ucc", "cpu:mpi", "cuda:nccl,cpu:mpi"])
 def test_another_is_refused_with_those_that_exist(backend: str) -> None:
-    with pytest.raises(ValueError, match="is not a back end") as caught:
+    with pytest.raises(ValueError, match=r"^backend must be ") as caught:
         backends.check(backend)
     assert repr(backend) in str(caught.value)
     assert all(repr(name) in str(caught.value) for name in backends.KNOWN)
@@ -59,3 +61,10 @@ def test_what_a_back_end_needs_is_in_its_name(backend: str | None) -> None:
 )
 def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts: list[str], each: bool) -> None:
     assert backends.gpu_each(uuids, hosts) is each
+
+
+@pytest.mark.parametrize(("cuda", "hip"), [("12.8", None), (None, "6.4"), (None, None)])
+def test_the_devices_of_a_build(cuda: str | None, hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "cuda", cuda)
+    monkeypatch.setattr(version, "hip", hip)
+    assert plugin._devices_of_build() == (["cpu", "cuda"] if cuda or hip else ["cpu"])

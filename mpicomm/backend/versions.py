@@ -1,0 +1,11 @@
+"""Which version of torch is installed."""
+
+from __future__ import annotations
+
+
+def of_torch() -> tuple[int, int]:
+    """Return the major and minor version of torch, which may still be in the middle of its import."""
+    from torch.version import __version__
+
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    return major, minor

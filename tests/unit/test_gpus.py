@@ -1,0 +1,117 @@
+"""Which GPU and which streams the threads of a group use; torch and the CUDA driver are made up."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from mpicomm.backend import gpus
+from mpicomm.backend.gpus import ThreadsGpu
+from mpicomm.backend.progress import Poller, Worker
+
+CREATED = 0xABC0
+
+
+class Driver:
+    """Notes what is called on it."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.called: list[str] = []
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> object:
+        def call(*args: object) -> int:
+            self.called.append(name)
+            if name == "cuStreamCreate":
+                args[0]._obj.value = CREATED  # type: ignore[attr-defined]
+                assert args[1] == 1
+            return int(name == self._fails)
+
+        return call
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Make up a process that works on its second GPU, once CUDA has started there."""
+    state = SimpleNamespace(is_started=False, entered=[], driver=Driver())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: state.is_started)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(None, device))
+    monkeypatch.setattr(gpus, "prepare_thread_for_events", state.entered.append)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(gpus, "_driver", lambda: state.driver)
+    return state
+
+
+class Stream:
+    def __init__(self, handle: int | None, device: torch.device) -> None:
+        self.handle, self.device = handle, device
+
+
+GPU = torch.device("cuda", 1)
+
+
+def test_a_worker_that_is_older_than_cuda_works_on_the_gpu_of_its_callers(cuda: SimpleNamespace) -> None:
+    """It would open a context on GPU 0, which belongs to another rank."""
+    worker, entered = Worker("test"), []
+    worker.submit(lambda: entered.append(list(cuda.entered)), mock.Mock())
+    worker.wait_until_idle()
+    cuda.is_started = True
+    for _ in range(2):
+        worker.submit(lambda: entered.append(list(cuda.entered)), mock.Mock())
+    worker.wait_until_idle()
+    worker.stop()
+    assert entered == [[], [GPU], [GPU]]
+    assert cuda.entered == [GPU]
+
+
+def test_a_poller_that_is_older_than_cuda_works_on_the_gpu_of_its_callers(cuda: SimpleNamespace) -> None:
+    looks: list[list[torch.device]] = []
+    poller = Poller("test", lambda: looks.append(list(cuda.entered)) or len(looks) < 3)
+    while not poller.is_idle:
+        pass
+    assert not any(looks)
+    cuda.is_started = True
+    count = len(looks)
+    poller.rouse()
+    while len(looks) <= count:
+        pass
+    poller.stop()
+    assert looks[count] == [GPU]
+
+
+def test_a_thread_begins_on_the_gpu_of_its_creator(cuda: SimpleNamespace) -> None:
+    cuda.is_started = True
+    gpu = ThreadsGpu()
+    gpu.enter()
+    gpu.enter()
+    assert cuda.entered == [GPU]
+
+
+def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
+    stream = gpus.own_stream(GPU)
+    assert (stream.handle, stream.device) == (CREATED, GPU)
+    assert cuda.driver.called[-1] == "cuCtxPopCurrent_v2"
+    del stream
+    gc.collect()
+    assert cuda.driver.called[-1] == "cuStreamDestroy_v2"
+
+
+@pytest.mark.parametrize("fails", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"])
+def test_where_cuda_refuses_a_stream_torchs_pool_has_one(cuda: SimpleNamespace, fails: str) -> None:
+    cuda.driver = Driver(fails)
+    assert gpus.own_stream(GPU).handle is None
+    assert cuda.driver.called.count("cuCtxPushCurrent_v2") >= cuda.driver.called.count("cuCtxPopCurrent_v2")
+
+
+def test_rocm_takes_torchs_streams(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert gpus.own_stream(GPU).handle is None
+    assert cuda.driver.called == []
