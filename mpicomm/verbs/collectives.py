@@ -13,14 +13,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpicomm.arguments import FLAG
 from mpicomm.backend import process_group
+from mpicomm.durations import in_seconds
 from mpicomm.verbs import leaves, moving, reducing
-from mpicomm.verbs.handles import Handle, Steps, in_seconds
+from mpicomm.verbs.handles import Handle, Steps
 from mpicomm.verbs.leaves import Data
 from mpicomm.verbs.members import Members, resolve
 from mpicomm.verbs.pairs import check_one_each
 from mpicomm.verbs.reducing import Op
 from mpicomm.verbs.starting import Mode, start
+
+_SHORTEST_TIMEOUT = 1e-3  # seconds: torch counts timeouts in milliseconds, and takes 0 for the default
 
 
 def barrier(
@@ -36,13 +40,18 @@ def barrier(
     Raises:
         TimeoutError: If a rank has not come in time. It names the ranks that have not, and says where they are. The
             group cannot be used any more then.
+        ValueError: If the timeout is not positive.
+        TypeError: If the timeout is neither seconds nor a timedelta.
     """
     members = resolve(group, "barrier")
+    FLAG.check(async_op, "async_op", "barrier")
     if not async_op:
-        process_group.barrier_within(members.handle, in_seconds(timeout))
+        process_group.barrier_within(members.handle, in_seconds(timeout, _SHORTEST_TIMEOUT, "the group's timeout"))
         return None
     if timeout is not None:
-        raise ValueError("barrier: in the background it has no timeout.\nGive it to the handle's wait().")
+        raise ValueError(
+            f"barrier: timeout must be None with async_op=True, got {timeout!r}.\nPass it to the handle's wait()."
+        )
 
     def steps(_mode: Mode) -> Steps:
         yield [dist.barrier(members.handle, async_op=True)]
@@ -74,6 +83,7 @@ def all_reduce(
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or kind of device.
     """
     members, taken, how = _reduction(data, op, group, "all_reduce")
+    FLAG.check(inplace, "inplace", "all_reduce")
     if inplace:
         leaves.check_writable(taken)
 

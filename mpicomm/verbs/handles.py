@@ -11,15 +11,16 @@ import asyncio
 import contextlib
 import datetime
 import threading
-import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from mpicomm import mpi
+from mpicomm import arguments, mpi
 from mpicomm.backend import c10d
+from mpicomm.backend.callbacks import all_of
+from mpicomm.durations import Deadline, in_seconds
 from mpicomm.faults import recorder
 from mpicomm.verbs import gradients
 
@@ -28,11 +29,7 @@ Works = list[Any]
 
 Steps = Generator[Works, None, Any]
 _LONGEST_PAUSE = 1e-3  # seconds between two looks at what has no future
-
-
-def in_seconds(timeout: float | datetime.timedelta | None) -> float | None:
-    """Return a timeout that may be a timedelta in seconds."""
-    return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+_DEFAULT_WAIT = "no limit but the group's timeout"
 
 
 def run(steps: Steps) -> Any:
@@ -84,16 +81,20 @@ class Handle:
 
         Raises:
             TimeoutError: If it has not ended by then. It is still on its way, and can be waited for again.
+            ValueError: If the timeout is negative or not a number.
+            TypeError: If the timeout is neither seconds nor a timedelta.
         """
+        return self._wait(_deadline(timeout))
+
+    def _wait(self, deadline: Deadline | None) -> Any:
         self._was_asked = True
-        timeout = in_seconds(timeout)
-        if timeout is None and self._waiter is not None:
+        if deadline is None and self._waiter is not None:
             self._waiter.join()
-        elif timeout is None:
+        elif deadline is None:
             self._finish()
-        elif not mpi.poll(self.done, timeout):
+        elif not mpi.poll(self.done, deadline):
             raise TimeoutError(
-                f"{self._what} from {self._where} has not ended within {timeout:g} s.\n"
+                f"{self._what} from {self._where} has not ended within {deadline.seconds:g} s.\n"
                 f"Wait longer (it stays on its way), or find out what the other ranks do: mpicomm.dump()."
             )
         if self._error is not None:
@@ -180,8 +181,7 @@ class Handle:
         if not works:
             self._advance(step)
         elif self._in_callbacks:
-            futures = [work.get_future() for work in works]
-            joint = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+            joint = all_of([work.get_future() for work in works])
             joint.add_done_callback(lambda done: self._called_back(done, step))
 
     def _called_back(self, future: torch.futures.Future[Any], step: int) -> None:
@@ -209,12 +209,9 @@ def wait_all(handles: Iterable[Handle], timeout: float | datetime.timedelta | No
     Raises:
         TimeoutError: If one has not ended by then.
     """
-    handles = list(handles)
-    seconds = in_seconds(timeout)
-    if seconds is None:
-        return [handle.wait() for handle in handles]
-    deadline = time.monotonic() + seconds
-    return [handle.wait(max(deadline - time.monotonic(), 0.0)) for handle in handles]
+    handles = _checked(handles, "wait_all")
+    deadline = _deadline(timeout)
+    return [handle._wait(deadline) for handle in handles]
 
 
 def as_completed(handles: Iterable[Handle]) -> Iterator[Handle]:
@@ -223,8 +220,10 @@ def as_completed(handles: Iterable[Handle]) -> Iterator[Handle]:
     Args:
         handles: What verbs gave back.
     """
-    waiting = list(handles)
+    return _as_completed(_checked(handles, "as_completed"))
 
+
+def _as_completed(waiting: list[Handle]) -> Iterator[Handle]:
     def some_are_done() -> bool:
         return any(handle.done() for handle in waiting)
 
@@ -233,3 +232,29 @@ def as_completed(handles: Iterable[Handle]) -> Iterator[Handle]:
         ended = [handle for handle in waiting if handle.done()]
         waiting = [handle for handle in waiting if handle not in ended]
         yield from ended
+
+
+def _deadline(timeout: float | datetime.timedelta | None) -> Deadline | None:
+    seconds = in_seconds(timeout, 0, _DEFAULT_WAIT)
+    return None if seconds is None else Deadline(seconds)
+
+
+def _checked(handles: Any, what: str) -> list[Handle]:
+    """Return handles in a list.
+
+    Raises:
+        TypeError: If they are not handles, or only one.
+    """
+    _HANDLES.check(handles, "handles", what)
+    handles = list(handles)
+    for index, each in enumerate(handles):
+        _HANDLE.check(each, f"handles[{index}]", what)
+    return handles
+
+
+_HANDLES = arguments.instance("an iterable of handles", Iterable, remedy="Pass [handle] for a single one.")
+_HANDLE = arguments.instance(
+    "a Handle",
+    Handle,
+    remedy="Pass what mpicomm's functions return with async_op=True; torch's Work has work.wait().",
+)

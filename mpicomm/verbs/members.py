@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,11 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi, runtime
+from mpicomm import arguments, mpi, runtime
+from mpicomm.arguments import Expected
 from mpicomm.backend import c10d
 from mpicomm.backend.process_group import MPIProcessGroup
 
 NODE, LEADERS = "node", "leaders"
+_NAME = dataclasses.replace(
+    arguments.one_of(NODE, LEADERS), remedy="Pass one of these names, or a group of torch or mpi4py."
+)
+_GROUP = Expected(
+    f"a torch ProcessGroup, an mpi4py communicator, {NODE!r} or {LEADERS!r}",
+    lambda group: hasattr(group, "Get_group"),  # a communicator: the others are recognised before
+    remedy="Pass one of these, or leave group out for all ranks; make a group with torch.distributed.new_group(ranks).",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +55,16 @@ class Members:
         """Return the rank in the job of a rank of the group.
 
         Raises:
+            TypeError: If it is not an integer.
             ValueError: If there is no such rank.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ValueError(
-                f"{what}: {argument}={rank!r} is no rank of the group, which has {self.size}.\n"
-                f"Pass one from 0 to {self.size - 1}, counted within the group."
-            )
+        self._expected_rank.check(rank, argument, what)
         return self.ranks[rank]
+
+    @functools.cached_property
+    def _expected_rank(self) -> Expected:
+        remedy = f"Pass the rank within the group, which has {self.size}."
+        return arguments.integer(0, self.size - 1, remedy)
 
 
 _known: dict[Any, Members] = {}
@@ -72,7 +84,8 @@ def resolve(group: Any, what: str) -> Members:
             (collective over its members).
 
     Raises:
-        ValueError: If this rank is not in the group, or it means nothing.
+        ValueError: If this rank is not in the group, or the group's name is unknown.
+        TypeError: If it is not a group.
     """
     handle = group
     if not isinstance(group, dist.ProcessGroup):
@@ -97,14 +110,10 @@ def _find(group: Any, what: str) -> Any:
         return _world(what)
     if isinstance(group, str):
         return _of_topology(group, what)
-    if hasattr(group, "Get_group"):
-        return _of_comm(group, what)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{what}: this rank is not in the group.\nCall it on the group's members only.")
-    raise ValueError(
-        f"{what}: group={group!r} is no group.\n"
-        f"Pass a group of torch's, an mpi4py communicator, {NODE!r} or {LEADERS!r}; or nothing, for all ranks."
-    )
+    _GROUP.check(group, "group", what)
+    return _of_comm(group, what)
 
 
 def _world(what: str) -> Any:
@@ -118,8 +127,7 @@ def _of_topology(name: str, what: str) -> Any:
     leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
     if name == NODE:
         return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[mine]])
-    if name != LEADERS:
-        raise ValueError(f"{what}: group={name!r} is no group.\nThere are {NODE!r} and {LEADERS!r}.")
+    _NAME.check(name, "group", what)
     if leaders[nodes[mine]] != mine:
         raise ValueError(
             f"{what}: rank {mine} is not in the group {LEADERS!r}: rank {leaders[nodes[mine]]} is its node's first.\n"

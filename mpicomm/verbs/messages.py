@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi
+from mpicomm import arguments, mpi
+from mpicomm.arguments import FLAG, Expected
 from mpicomm.backend import wire
 from mpicomm.verbs import gradients, leaves, parcels
 from mpicomm.verbs.handles import Handle, Steps, Works, run
@@ -34,8 +35,9 @@ _numbers: dict[tuple[int, int], Iterator[int]] = {}
 
 def start(steps: Steps, what: str, members: Members, async_op: bool) -> Any:
     """Run a message verb to its end and return its result, or return its handle."""
-    if not async_op:
+    if async_op is False:
         return run(steps)
+    FLAG.check(async_op, "async_op", what)
     in_callbacks = members.is_ours and not members.has_nccl and mpi.serves_threads()
     return Handle(steps, what, in_callbacks=in_callbacks, in_order=False)
 
@@ -186,6 +188,12 @@ def _shown(found: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> str:
 
 
 # -- tags --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def expected_tag() -> Expected:
+    """Return what the tag of a message must be."""
+    return arguments.integer(0, largest_tag() - 1)
 
 
 @functools.cache

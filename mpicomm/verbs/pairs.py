@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from mpicomm import arguments
 from mpicomm.verbs import leaves, messages
 from mpicomm.verbs.handles import Handle, Steps
 from mpicomm.verbs.leaves import Data
 from mpicomm.verbs.members import Members, resolve
+
+_ITEMS = arguments.instance("a list or tuple", list, tuple, remedy="Pass one item for each rank, which may be empty.")
 
 
 def send(data: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
@@ -95,7 +98,7 @@ def sendrecv(
     source = dst if src is None else src
     members.global_rank(dst, "sendrecv", "dst")
     members.global_rank(source, "sendrecv", "src")
-    _check_tag(tag, "sendrecv")
+    messages.expected_tag().check(tag, "tag", "sendrecv")
     steps = messages.exchange(members, leaves.take(data, "sendrecv"), dst, source, tag)
     return messages.start(steps, "sendrecv", members, async_op)
 
@@ -155,7 +158,7 @@ def scatter_object(
 
 def _send(members: Members, data: Data, dst: int, tag: int, async_op: bool, what: str) -> Any:
     members.global_rank(dst, what, "dst")
-    _check_tag(tag, what)
+    messages.expected_tag().check(tag, "tag", what)
     if dst == members.rank and not async_op:
         raise ValueError(f"{what}: rank {dst} would wait for itself to receive.\nUse isend, or just keep the data.")
     return messages.start(messages.send(members, data, dst, tag), what, members, async_op)
@@ -164,7 +167,7 @@ def _send(members: Members, data: Data, dst: int, tag: int, async_op: bool, what
 def _recv(members: Members, src: int | None, out: Any, tag: int, async_op: bool, what: str) -> Any:
     if src is not None:
         members.global_rank(src, what, "src")
-    _check_tag(tag, what)
+    messages.expected_tag().check(tag, "tag", what)
     room = None if out is None else leaves.take(out, what)
     if room is not None:
         leaves.check_writable(room)
@@ -187,13 +190,14 @@ def check_one_each(items: Any, members: Members, what: str) -> None:
     """Refuse what is no list of one item for each rank.
 
     Raises:
-        ValueError: If it is not.
+        TypeError: If it is not a list or tuple.
+        ValueError: If it is of another length.
     """
-    if not isinstance(items, (list, tuple)) or len(items) != members.size:
-        length = len(items) if isinstance(items, (list, tuple)) else type(items).__name__
+    _ITEMS.check(items, "items", what)
+    if len(items) != members.size:
         raise ValueError(
-            f"{what}: expected a list of one item for each of the group's {members.size} ranks, got {length}.\n"
-            f"Pass one for each, which may be empty."
+            f"{what}: items must have one item for each of the group's {members.size} ranks, got {len(items)}.\n"
+            f"{_ITEMS.remedy}"
         )
 
 
@@ -210,8 +214,3 @@ def _scattered(members: Members, items: Sequence[Data] | Exception | None, src: 
         works = [work for each in sends for work in next(each)]
     yield works
     return items[src].rebuilt([tensor.detach().clone() for tensor in items[src].tensors])
-
-
-def _check_tag(tag: Any, what: str) -> None:
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < messages.largest_tag():
-        raise ValueError(f"{what}: tag={tag!r} is no tag.\nPass a whole number from 0 to {messages.largest_tag() - 1}.")

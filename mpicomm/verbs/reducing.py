@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpicomm import arguments
 from mpicomm.backend import buffers, c10d, reductions
 from mpicomm.verbs import agreement, gradients, handles, leaves, moving
 from mpicomm.verbs.handles import Steps
@@ -28,6 +29,7 @@ _OPS = {
     "bor": "BOR",
     "bxor": "BXOR",
 }
+_OP = dataclasses.replace(arguments.one_of(*_OPS), kind="a str or a torch.distributed.ReduceOp")
 _ARITHMETIC = ("SUM", "AVG", "PRODUCT")
 _LINEAR = ("SUM", "AVG")
 
@@ -47,13 +49,13 @@ class Op:
         """Understand what the caller wrote: a word, or a `torch.distributed.ReduceOp`.
 
         Raises:
-            ValueError: If it is neither.
+            TypeError: If it is neither.
+            ValueError: If the word is unknown.
         """
-        if isinstance(op, str) and op in _OPS:
-            return cls(_OPS[op], getattr(dist.ReduceOp, _OPS[op]))
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return cls(c10d.reduce_op_name(op), op)
-        raise ValueError(f"{what}: op={op!r} is no operation.\nThere are {', '.join(map(repr, _OPS))}.")
+        _OP.check(op, "op", what)
+        return cls(_OPS[op], getattr(dist.ReduceOp, _OPS[op]))
 
     def check(self, data: Data, size: int, what: str) -> None:
         """Refuse data that cannot be reduced so, before anything is sent.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpicomm.arguments import FLAG
 from mpicomm.verbs import handles
 from mpicomm.verbs.handles import Handle, Steps
 from mpicomm.verbs.members import Members
@@ -39,8 +40,9 @@ def start(
     Args:
         tensors: The caller's data; None where only others know them.
     """
-    if not async_op:
+    if async_op is False:
         return handles.run(steps(IN_THE_CALL))
+    FLAG.check(async_op, "async_op", what)
     on_host = tensors is not None and all(tensor.is_cpu for tensor in tensors)
     in_callbacks = members.is_ours and (on_host or not members.has_nccl)
     mode = _IN_CALLBACKS if in_callbacks else _ELSEWHERE

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm.verbs.members import resolve
+from tests.verbs.kinds import AMONG
 from tests.worlds import Group
 
 
@@ -26,13 +27,10 @@ def comms(world: mpicomm.World) -> dict[str, Any]:
     return made
 
 
-@pytest.fixture(params=["all", "node", "parity", "staged", "comm"])
-def among(request: pytest.FixtureRequest, groups: dict[str, Group], comms: dict[str, Any]) -> tuple[Any, int, int]:
-    """What `group=` may be, with this rank and the size: everybody, a split, as if on GPUs, a communicator."""
-    kind = request.param
-    group = {"all": None, "node": "node", "comm": comms["comm"]}.get(kind)
-    if kind in groups:
-        group = groups[kind].handle
+@pytest.fixture(params=AMONG)
+def among(request: pytest.FixtureRequest, groups: dict[str, Group]) -> tuple[Any, int, int]:
+    """What `group=` may be, with this rank and the size: nothing, for all ranks, or a group of torch's."""
+    group = None if request.param == "all" else groups[request.param].handle
     members = resolve(group, "test")
     return group, members.rank, members.size
 

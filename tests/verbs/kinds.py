@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+AMONG = ["all", "parity", "staged"]
+"""The groups of the tests: all ranks, the even or the odd ones, all as if their tensors were on GPUs."""
+
 
 class Pair(NamedTuple):
     first: Any
@@ -21,6 +24,18 @@ class Batch:
     inputs: Any
     count: int
     rest: Any = None
+
+
+@dataclasses.dataclass
+class Shifted:
+    """The constructor changes one field and sets another."""
+
+    value: Any
+    given: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = self.value
+        self.value += 1
 
 
 def nested(value: float) -> dict[str, Any]:
@@ -78,3 +93,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def make(kind: str, value: float) -> Any:
     """Return data of a kind that hold a value."""
     return KINDS[kind](float(value))
+
+
+def averaged(kind: str, value: float) -> Any:
+    """Return data of a kind that hold a mean: tensors and arrays of integers cut it, Python's numbers do not.
+
+    They cut it toward zero.
+    """
+    if kind == "int":
+        return value
+    made = make(kind, value)
+    if kind == "nested":
+        made["list"][1] = made["batch"].count = value
+    return made

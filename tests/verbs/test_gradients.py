@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from tests.worlds import Group
 
 Verb = Callable[[torch.Tensor], torch.Tensor]
 
@@ -138,13 +139,51 @@ def test_what_is_not_differentiable_has_no_gradient(world: mpicomm.World) -> Non
         assert not each[0].requires_grad
     got = mpicomm.gather(tensor, 0)
     assert got is None or not got[0].requires_grad
+    assert not mpicomm.scatter([tensor] * world.size if world.rank == 0 else None).requires_grad
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_is_sent_without_gradients_has_none(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        with torch.no_grad():
+            assert mpicomm.send(torch.ones(3, requires_grad=True), 1) is None
+    elif world.rank == 1:
+        assert not mpicomm.recv(0).requires_grad
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_broadcast_to_ranks_that_want_no_gradient(world: mpicomm.World) -> None:
+    """They call it before rank 0, so that its last step runs later, on another thread."""
+    tensor = torch.ones(3, requires_grad=True)
+    if world.rank == 0:
+        for rank in range(1, world.size):
+            mpicomm.recv(rank)
+        assert mpicomm.broadcast(tensor, async_op=True).wait().requires_grad
+    else:
+        with torch.no_grad():
+            handle = mpicomm.broadcast(async_op=True)
+        mpicomm.send(world.rank, 0)
+        assert not handle.wait().requires_grad
+
+
+def test_the_gradient_of_a_broadcast_in_a_group(groups: dict[str, Group]) -> None:
+    """Roots are counted within the group, forward and backward."""
+    group = groups["parity"]
+    src = group.size - 1
+    mine = torch.full((2,), 3.0, requires_grad=True)
+    told = mpicomm.broadcast(mine if group.rank == src else None, src, group=group.handle)
+    ((group.rank + 1) * told).sum().backward()
+    total = group.size * (group.size + 1) / 2
+    assert mine.grad is None if group.rank != src else mine.grad.tolist() == [total] * 2
 
 
 def test_whole_numbers_travel_beside_gradients(world: mpicomm.World) -> None:
-    got = mpicomm.all_gather({"x": torch.ones(2, requires_grad=True), "n": torch.tensor([world.rank])})
+    mine = torch.ones(2, requires_grad=True)
+    got = mpicomm.all_gather({"x": mine, "n": torch.tensor([world.rank])})
     assert [each["n"].item() for each in got] == list(range(world.size))
     assert all(each["x"].requires_grad and not each["n"].requires_grad for each in got)
     sum(each["x"].sum() for each in got).backward()
+    assert mine.grad.tolist() == [world.size] * 2
 
 
 def test_gradients_of_gradients(world: mpicomm.World) -> None:
@@ -215,4 +254,4 @@ def test_results_may_be_written_into(world: mpicomm.World) -> None:
     told += 1
     assert given.tolist() == [1, 1, 1]
     (total.sum() + sum(each.sum() for each in parts) + plain["a"].sum()).backward()
-    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0 * world.size + world.size] * 2  # of the sum, the parts and the product

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import gc
+import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm import durations
+from mpicomm.durations import Deadline
+from tests.verbs.kinds import same
 
 
 def test_starting_does_not_wait_for_anybody(world: mpicomm.World) -> None:
@@ -94,6 +100,25 @@ def test_done_and_as_completed(world: mpicomm.World) -> None:
     assert all(handle.done() for handle in handles)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_handles_come_in_the_order_in_which_they_end(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        first, second = mpicomm.irecv(1, tag=1), mpicomm.irecv(1, tag=2)
+        assert not first.done()
+        assert not second.done()
+        mpicomm.send(None, 1)
+        ended = mpicomm.as_completed([first, second])
+        assert next(ended) is second
+        assert not first.done()
+        mpicomm.send(None, 1)
+        assert next(ended) is first
+        assert (first.wait(), second.wait()) == (1, 2)
+    elif world.rank == 1:
+        for tag in (2, 1):
+            mpicomm.recv(0)
+            mpicomm.send(tag, 0, tag=tag)
+
+
 def test_await(world: mpicomm.World) -> None:
     async def work() -> list[int]:
         first = mpicomm.all_reduce(1, async_op=True)
@@ -122,6 +147,25 @@ def test_wait_all_has_one_timeout(world: mpicomm.World) -> None:
     assert mpicomm.wait_all(handles, 10) == [n * world.size for n in range(3)]
 
 
+def test_each_handle_gets_what_the_others_leave_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on by 2 s with each wait, which looks at it often."""
+    now, timeouts = [100.0], []
+
+    def wait(_: object, deadline: Deadline) -> int:
+        timeouts.append(deadline.left())
+        for _ in range(4):
+            now[0] += 0.5
+            deadline.left()
+        return len(timeouts)
+
+    monkeypatch.setattr(durations, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(mpicomm.Handle, "_wait", wait)
+    ended = mpicomm.Handle(iter(()), "all_reduce", in_callbacks=False, in_order=False)  # type: ignore[arg-type]
+    assert mpicomm.wait_all([ended] * 4, datetime.timedelta(seconds=5)) == [1, 2, 3, 4]
+    assert timeouts == [5.0, 3.0, 1.0, -1.0]
+    assert ended.done()
+
+
 def test_a_handle_that_is_dropped_warns(world: mpicomm.World) -> None:
     handle = [mpicomm.all_reduce(1, async_op=True)]
     dist.barrier()  # behind it: it has ended
@@ -138,8 +182,23 @@ def test_a_handle_that_was_waited_for_does_not_warn(world: mpicomm.World, recwar
 
 def test_a_barrier_in_the_background(world: mpicomm.World) -> None:
     assert mpicomm.barrier(async_op=True).wait() is None
-    with pytest.raises(ValueError, match="in the background it has no timeout"):
+    with pytest.raises(ValueError, match="timeout must be None with async_op=True, got "):
         mpicomm.barrier(timeout=3, async_op=True)
+
+
+def test_a_wrong_timeout_is_refused(world: mpicomm.World) -> None:
+    """Where it would be silently the default, or a TypeError of Python's."""
+    handle = mpicomm.all_reduce(1, async_op=True)
+    for timeout, error in ((-1, ValueError), ("5", TypeError)):
+        with pytest.raises(error, match=r"^timeout must be "):
+            mpicomm.barrier(timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(error, match=r"^timeout must be "):
+            handle.wait(timeout)  # type: ignore[arg-type]
+        with pytest.raises(error, match=r"^timeout must be "):
+            mpicomm.wait_all([handle], timeout)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^timeout must be "):
+        mpicomm.barrier(timeout=0)
+    assert handle.wait() == world.size
 
 
 def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
@@ -166,6 +225,20 @@ def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
         coming = mpicomm.irecv(before, group=gloo)
         assert next(mpicomm.as_completed([coming])).wait(20)["n"] == before
         sending.wait(20)
+    of_each = [torch.arange(float(each)) for each in range(world.size)]  # of lengths that differ
+    got = mpicomm.gather(of_each[world.rank], group=gloo, async_op=True).wait(20)
+    assert same(got, of_each if world.rank == 0 else None)
+    assert same(mpicomm.all_gather(of_each[world.rank], group=gloo), of_each)
+    got = mpicomm.scatter(of_each if world.rank == 0 else None, group=gloo, async_op=True).wait(20)
+    assert same(got, of_each[world.rank])
+    items = [torch.full((world.rank,), each) for each in range(world.size)]
+    got = mpicomm.all_to_all(items, group=gloo, async_op=True).wait(20)
+    assert same(got, [torch.full((each,), world.rank) for each in range(world.size)])
+    got = mpicomm.reduce(world.rank, world.size - 1, group=gloo, async_op=True).wait(20)
+    assert got == (total if world.rank == world.size - 1 else None)
+    below = torch.tensor([world.rank - 2 * world.size])
+    mpicomm.all_reduce(below, "mean", group=gloo, inplace=True)
+    assert below.tolist() == [math.trunc(total / world.size - 2 * world.size)]
     with pytest.raises(mpicomm.MismatchError) if world.size > 1 else contextlib.nullcontext():
         mpicomm.all_reduce(torch.ones(2 + world.rank), group=gloo, async_op=True)
     dist.destroy_process_group(gloo)

@@ -9,12 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import mpicomm
-from tests.verbs.kinds import KINDS, make, nested, same
+from mpicomm.verbs import leaves, messages, moving
+from mpicomm.verbs.members import resolve
+from mpicomm.verbs.parcels import Description
+from tests.verbs.kinds import AMONG, KINDS, averaged, make, nested, same
+
+pytestmark = pytest.mark.each_torch("verbs")
 
 Among = tuple[Any, int, int]
-EVERY = pytest.mark.parametrize("kind", KINDS)
+# Data of every kind among all ranks, and of some kinds in every group.
+SOME = ("strided", "array", "nested", "many")
+PAIRS = [("all", kind) for kind in KINDS] + [(each, kind) for each in AMONG[1:] for kind in SOME]
+EVERY = pytest.mark.parametrize(("among", "kind"), PAIRS, indirect=["among"])
+# Sums and averages treat each kind in its own way; the other operations are those of its dtype.
+REDUCTIONS = [(pair, op) for pair in PAIRS for op in ("sum", "mean")] + [
+    (("all", kind), op) for kind in ("tensor", "int", "nested") for op in ("max", "min", "product")
+]
 CUTTABLE = [kind for kind in KINDS if kind not in ("scalar tensor", "array scalar", "int", "float", "nested")]
 
 
@@ -22,8 +35,9 @@ def finished(result: Any, is_async: bool) -> Any:
     return result.wait() if is_async else result
 
 
-@EVERY
-@pytest.mark.parametrize("op", ["sum", "max", "min", "product", "mean"])
+@pytest.mark.parametrize(
+    ("among", "kind", "op"), [(among, kind, op) for (among, kind), op in REDUCTIONS], indirect=["among"]
+)
 def test_all_reduce(among: Among, is_async: bool, kind: str, op: str) -> None:
     group, rank, size = among
     values = {
@@ -36,14 +50,16 @@ def test_all_reduce(among: Among, is_async: bool, kind: str, op: str) -> None:
     data = make(kind, rank + 1)
     before = copy.deepcopy(data)
     got = finished(mpicomm.all_reduce(data, op, group=group, async_op=is_async), is_async)
-    expected = make(kind, values[op])
-    if op != "mean":
-        assert same(got, expected)
-    elif kind in ("int", "float"):
-        assert got == values[op]
-    elif kind not in ("nested", "int array"):  # in which whole numbers are cut
-        assert same(got, expected)
+    assert same(got, averaged(kind, values[op]) if op == "mean" else make(kind, values[op]))
     assert same(data, before)
+
+
+@pytest.mark.parametrize("among", AMONG, indirect=True)
+def test_the_average_of_negative_integers(among: Among) -> None:
+    group, rank, size = among
+    data = np.full((4, 2), rank - 2 * size, dtype=np.int32)
+    mean = np.full((4, 2), math.trunc((size - 1) / 2 - 2 * size), dtype=np.int32)
+    assert same(mpicomm.all_reduce(data, "mean", group=group), mean)
 
 
 @EVERY
@@ -196,3 +212,71 @@ def test_a_megabyte_in_one_leaf_among_small_ones(among: Among, is_async: bool) -
     assert same(finished(mpicomm.all_reduce(of(rank), group=group, async_op=is_async), is_async), total)
     got = finished(mpicomm.all_gather(of(rank), group=group, async_op=is_async), is_async)
     assert same(got, [of(each) for each in range(size)])
+
+
+# -- what results are made of, and what travels ------------------------------------------------------------------------
+
+
+def test_results_are_the_callers_to_write_into(among: Among, is_async: bool) -> None:
+    group, rank, size = among
+    mine = torch.full((3,), float(rank))
+    items = [torch.full((3,), float(each)) for each in range(size)]
+    results = [
+        finished(mpicomm.scatter(items if rank == 0 else None, group=group, async_op=is_async), is_async),
+        *(finished(mpicomm.gather(mine, group=group, async_op=is_async), is_async) or []),
+        *finished(mpicomm.all_gather(mine, group=group, async_op=is_async), is_async),
+        *finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async),
+        finished(mpicomm.broadcast(mine, group=group, async_op=is_async), is_async),
+        finished(mpicomm.reduce_scatter(torch.cat(items), group=group, async_op=is_async), is_async),
+    ]
+    for result in results:
+        result.fill_(-1.0)
+    assert torch.equal(mine, torch.full((3,), float(rank)))
+    assert torch.equal(torch.stack(items), torch.arange(float(size)).repeat_interleave(3).view(size, 3))
+
+
+@pytest.mark.parametrize("room", [messages._HEAD - messages._START, moving._HEAD - 8], ids=["message", "broadcast"])
+@pytest.mark.parametrize("by", [-1, 0, 1])
+def test_descriptions_that_just_fit_into_the_head(world: mpicomm.World, room: int, by: int) -> None:
+    length = len(Description.of(leaves.take({"": 1}, "test")).encoded())
+    data = {"k" * (room + by - length): world.rank}
+    assert len(Description.of(leaves.take(data, "test")).encoded()) == room + by
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    assert list(mpicomm.sendrecv(data, after, before).values()) == [before]
+    assert list(mpicomm.broadcast(data).values()) == [0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scatter_and_messages_keep_apart(world: mpicomm.World) -> None:
+    """Rank 1 waits for a message when an item comes, of the smallest tag and of the largest."""
+    items = [10 + rank for rank in range(world.size)] if world.rank == 0 else None
+    for tag in (0, messages.largest_tag() - 1):
+        coming = mpicomm.irecv(0, tag=tag) if world.rank == 1 else None
+        assert mpicomm.scatter(items, 0) == 10 + world.rank
+        if world.rank == 0:
+            mpicomm.send(7, 1, tag=tag)
+        assert coming is None or coming.wait() == 7
+
+
+# -- what `group=` may be ----------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_this_node(world: mpicomm.World) -> None:
+    assert mpicomm.all_gather(world.rank, group="node") == list(range(world.size))  # the tests run on one host
+
+
+def test_the_first_rank_of_each_node(world: mpicomm.World) -> None:
+    if world.local_rank == 0:
+        assert mpicomm.all_gather(world.rank, group="leaders") == [0]
+
+
+def test_a_communicator(world: mpicomm.World, comms: dict[str, Any]) -> None:
+    members = list(range(world.rank % 2, world.size, 2))
+    assert mpicomm.all_gather(world.rank, group=comms["comm"]) == members
+    assert mpicomm.broadcast(world.rank, len(members) - 1, group=comms["comm"]) == members[-1]
+
+
+def test_a_group_that_was_destroyed_is_made_anew(world: mpicomm.World) -> None:
+    for _ in range(2):
+        assert mpicomm.all_reduce(1, group=world.comm) == world.size
+        dist.destroy_process_group(resolve(world.comm, "test").handle)
