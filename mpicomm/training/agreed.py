@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +42,21 @@ def most(count: int) -> int:
 def everybody(is_so: bool) -> bool:
     """Tell whether something is so on all ranks."""
     return total(not is_so) == 0
+
+
+def first_failure(act: Callable[[], object], *kinds: type[Exception]) -> tuple[int, str] | None:
+    """Do something that may fail, and return the first rank on which it failed, and why; None if on no rank.
+
+    Args:
+        kinds: The exceptions that are failures; others are raised.
+    """
+    failure = None
+    try:
+        act()
+    except kinds as error:
+        failure = str(error) or type(error).__name__
+    failures = collectives.all_gather_object(failure)
+    return next(((rank, each) for rank, each in enumerate(failures) if each is not None), None)
 
 
 class Ballot:

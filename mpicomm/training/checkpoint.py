@@ -16,6 +16,7 @@ import os
 import pickle
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mpicomm import mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.errors import CheckpointError, everywhere
+from mpicomm.training import agreed, files
 from mpicomm.training.preemption import is_of_all_ranks
 from mpicomm.verbs import collectives
 
@@ -59,7 +61,8 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._rank = dist.get_rank()
-        self._in_background = not isinstance(dist.group.WORLD, MPIProcessGroup) or mpi.serves_threads()
+        self._is_ours = isinstance(dist.group.WORLD, MPIProcessGroup)
+        self._in_background = mpi.serves_threads() if self._is_ours else dist.is_gloo_available()
         # A thread of its own begins with the first GPU as its current one.
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
@@ -68,8 +71,17 @@ class Checkpoints:
         self._open()
         self.newest = collectives.broadcast_object(_newest(self.directory) if self._rank == 0 else None, src=0)
         """The last complete checkpoint; None if there is none."""
-        # The background's operations must not meet the training's.
-        self._group = dist.new_group()
+        self._group = self._make_group()
+
+    def _make_group(self) -> dist.ProcessGroup:
+        """Make the group of the saving thread, whose operations must not mix with those of training (collective).
+
+        Operations of two NCCL groups must start in one order on all ranks, which two threads cannot guarantee:
+        https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
+        """
+        if self._is_ours or not dist.is_gloo_available():
+            return dist.new_group()
+        return dist.new_group(backend="gloo")
 
     def _open(self) -> None:
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
@@ -84,23 +96,15 @@ class Checkpoints:
         self._lock = (self.directory / _LOCK).open("w")  # the kernel lets go of it when this process ends, however
         if not mpi.poll(lambda: _is_locked(self._lock), _GONE_SECONDS, longest_pause=0.1):
             raise OSError("another job is using it")
-        for path in self.directory.glob(_PREFIX + "*"):
-            if not (path / _MARK).exists():
-                shutil.rmtree(path)
+        self._remove_unmarked()
 
     def _agree(self, act: Callable[[], object]) -> None:
         """Do something that may fail, and fail everywhere if it fails on any rank (collective)."""
-        failure = ""
-        try:
-            act()
-        except OSError as error:
-            failure = str(error)
-        failures = collectives.all_gather_object(failure)
-        bad = [rank for rank, each in enumerate(failures) if each]
-        if bad:
+        failure = agreed.first_failure(act, OSError)
+        if failure is not None:
             raise everywhere(
                 CheckpointError(
-                    f"rank {bad[0]} cannot use {self.directory} for checkpoints: {failures[bad[0]]}.\n"
+                    f"rank {failure[0]} cannot use {self.directory} for checkpoints: {failure[1]}.\n"
                     f"Give a directory that all hosts share, in which this user may write."
                 )
             )
@@ -153,6 +157,8 @@ class Checkpoints:
         dist.broadcast_object_list(told, src=0, group=self._group)
         if not told[0]:
             self.newest = path
+            if self._rank == 0:
+                self._remove_old()
             return
         if self._rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -175,31 +181,53 @@ class Checkpoints:
         return ""
 
     def _publish(self, aside: Path, path: Path, step: int) -> str:
-        """Give the content its name and its mark, remove what is too old, and return why that failed."""
+        """Give the content its name and its mark, and return why that failed."""
         try:
-            _sync(aside)
-            shutil.rmtree(path, ignore_errors=True)
+            files.sync(aside)
+            if path.exists():  # without a mark; it could not be removed
+                path.rename(path.with_suffix(f".{uuid.uuid4().hex}"))
             aside.rename(path)
-            _sync(self.directory)
+            files.sync(self.directory)
             self._mark(path, step)
-            for old in sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]:
-                old.unlink()  # first, so that what is half removed does not count
-                shutil.rmtree(old.parent)
         except OSError as error:
             return str(error)
         return ""
 
+    def _remove_old(self) -> None:
+        """Remove the checkpoints beyond those to keep, and what earlier removals left."""
+        for mark in sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]:
+            with _warning_if_it_stays(mark):
+                mark.unlink()  # first, so that a checkpoint that is partly removed is not used
+        self._remove_unmarked()
+
+    def _remove_unmarked(self) -> None:
+        for path in self.directory.glob(_PREFIX + "*"):
+            if not (path / _MARK).exists():
+                with _warning_if_it_stays(path):
+                    files.remove_tree(path)
+
     def _mark(self, path: Path, step: int) -> None:
-        _write(path / _MARK, json.dumps({"step": step, "ranks": dist.get_world_size()}).encode())
-        _sync(path)
+        mark = {"step": step, "ranks": dist.get_world_size(), "torch": str(torch.__version__)}
+        _write(path / _MARK, json.dumps(mark).encode())
+        files.sync(path)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _contents(self) -> dict[str, Any]:
-        """What was in the newest checkpoint when this was first asked for."""
+        """The description of the newest checkpoint (collective on first use).
+
+        Raises:
+            CheckpointError: On every rank, if a rank cannot read it.
+        """
         assert self.newest is not None
-        return dcp.FileSystemReader(self.newest).read_metadata().state_dict_metadata
+        reader, contents = dcp.FileSystemReader(self.newest), {}
+        # Not every torch can unpickle the metadata of a later one: torch 2.15 writes six properties of a tensor, and
+        # torch 2.13 expects five. What is raised depends on the class.
+        failure = agreed.first_failure(lambda: contents.update(reader.read_metadata().state_dict_metadata), Exception)
+        if failure is not None:
+            raise everywhere(CheckpointError(_unreadable(self.newest, *failure)))
+        return contents
 
     def objects(self) -> dict[str, Any]:
         """Return the objects of the newest checkpoint by name (collective)."""
@@ -270,6 +298,16 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
     checkpoints.close()
 
 
+@contextlib.contextmanager
+def _warning_if_it_stays(path: Path) -> Iterator[None]:
+    """Turn a failure to remove a file or directory into a warning: it costs space, and the run can continue."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot remove {path} yet: {error}. The next save tries again; the newer checkpoints are complete."
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
 def packed(objects: Mapping[str, Any]) -> State:
     """Return objects as a part of a state."""
     return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
@@ -278,6 +316,22 @@ def packed(objects: Mapping[str, Any]) -> State:
 def _newest(directory: Path) -> Path | None:
     marks = sorted(directory.glob(f"{_PREFIX}*/{_MARK}"))
     return marks[-1].parent if marks else None
+
+
+def _unreadable(path: Path, rank: int, why: str) -> str:
+    """Return the message of a checkpoint whose description cannot be read."""
+    mine, writer = str(torch.__version__), json.loads((path / _MARK).read_text()).get("torch")
+    what = f"{path} cannot be read: rank {rank}: {why}."
+    if mine == writer:
+        return f"{what}\nRemove that directory to continue from the checkpoint before it."
+    its, install = ("an unknown version of torch", "")
+    if writer is not None:
+        its, install = f"torch {writer}", f" (pip install torch=={writer.split('+')[0]})"
+    return (
+        f"{what}\nIt was written by {its}, and this is torch {mine}, which may not read it.\n"
+        f"Continue the run with that version of torch{install}, or remove that directory to continue from the "
+        f"checkpoint before it."
+    )
 
 
 def _shown(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:
@@ -294,21 +348,7 @@ def _probe(token: Path, rank: int) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole, also after a loss of power, or not at all."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    files.write_whole(path, lambda file: file.write(content))
 
 
 def _is_locked(file: TextIO | None) -> bool:

@@ -7,11 +7,12 @@ the steps of an epoch were interrupted is therefore one number, from which any n
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import (
@@ -26,6 +27,7 @@ from torch.utils.data import (
 )
 
 from mpicomm.training import preemption, randomness
+from mpicomm.training.batches import count_samples
 
 _SEED_BITS = 63
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, so that no two (epoch, sample) are one seed by chance
@@ -36,7 +38,7 @@ class Batch:
     """What goes through the model at once."""
 
     content: Any
-    """A pair of inputs and targets, as the loader made it."""
+    """Inputs and targets in any structure (`mpicomm.training.batches`), as the loader made them."""
 
     count: int
     """How many samples it stands for; 0 if it only keeps this rank in step with the others."""
@@ -141,7 +143,8 @@ def feed(data: Any, options: Options, place: Place) -> Feed:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Sharded(data, options, place)
     raise TypeError(
-        f"expected a dataset of (input, target) pairs or a DataLoader, got a {type(data).__name__}.\n"
+        f"expected a dataset (with __getitem__ and __len__, or an IterableDataset) or a DataLoader, got a "
+        f"{type(data).__name__}.\n"
         f"Wrap tensors in torch.utils.data.TensorDataset(inputs, targets)."
     )
 
@@ -409,6 +412,7 @@ class Stream:
             options.batch_size,
             num_workers=options.num_workers,
             pin_memory=options.pin_memory,
+            collate_fn=_Counting(default_collate),
             generator=self._generator,
             worker_init_fn=_Undisturbed(None),
         )
@@ -463,7 +467,7 @@ class OwnLoader:
     is_counted = is_shared = False
 
     def __init__(self, loader: DataLoader[Any], accumulate: int) -> None:
-        self._loader = loader
+        self._loader = _counting(loader)
         self._accumulate = accumulate
         self._loaded: Iterator[Any] = iter(())
 
@@ -495,38 +499,43 @@ def _set_epoch(part: Any, epoch: int) -> None:
         setter(epoch)
 
 
+class _Counted(NamedTuple):  # of which DataLoader pins the content
+    """A batch, and of how many samples it was made."""
+
+    content: Any
+    samples: int
+
+
+class _Counting:
+    """Makes a batch of samples, and counts them."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> _Counted:
+        return _Counted(self._collate(samples), len(samples))
+
+
+def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader with a `collate_fn` that counts, where it makes the batches itself and as DataLoader does."""
+    if type(loader) is not DataLoader or loader.batch_sampler is None:
+        return loader
+    same = copy.copy(loader)  # the sampler and the dataset are the user's
+    same.collate_fn = _Counting(loader.collate_fn)
+    same._iterator = None  # persistent workers have begun with the other collate_fn
+    return same
+
+
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
     """Return batches, so many at once, and what remains at the end."""
-    batches: list[Batch] = []
-    for content in loaded:
-        batches.append(Batch(content, count_samples(content)))
-        if len(batches) == number:
-            yield Step(batches)
-            batches = []
-    if batches:
-        yield Step(batches)
+    while of_step := [_batch(each) for each in itertools.islice(loaded, number)]:
+        yield Step(of_step)
 
 
-def count_samples(content: Any) -> int:
-    """Return the length of the first tensor in a batch.
-
-    Raises:
-        TypeError: If there is none.
-    """
-    found = _first_tensor(content)
-    if found is None or not found.dim():
-        raise TypeError(
-            f"a batch is a {type(content).__name__} without a tensor that has a first dimension.\n"
-            f"Let the loader make pairs of tensors, whose first dimension counts the samples."
-        )
-    return found.shape[0]
-
-
-def _first_tensor(content: Any) -> torch.Tensor | None:
-    if isinstance(content, torch.Tensor):
-        return content
-    children = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
-    return next((found for child in children if (found := _first_tensor(child)) is not None), None)
+def _batch(loaded: Any) -> Batch:
+    if isinstance(loaded, _Counted):
+        return Batch(loaded.content, loaded.samples)
+    return Batch(loaded, count_samples(loaded))
 
 
 class _Undisturbed:

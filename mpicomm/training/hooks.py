@@ -6,6 +6,17 @@ No `from __future__ import annotations` here: DDP compares the annotations of a 
 import torch
 import torch.distributed as dist
 
+from mpicomm import arguments
+
+_STATE = arguments.instance(
+    "a torch ProcessGroup", dist.ProcessGroup, remedy="Call model.register_comm_hook(None, bf16_compression_hook)."
+).or_none()
+_BUCKET = arguments.instance(
+    "a torch.distributed.GradBucket",
+    dist.GradBucket,
+    remedy="Let DDP call the hook: model.register_comm_hook(None, bf16_compression_hook).",
+)
+
 
 def bf16_compression_hook(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
@@ -26,6 +37,8 @@ def bf16_compression_hook(
     Returns:
         A future of the bucket's buffer, which holds the averages in its own dtype.
     """
+    _STATE.check(state, "state", "bf16_compression_hook")
+    _BUCKET.check(bucket, "bucket", "bf16_compression_hook")
     gradients = bucket.buffer()
     compressed = gradients.to(torch.bfloat16)
     work = dist.all_reduce(compressed, op=dist.ReduceOp.AVG, group=state, async_op=True)

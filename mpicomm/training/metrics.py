@@ -8,13 +8,14 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpicomm.arguments import Expected
 from mpicomm.errors import TrainingError
 from mpicomm.training import agreed
 from mpicomm.training.data import Batch
@@ -23,6 +24,23 @@ Metric = Callable[[Any, Any], Any]
 """From a batch's outputs and targets to a number for each sample, or to their mean."""
 
 FILE = "metrics.jsonl"
+_METRICS = Expected(
+    "a mapping of names to functions",
+    lambda metrics: isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics),
+    "a mapping of names to functions of the outputs and the targets",
+    lambda metrics: all(callable(each) for each in metrics.values()),
+    'Pass for example {"accuracy": lambda outputs, labels: outputs.argmax(dim=1) == labels}.',
+).or_none()
+
+
+def check_metrics(metrics: object, what: str) -> None:
+    """Refuse metrics that cannot be called.
+
+    Raises:
+        TypeError: If they are not a mapping of names.
+        ValueError: If a value of it is not a function.
+    """
+    _METRICS.check(metrics, "metrics", what)
 
 
 class Losses:
@@ -38,7 +56,7 @@ class Losses:
         self._at_once = device.type == "cpu"  # elsewhere, to look at a number is to wait for it
         self.total: Any = 0.0
         self.count = 0
-        self._unseen: list[tuple[int, Batch, torch.Tensor]] = []
+        self._unseen: list[tuple[int, Sequence[int] | None, torch.Tensor]] = []  # step, samples, loss
 
     def add(self, step: int, batch: Batch, loss: torch.Tensor) -> bool:
         """Add the mean loss of a batch, and tell whether it is finite.
@@ -52,11 +70,11 @@ class Losses:
             value = loss.item()
             if not math.isfinite(value):
                 if self._stops:
-                    raise _not_finite(step, batch, value)
+                    raise _not_finite(step, batch.indices, value)
                 return False
             self.total += value * batch.count
         else:
-            self._unseen.append((step, batch, loss.detach()))
+            self._unseen.append((step, batch.indices, loss.detach()))  # not the inputs, which can be large
             self.total = self.total + loss.detach().double() * batch.count
         self.count += batch.count
         return True
@@ -70,9 +88,9 @@ class Losses:
         if self._unseen:
             values = torch.stack([loss for _, _, loss in self._unseen]).tolist()
             unseen, self._unseen = self._unseen, []
-            for (step, batch, _), value in zip(unseen, values, strict=True):
+            for (step, indices, _), value in zip(unseen, values, strict=True):
                 if not math.isfinite(value):
-                    raise _not_finite(step, batch, value)
+                    raise _not_finite(step, indices, value)
 
     def take(self) -> tuple[float, int]:
         """Return the sum over all ranks and the number of samples, and begin again (collective)."""
@@ -82,8 +100,8 @@ class Losses:
         return total, int(count)
 
 
-def _not_finite(step: int, batch: Batch, value: float) -> TrainingError:
-    which = "of unknown place" if batch.indices is None else ", ".join(map(str, batch.indices))
+def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> TrainingError:
+    which = "of unknown place" if indices is None else ", ".join(map(str, indices))
     return TrainingError(
         f"the loss of step {step} is {value} on rank {dist.get_rank()}, for the samples {which}.\n"
         f"Look at these samples, set clip_norm, or leave such steps out by if_not_finite='skip'. A lower learning rate "
@@ -126,7 +144,7 @@ class Averages:
 
 
 class Journal:
-    """Lines of JSON in a file, each written whole; what a crash has cut off is never read as a line."""
+    """Lines of JSON in a file. Each is written whole or not at all; a line that a crash has cut off stays alone."""
 
     def __init__(self, path: Path | None, logger: Callable[[dict[str, Any]], None] | None) -> None:
         """Open the journal.
@@ -139,7 +157,8 @@ class Journal:
         self._file: io.FileIO | None = None
         if path is not None:
             self._file = path.open("ab", buffering=0)
-            _end_the_line(path, self._file)
+            if _is_cut_off(path):
+                self._append(self._file, b"\n")
 
     def write(self, event: str, **values: Any) -> None:
         """Write an entry."""
@@ -151,9 +170,12 @@ class Journal:
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
         """Write a line; on a full disk the run goes on without, as long as its checkpoints can be written."""
+        size = os.fstat(file.fileno()).st_size
         try:
-            file.write(line)
+            while line:  # on a nearly full disk a write takes a part of it, and the next one fails
+                line = line[file.write(line) :]
         except OSError as error:
+            file.truncate(size)
             warnings.warn(f"no more figures are written to {file.name!r}: {error}", RuntimeWarning, stacklevel=2)
             file.close()
             self._file = None
@@ -166,12 +188,12 @@ class Journal:
             self._file = None
 
 
-def _end_the_line(path: Path, file: io.FileIO) -> None:
+def _is_cut_off(path: Path) -> bool:
+    """Tell whether the last line of a file has no end."""
     with path.open("rb") as before:
         size = before.seek(0, os.SEEK_END)
         before.seek(max(0, size - 1))
-        if size and before.read() != b"\n":
-            file.write(b"\n")
+        return size > 0 and before.read() != b"\n"
 
 
 @contextlib.contextmanager

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mpicomm import arguments
 from mpicomm.training.hooks import bf16_compression_hook
 
 STRATEGIES = ("ddp", "fsdp")
@@ -54,6 +56,9 @@ class Replicated:
 
     def begin_step(self) -> None:
         """Do nothing: DDP itself gives all ranks the buffers of rank 0."""
+
+    def check_backward(self) -> None:
+        """Do nothing: DDP hooks into the parameters, whatever the model returns."""
 
     def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
         """Bring DDP into the state in which it stays, by a pass that is thrown away (collective).
@@ -117,6 +122,18 @@ class Sharded:
         """Give all ranks the buffers of rank 0, as DDP does (collective)."""
         share_buffers(self.inner)
 
+    def check_backward(self) -> None:
+        """Refuse a model whose backward pass FSDP has not seen. It hooks into the tensors in the model's outputs.
+
+        Raises:
+            TypeError: If it found none there; the parameters are then still whole, with gradients of this rank alone.
+        """
+        if not all(isinstance(each, DTensor) for each in self.inner.parameters()):
+            raise TypeError(
+                "FSDP found no tensor in the model's outputs, and could not reduce the gradients.\n"
+                "Return a tensor from forward(), or a tuple, list or dict of tensors, not an object of another class."
+            )
+
     def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
         """Do nothing: what FSDP does in a step does not depend on those before."""
 
@@ -175,25 +192,13 @@ def check_arguments(strategy: str, hook: str | None) -> None:
     """Refuse a strategy or hook that there is not.
 
     Raises:
-        ValueError: Then.
+        TypeError: If one is not a str.
+        ValueError: If a name is unknown, or a hook is passed with strategy='fsdp'.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is none.\nThere are {', '.join(map(repr, STRATEGIES))}.")
-    if hook is not None and hook not in HOOKS:
-        raise ValueError(f"hook={hook!r} is none.\nThere are {', '.join(map(repr, HOOKS))}, and None.")
+    arguments.one_of(*STRATEGIES).check(strategy, "strategy")
+    arguments.one_of(*HOOKS).or_none().check(hook, "hook")
     if hook is not None and strategy != "ddp":
         raise ValueError(f"hook={hook!r} is for strategy='ddp'.\nWith 'fsdp', precision='bfloat16' halves the bytes.")
-
-
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of another model.
-
-    Raises:
-        ValueError: If it has parameters that the model has not.
-    """
-    known = set(model.parameters())
-    if not all(each in known for group in optimizer.param_groups for each in group["params"]):
-        raise ValueError("the optimizer has parameters that the model has not.\nMake it of model.parameters().")
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

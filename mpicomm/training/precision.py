@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpicomm import arguments
+
 _DTYPES: dict[str, torch.dtype | None] = {
     "float32": None,
     "bfloat16": torch.bfloat16,
@@ -27,10 +29,10 @@ class Precision:
             casts: Operations cast what they need (autocast); otherwise the model has been told.
 
         Raises:
-            ValueError: If there is none of the name.
+            TypeError: If the name is not a str.
+            ValueError: If it is unknown.
         """
-        if name not in _DTYPES:
-            raise ValueError(f"precision={name!r} is none.\nThere are {', '.join(map(repr, _DTYPES))}.")
+        arguments.one_of(*_DTYPES).check(name, "precision")
         self.dtype = _DTYPES[name]
         self._device = device
         self._casts = casts and self.dtype is not None
@@ -45,16 +47,22 @@ class Precision:
         """Run the backward pass."""
         (self.scaler.scale(loss) if self._scales else loss).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip_norm: float | None) -> None:
-        """Take a step of the optimizer, with gradients that are cut down to a norm; scaled ones may not be finite."""
+    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip_norm: float | None) -> bool:
+        """Take a step of the optimizer with clipped gradients, and tell whether it was taken.
+
+        It is not where scaled gradients overflow; the scale is then reduced. All ranks have the same gradients, or with
+        FSDP the same maximum of what they found, and so the same answer.
+        """
         if clip_norm is not None:
             self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if self._scales:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
+        if not self._scales:
             optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         """Return the block in which the forward pass is to run."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mpicomm import terminal
+
 STYLES = ("auto", "bar", "lines", "none")
-_LAUNCHERS = re.compile(r"mpirun|mpiexec|prterun|orterun|srun|hydra|torchrun|aprun|jsrun")
 _LINE_SECONDS = 5.0
 _WIDTH = 110
-_MOST_PARENTS = 8
 
 
 class Display:
@@ -92,54 +90,13 @@ class Display:
 
 
 def console() -> Console:
-    """Return where rank 0 prints: as wide as the launcher's terminal, if there is one."""
-    terminal = _terminal_of_launcher()
-    if terminal is None:
-        plain = not sys.stdout.isatty() or _is_relayed()
-        return Console(file=sys.stdout, width=_WIDTH, force_terminal=False) if plain else Console(file=sys.stdout)
-    return Console(file=sys.stdout, width=terminal, force_terminal=True)
+    """Return where rank 0 prints."""
+    return terminal.console(width=_WIDTH)
 
 
 def _find_style() -> str:
-    shows = _terminal_of_launcher() is not None if _is_relayed() else sys.stdout.isatty()
+    shows = terminal.columns(sys.stdout) is not None
     return "bar" if shows and os.environ.get("TERM", "dumb") != "dumb" else "lines"
-
-
-def _is_relayed() -> bool:
-    """Tell whether a launcher passes on what this process prints; to the process it may look like a terminal."""
-    return any(_LAUNCHERS.search(name) for _, name in _parents())
-
-
-def _terminal_of_launcher() -> int | None:
-    """Return the width of the terminal to which the launcher prints; None if there is none, or it is elsewhere."""
-    launchers = [pid for pid, name in _parents() if _LAUNCHERS.search(name)]
-    if not launchers:
-        return None
-    output = f"/proc/{launchers[-1]}/fd/1"
-    try:
-        if not stat.S_ISCHR(Path(output).stat().st_mode):  # a file would be emptied by opening it to write
-            return None
-        terminal = os.open(output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return (os.get_terminal_size(terminal).columns or _WIDTH) if os.isatty(terminal) else None
-    except OSError:
-        return None
-    finally:
-        os.close(terminal)
-
-
-def _parents() -> list[tuple[int, str]]:
-    """Return the processes above this one, nearest first, with their names."""
-    found: list[tuple[int, str]] = []
-    pid = os.getppid()
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        while pid > 1 and len(found) < _MOST_PARENTS:
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-            found.append((pid, name))
-            pid = int(rest.split()[1])
-    return found
 
 
 def shown_seconds(seconds: float) -> str:

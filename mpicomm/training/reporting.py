@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mpicomm import arguments
+from mpicomm.arguments import FLAG, Expected
 from mpicomm.runtime import World
 from mpicomm.training import progress
 from mpicomm.training.data import Options
@@ -26,19 +28,27 @@ Logger = Callable[[dict[str, Any]], None]
 _SHOW_SECONDS = 0.1
 
 
+_LOGGER = Expected(
+    "a function or 'tensorboard'",
+    lambda logger: isinstance(logger, str) or callable(logger),
+    is_within=lambda logger: not isinstance(logger, str) or logger == "tensorboard",
+    remedy="Pass a function of an entry (a dict), or leave logger out.",
+).or_none()
+
+
 def check_arguments(show: str, logger: Logger | str | None, *, rank_logs: bool, checkpoint_dir: object) -> None:
     """Refuse what means nothing.
 
     Raises:
-        ValueError: Then.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a name is unknown, or there is no directory for the logs.
         ImportError: If TensorBoard is asked for, and not installed.
     """
-    if isinstance(logger, str) and logger != "tensorboard":
-        raise ValueError(f"logger={logger!r} is none.\nThere is 'tensorboard'; or pass a function.")
+    _LOGGER.check(logger, "logger")
     if logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('logger="tensorboard" needs TensorBoard.\nInstall it: pip install "mpicomm[tensorboard]"')
-    if show not in progress.STYLES:
-        raise ValueError(f"show={show!r} is none.\nThere are {', '.join(map(repr, progress.STYLES))}.")
+        raise ImportError('logger="tensorboard" needs TensorBoard.\nInstall it: pip install tensorboard')
+    arguments.one_of(*progress.STYLES).check(show, "show")
+    FLAG.check(rank_logs, "rank_logs")
     if rank_logs and checkpoint_dir is None:
         raise ValueError("rank_logs are written to checkpoint_dir, and there is none.\nGive one.")
 

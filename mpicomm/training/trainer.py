@@ -11,21 +11,52 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpicomm import runtime
+from mpicomm import arguments, runtime
+from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
 from mpicomm.errors import MpicommError
-from mpicomm.training import agreed, checkpoint, parallel, randomness, reporting, state
+from mpicomm.training import (
+    agreed,
+    batches,
+    checkpoint,
+    model_file,
+    optimizers,
+    parallel,
+    randomness,
+    reporting,
+    state,
+)
 from mpicomm.training.agreed import Ballot
+from mpicomm.training.batches import LossFunction
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.data import Batch, Feed, Options, Place, Step, feed
-from mpicomm.training.metrics import Averages, Losses, Metric
+from mpicomm.training.metrics import Averages, Losses, Metric, check_metrics
 from mpicomm.training.precision import Precision
 from mpicomm.training.preemption import Preempted, Wish
 from mpicomm.training.state import History, Position
 
-_SCHEDULES = ("step", "epoch")
 _NOTHING = Step([])
 _SYNCHRONIZED = contextlib.nullcontext()
-_IF_NOT_FINITE = ("stop", "skip")
+_EXPECTED = {
+    "weights": PATH.or_none(),
+    "target_key": TEXT,
+    "batch_size": POSITIVE,
+    "accumulate": POSITIVE,
+    "clip_norm": arguments.number("a positive number", lambda value: value > 0).or_none(),
+    "sync_batchnorm": FLAG,
+    "find_unused": FLAG,
+    "compile_model": FLAG,
+    "deterministic": FLAG,
+    "checkpoint_dir": PATH.or_none(),
+    "save_every": POSITIVE.or_none(),
+    "keep": POSITIVE,
+    "log_every": POSITIVE,
+    "seed": arguments.integer(),
+    "num_workers": arguments.integer(0),
+    "if_not_finite": arguments.one_of("stop", "skip"),
+    "check_every": POSITIVE.or_none(),
+    "margin": arguments.number("seconds from 0", lambda value: value >= 0).or_none(),
+}
+"""The arguments of `Trainer` that depend on no other; the others are checked where they are used."""
 
 
 class Trainer:
@@ -38,16 +69,30 @@ class Trainer:
 
     With the same number of ranks on CPUs, a run that was ended at any moment and started again has the same parameters
     and figures, to the last bit, as one that never was.
+
+    The outermost level of a batch says how the model is called, whatever is below it:
+
+        (x, target)                loss_fn(model(x), target)
+        (a, b, target)             loss_fn(model(a, b), target)
+        ((a, b), target)           loss_fn(model((a, b)), target)
+        {"a": a, "labels": target} loss_fn(model(a=a), target), where target_key names the target ("labels")
+
+    Without `loss_fn` the model takes the whole batch, `model(*batch)` or `model(**batch)`, and returns its loss. Lists
+    are like tuples. Tensors are moved to the device from any nesting of tuples, lists, mappings and dataclasses, and
+    so are objects with a method `to`; the rest, such as strings, is passed as it is.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
+        loss_fn: LossFunction | None = None,
         *,
+        weights: str | os.PathLike[str] | None = None,
+        target_key: str = "labels",
         scheduler: Any = None,
-        schedule: str = "step",
+        schedule: str | None = None,
+        monitor: str | None = None,
         precision: str = "float32",
         batch_size: int = 32,
         accumulate: int = 1,
@@ -75,10 +120,18 @@ class Trainer:
 
         Args:
             model: The same on all ranks; rank 0's parameters count.
-            optimizer: Of the model's parameters.
-            loss_fn: From the model's outputs and the targets to the mean loss of a batch.
+            optimizer: Of the model's parameters. Its step() must not need a closure, as that of LBFGS does.
+            loss_fn: From the model's outputs and the targets to the mean loss of a batch, a tensor of shape []. None if
+                the model takes the whole batch and returns its loss, or an output with a `loss` or an item "loss", as
+                models of Hugging Face do.
+            weights: A file with a state_dict, from `export` or torch.save, to start from; a checkpoint in
+                checkpoint_dir takes precedence.
+            target_key: Where batches are mappings, the key of the targets; the rest are keyword arguments of the model.
             scheduler: Of the learning rate, with `step()` and a state.
-            schedule: When it steps: after each "step" of the optimizer, or each "epoch".
+            schedule: When it steps: after each "step" of the optimizer (the default), or each "epoch".
+                ReduceLROnPlateau steps after each epoch, and its evaluation.
+            monitor: The figure of an epoch that ReduceLROnPlateau follows: "loss", "eval_loss" or a metric. By default
+                "eval_loss", or "loss" where there is no eval_data.
             precision: "float32", "bfloat16" or "float16" (with scaled gradients).
             batch_size: Samples per rank that go through the model at once; a DataLoader's own counts instead.
             accumulate: Batches per step. A step takes `batch_size` x `accumulate` x ranks samples.
@@ -106,27 +159,27 @@ class Trainer:
             rank_logs: Write what each rank prints to rank_000.log and so on, in checkpoint_dir.
 
         Raises:
-            ValueError: If an argument means nothing.
+            ValueError: If an argument is out of range, or does not fit another one.
+            TypeError: If an argument is of a wrong type, or the optimizer or the scheduler cannot be used.
+            CheckpointError: On every rank, if the weights cannot be read, or do not fit the model.
             MpicommError: If there is no job.
         """
         self.world = runtime.current_world()
         if not dist.is_initialized():
             raise MpicommError("there is no process group.\nCall mpicomm.bootstrap() with a back end.")
         parallel.check_arguments(strategy, hook)
-        parallel.check_optimizer(model, optimizer)
-        _check_one_of("schedule", schedule, _SCHEDULES)
-        _check_one_of("if_not_finite", if_not_finite, _IF_NOT_FINITE)
+        optimizers.check_optimizer(model, optimizer)
+        batches.check_loss_function(loss_fn)
+        self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
         reporting.check_arguments(show, logger, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
-        for name, value in (("batch_size", batch_size), ("accumulate", accumulate), ("keep", keep)):
-            _check_positive(name, value)
-        for name, each in (("save_every", save_every), ("check_every", check_every), ("log_every", log_every)):
-            if each is not None:
-                _check_positive(name, each)
+        given = locals()
+        for name, expected in _EXPECTED.items():
+            expected.check(given[name], name)
         device = self.world.device
         self.precision = Precision(precision, device, casts=strategy == "ddp")
         self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
         self.position = Position()
-        self._schedule, self._clip_norm = schedule, clip_norm
+        self._monitor, self._target_key, self._clip_norm = monitor, target_key, clip_norm
         self._options = Options(batch_size, accumulate, num_workers, device.type == "cuda", seed)
         self._place = Place(self.world.rank, self.world.size)
         self._checkpoint_dir, self._save_every, self._keep = checkpoint_dir, save_every, keep
@@ -134,6 +187,8 @@ class Trainer:
         self._log_every, self._show, self._logger, self._rank_logs = log_every, show, logger, rank_logs
         if deterministic:
             randomness.make_repeatable()
+        if weights is not None:
+            model_file.load(model, weights)
         self.spread = parallel.spread(
             model,
             optimizer,
@@ -150,7 +205,8 @@ class Trainer:
         self._checkpoints: Checkpoints | None = None
         self._reporter = reporting.silent(self.world)
         self._saved: str | None = None
-        self._is_warm = False
+        self._is_warm = self._is_checked = False
+        self._monitored = "loss"
         self._last_step = _NOTHING
         self._ballot: Ballot
 
@@ -166,13 +222,14 @@ class Trainer:
         """Train, from where the run in `checkpoint_dir` has come to, or from the start (collective).
 
         Args:
-            train_data: A dataset of (input, target) pairs, which the ranks share: each sample is taken once in an
-                epoch, in an order that depends on the seed alone. Or a DataLoader, with the same sharing if its sampler
-                is torch's own, and taken as it is otherwise. Or a dataset without indices, read by every rank.
+            train_data: A dataset, which the ranks share: each sample is taken once in an epoch, in an order that
+                depends on the seed alone. Or a DataLoader, with the same sharing if its sampler is torch's own, and
+                taken as it is otherwise. Or a dataset without indices, read by every rank. Its batches have any
+                structure that `Trainer` describes.
             epochs: How often to go through the data, in all.
             eval_data: The same; gone through after each epoch.
             metrics: By name, functions of a batch's outputs and targets that return a number for each sample, or their
-                mean.
+                mean. Without `loss_fn`, their second argument is the whole batch.
 
         Returns:
             For each epoch its figures: `epoch`, `step`, `loss`, `samples`, and of the evaluation `eval_loss`,
@@ -184,7 +241,10 @@ class Trainer:
             CheckpointError: If checkpoints cannot be written or read, or belong to another model.
             TrainingError: If a loss is not finite, or the ranks' parameters differ.
         """
-        _check_positive("epochs", epochs)
+        POSITIVE.check(epochs, "epochs", "fit")
+        check_metrics(metrics, "fit")
+        if self._schedule == optimizers.ON_METRIC:
+            self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
         with contextlib.ExitStack() as stack:
             train = _opened(stack, feed(train_data, self._options, self._place))
             test = _opened(stack, feed(eval_data, self._for_evaluation, self._place)) if eval_data is not None else None
@@ -192,7 +252,7 @@ class Trainer:
             while True:
                 if test is not None and not self.position.is_evaluated:
                     self._evaluate_epoch(test, metrics or {})
-                    self._save_epoch()
+                    self._complete_epoch()
                 if self.position.epoch >= epochs:
                     break
                 self._train_epoch(train)
@@ -209,10 +269,25 @@ class Trainer:
             data: As in `fit`.
             metrics: As in `fit`.
         """
+        check_metrics(metrics, "evaluate")
         with contextlib.ExitStack() as stack:
             test = _opened(stack, feed(data, self._for_evaluation, self._place))
             means, count = self._evaluate(test, metrics or {})
         return {**means, "samples": count}
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's state_dict to a file for use without the Trainer (collective).
+
+        It has the whole parameters on the CPU, by the names of the model itself, for
+        `model.load_state_dict(torch.load(path, weights_only=True))` in one process, or `Trainer(..., weights=path)`.
+
+        Args:
+            path: The file, which rank 0 writes. An existing one is replaced, once the new one is complete.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
+        model_file.export(self.spread.inner, path)
 
     def _train_epoch(self, train: Feed) -> None:
         self.spread.model.train()
@@ -252,6 +327,8 @@ class Trainer:
                 weight = batch.count * self._place.size / count
                 self.precision.backward(loss if weight == 1 else loss * weight)
             clock.add_backward(is_synchronized=is_last)
+        if not self._last_step.batches:  # the first step
+            self.spread.check_backward()
         self._open_ballot()
         if not self._skips or agreed.everybody(is_finite):
             self._last_step = step
@@ -263,14 +340,27 @@ class Trainer:
         clock.add("compute")
 
     def _update(self) -> None:
-        self.precision.step(self.optimizer, self.spread.model, self._clip_norm)
-        if self.scheduler is not None and self._schedule == "step":
+        is_taken = self.precision.step(self.optimizer, self.spread.model, self._clip_norm)
+        if is_taken and self.scheduler is not None and self._schedule == "step":
             self.scheduler.step()
 
     def _loss_of(self, batch: Batch, model: nn.Module) -> torch.Tensor:
-        inputs, targets = _pair(batch, self.world.device)
+        return self._forward(batch, model)[0]
+
+    def _forward(self, batch: Batch, model: nn.Module) -> tuple[torch.Tensor, Any, Any]:
+        """Return the mean loss of a batch, the model's outputs and the targets."""
+        call = batches.call_of(batches.moved(batch.content, self.world.device), self._expected_key)
+        if not self._is_checked:
+            batches.check_call(self.spread.inner, call)
+            self._is_checked = True
         with self.precision.arithmetic():
-            return self.loss_fn(model(inputs), targets)
+            outputs = model(*call.args, **call.kwargs)
+            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
+        return batches.check_loss(loss, is_of_model=self.loss_fn is None), outputs, call.targets
+
+    @property
+    def _expected_key(self) -> str | None:
+        return None if self.loss_fn is None else self._target_key
 
     def _after_step(self) -> None:
         is_leaving = self._is_time_to_leave()
@@ -292,7 +382,14 @@ class Trainer:
         self.position.end_epoch(is_evaluated=is_evaluated)
         self._reporter.epoch(self.position)
         if is_evaluated:
-            self._save_epoch()
+            self._complete_epoch()
+
+    def _complete_epoch(self) -> None:
+        """Do what needs all figures of the last epoch."""
+        if self._schedule == optimizers.ON_METRIC:
+            self.scheduler.step(self.position.history[-1][self._monitored])
+        if self._save_every is None:
+            self._save()
 
     def _evaluate_epoch(self, test: Feed, metrics: Mapping[str, Metric]) -> None:
         states = randomness.states(self.world.device)
@@ -312,10 +409,7 @@ class Trainer:
         with self.spread.evaluating() as model:
             for step in self._steps_of_evaluation(test):
                 for batch in step.batches:
-                    inputs, targets = _pair(batch, self.world.device)
-                    with self.precision.arithmetic():
-                        outputs = model(inputs)
-                        loss = self.loss_fn(outputs, targets)
+                    loss, outputs, targets = self._forward(batch, model)
                     if batch.count:
                         averages.add(loss, outputs, targets, batch.count)
                 if before_leaving is not None:
@@ -443,10 +537,6 @@ class Trainer:
             self.spread, self.optimizer, self.scheduler, self.precision.scaler, self.position, self._losses, self.world
         )
 
-    def _save_epoch(self) -> None:
-        if self._save_every is None:
-            self._save()
-
     def _save(self, *, wait: bool = False) -> None:
         """Write a checkpoint, unless there is one of this very moment."""
         if self._checkpoints is None:
@@ -470,41 +560,3 @@ class Trainer:
 def _opened(stack: contextlib.ExitStack, opened: Feed) -> Feed:
     stack.callback(opened.close)
     return opened
-
-
-def _pair(batch: Batch, device: torch.device) -> tuple[Any, Any]:
-    """Return the inputs and targets of a batch, on a device.
-
-    Raises:
-        TypeError: If it is no pair.
-    """
-    content = batch.content
-    if not isinstance(content, (list, tuple)) or len(content) != 2:
-        raise TypeError(
-            f"expected batches of (inputs, targets), got a {type(content).__name__}.\n"
-            f"Let the dataset return such pairs; several inputs can be one tuple or dict."
-        )
-    return _moved(content[0], device), _moved(content[1], device)
-
-
-def _moved(content: Any, device: torch.device) -> Any:
-    """Return a batch on a device."""
-    if isinstance(content, torch.Tensor):
-        return content.to(device, non_blocking=True)
-    if isinstance(content, dict):
-        return {name: _moved(each, device) for name, each in content.items()}
-    if isinstance(content, tuple) and hasattr(content, "_fields"):
-        return type(content)(*[_moved(each, device) for each in content])
-    if isinstance(content, (list, tuple)):
-        return type(content)(_moved(each, device) for each in content)
-    return content
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is none.\nPass a whole number from 1.")
-
-
-def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is none.\nThere are {', '.join(map(repr, known))}.")

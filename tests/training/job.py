@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -53,7 +54,8 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.taken.append(index)
-        return self.x[index] + self.noise * torch.randn(FEATURES) + 0.01 * random.random(), self.y[index]
+        drawn = 0.01 * (random.random() + np.random.random())
+        return self.x[index] + self.noise * torch.randn(FEATURES) + drawn, self.y[index]
 
 
 def make_model() -> nn.Module:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
+import pickle
+import random
 import resource
+import shutil
 import signal
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,11 +27,13 @@ import mpicomm
 from mpicomm.training.trainer import Trainer
 from tests.training.job import Samples, digest, make_model
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.each_torch("trainer")]
 
 
 def make_trainer(directory: Path | None, model: nn.Module | None = None, **options: Any) -> Trainer:
     torch.manual_seed(1)
+    random.seed(1)  # the random numbers of a new process, not those where the last trainer stopped
+    np.random.seed(1)
     model = model or make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     given = {"batch_size": 8, "checkpoint_dir": directory, "show": "none", "log_every": 3, **options}
@@ -46,7 +57,6 @@ def complete(directory: Path) -> list[str]:
     [
         {},
         {"strategy": "fsdp"},
-        {"precision": "bfloat16"},
         {"precision": "float16"},
         {"accumulate": 2, "num_workers": 1},
     ],
@@ -55,7 +65,7 @@ def complete(directory: Path) -> list[str]:
 def test_a_run_in_parts_is_one_run(world: mpicomm.World, directory: Path, options: dict[str, Any]) -> None:
     whole = make_trainer(None, **options)
     expected = fit(whole)
-    for epochs in (1, 2, 3):
+    for epochs in (1, 3):
         trainer = make_trainer(directory, **options)
         history = fit(trainer, epochs)
     assert history == expected
@@ -66,6 +76,7 @@ def test_a_complete_run_is_left_alone(world: mpicomm.World, directory: Path) -> 
     history = fit(make_trainer(directory))
     names = complete(directory)
     trainer = make_trainer(directory)
+    trainer.loss_fn = lambda *_: pytest.fail("the complete run trains again")
     assert fit(trainer) == history
     assert complete(directory) == names
 
@@ -81,24 +92,67 @@ def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep: int) -
     assert left == {*names, "metrics.jsonl", ".lock"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-def test_a_signal_to_one_rank_makes_all_leave(world: mpicomm.World, directory: Path, number: signal.Signals) -> None:
+class Busy:
+    """A shutil.rmtree that cannot remove one directory, as on NFS while a process has a file of it open."""
+
+    inner = staticmethod(shutil.rmtree)
+
+    def __init__(self, name: str, failures: int) -> None:
+        self.name, self.failures = name, failures
+
+    def __call__(self, path: Any, ignore_errors: bool = False, **more: Any) -> None:
+        if Path(path).name == self.name and self.failures:
+            if not ignore_errors:
+                self.failures -= 1
+                raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/.nfs0001")
+            return
+        self.inner(path, ignore_errors=ignore_errors, **more)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed(
+    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run continues, and each later save tries again."""
+    old = "step-000000002"
     whole = make_trainer(None)
     expected = fit(whole)
-    before = signal.getsignal(number)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1000))
+        fit(make_trainer(directory, save_every=2, keep=1), 2)
+        assert mpicomm.broadcast_object((directory / old).exists(), src=0)
+        # The next start cannot remove it either; the first save of it can.
+        monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1))
+        trainer = make_trainer(directory, save_every=2, keep=1)
+        assert fit(trainer) == expected
+    assert digest(trainer) == digest(whole)
+    assert {path.name for path in directory.iterdir()} == {*complete(directory), "metrics.jsonl", ".lock"}
+    messages = [str(each.message) for each in told if each.category is RuntimeWarning]
+    if world.rank == 0:
+        assert all(each.startswith(f"cannot remove {directory / old} yet: [Errno 16]") for each in messages)
+        assert len(messages) >= 3, messages
+    else:
+        assert not messages
+
+
+def test_a_signal_to_one_rank_makes_all_leave(world: mpicomm.World, directory: Path) -> None:
+    """By SIGTERM; tests/unit/test_leaving_in_time.py has all signals."""
+    whole = make_trainer(None)
+    expected = fit(whole)
+    before = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(directory)
     inner = trainer.loss_fn
 
     def signalled(*arguments: Any) -> torch.Tensor:
-        if world.rank == world.size - 1 and trainer.position.step == 4:
-            os.kill(os.getpid(), number)
+        if world.rank == world.size - 1 and trainer.position.step == 4 and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGTERM)
         return inner(*arguments)
 
     trainer.loss_fn = signalled
     with pytest.raises(mpicomm.Preempted, match="85") as error:
         fit(trainer)
-    assert (error.value.code, error.value.why) == (85, f"{number.name} on rank {world.size - 1}")
-    assert signal.getsignal(number) is before
+    assert (error.value.code, error.value.why) == (85, f"SIGTERM on rank {world.size - 1}")
+    assert signal.getsignal(signal.SIGTERM) is before
     assert complete(directory)[-1] == trainer.position.name
     again = make_trainer(directory)
     assert fit(again) == expected
@@ -142,12 +196,114 @@ def test_another_optimizer_is_refused_by_name(world: mpicomm.World, directory: P
         trainer.fit(Samples(61, 2, 0.1), 2)
 
 
+class OfNewerTorch:
+    """Cannot be unpickled, as the metadata of torch 2.15 by torch 2.13."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (divmod, (1, 2, 3))
+
+
+@pytest.mark.parametrize("its", ["2.99.0+cpu", str(torch.__version__), None])
+def test_a_checkpoint_of_another_torch_is_refused(world: mpicomm.World, directory: Path, its: str | None) -> None:
+    """The error names both versions, the one of the checkpoint if it is known."""
+    fit(make_trainer(directory), 1)
+    mpicomm.barrier()
+    newest = directory / complete(directory)[-1]
+    if world.rank == 0:
+        (newest / ".metadata").write_bytes(pickle.dumps(OfNewerTorch()))
+        mark = json.loads((newest / "COMPLETE").read_text())
+        assert mark.pop("torch") == str(torch.__version__)
+        (newest / "COMPLETE").write_text(json.dumps(mark | ({} if its is None else {"torch": its})))
+    mpicomm.barrier()
+    with pytest.raises(mpicomm.CheckpointError) as caught:
+        fit(make_trainer(directory))
+    first, *rest = str(caught.value).splitlines()
+    assert first == f"{newest} cannot be read: rank 0: divmod expected 2 arguments, got 3."
+    last = "remove that directory to continue from the checkpoint before it."
+    if its == str(torch.__version__):
+        assert rest == [last.capitalize()]
+        return
+    its, install = ("torch 2.99.0+cpu", " (pip install torch==2.99.0)") if its else ("an unknown version of torch", "")
+    assert rest == [
+        f"It was written by {its}, and this is torch {torch.__version__}, which may not read it.",
+        f"Continue the run with that version of torch{install}, or {last}",
+    ]
+
+
 def test_a_directory_that_cannot_be_is_refused(world: mpicomm.World, directory: Path) -> None:
     if world.rank == 0:
         directory.write_text("a file")
     mpicomm.barrier()
     with pytest.raises(mpicomm.CheckpointError, match=r"rank 0 cannot use .* for checkpoints: .*File exists"):
         fit(make_trainer(directory))
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_that_another_job_uses_is_refused(
+    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpicomm.training.checkpoint._GONE_SECONDS", 0.2)
+    job = None
+    if world.rank == 0:
+        directory.mkdir()
+        command = [sys.executable, "-S", "-c", HOLD, str(directory / ".lock")]
+        job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert job.stdout is not None
+        assert job.stdout.readline() == "locked\n"
+    mpicomm.barrier()
+    with pytest.raises(mpicomm.CheckpointError, match=r"rank 0 cannot use .*: another job is using it"):
+        fit(make_trainer(directory), 1)
+    if job is not None:
+        job.communicate(timeout=30)
+    fit(make_trainer(directory), 1)
+    assert len(complete(directory)) == 1
+
+
+def test_a_checkpoint_is_synced_before_it_is_marked(
+    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it could be marked complete, and its content lost with the power."""
+    events: list[str] = []
+    root, fsync, rename = directory.resolve(), os.fsync, Path.rename
+
+    def recorded_fsync(handle: int) -> None:
+        fsync(handle)
+        events.append(f"sync {Path(f'/proc/self/fd/{handle}').readlink().relative_to(root)}")
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename to {Path(target).resolve().relative_to(root)}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    trainer = make_trainer(directory)
+    trainer.fit(Samples(8 * world.size, 2, 0.1), 1)
+    name = trainer.position.name
+    monkeypatch.undo()
+    everybodys = itertools.chain.from_iterable(mpicomm.all_gather_object(events))
+    names = [Path(each).name for each in everybodys if each.startswith("sync")]
+    synced = {each.removesuffix(".tmp").removesuffix(".new") for each in names}  # as they are called in the end
+    content = {path.name for path in (directory / name).iterdir()}
+    assert {".metadata", "COMPLETE", "__0_0.distcp"} <= content <= synced
+    if world.rank == 0:
+        needed = [
+            f"sync {name}.partial",
+            f"rename to {name}",
+            "sync .",
+            f"sync {name}/COMPLETE.new",
+            f"rename to {name}/COMPLETE",
+            f"sync {name}",
+        ]
+        left = iter(events)
+        assert [each for each in needed if each not in left] == [], events  # each after the one before
 
 
 @pytest.fixture
@@ -177,6 +333,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 def test_what_is_written_of_a_run(world: mpicomm.World, directory: Path) -> None:
     entries: list[dict[str, Any]] = []
     trainer = make_trainer(directory, logger=entries.append, rank_logs=True)
+    inner = trainer.loss_fn
+
+    def printing(*arguments: Any) -> torch.Tensor:
+        if trainer.position.step == 1 and torch.is_grad_enabled():
+            print(f"rank {world.rank} is at step 1")
+        return inner(*arguments)
+
+    trainer.loss_fn = printing
     fit(trainer, 2)
     mpicomm.barrier()
     lines = (directory / "metrics.jsonl").read_text().splitlines()
@@ -184,6 +348,7 @@ def test_what_is_written_of_a_run(world: mpicomm.World, directory: Path) -> None
     events = [json.loads(line)["event"] for line in lines]
     assert (events[0], events[-1]) == ("start", "end")
     assert (events.count("epoch"), events.count("eval"), events.count("checkpoint")) == (2, 2, 2)
-    assert sorted(path.name for path in directory.glob("*.log")) == [
-        f"rank_{rank:03d}.log" for rank in range(world.size)
-    ]
+    logs = {path.name: path.read_text() for path in directory.glob("*.log")}
+    assert sorted(logs) == [f"rank_{rank:03d}.log" for rank in range(world.size)]
+    said = {rank: logs[f"rank_{rank:03d}.log"].count(f"rank {rank} is at step 1\n") for rank in range(world.size)}
+    assert said == dict.fromkeys(range(world.size), 1)

@@ -11,32 +11,45 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tests.launching import run_ranks
 from tests.training import kills
-from tests.training.job import EPOCHS, POINTS, SAMPLES
+from tests.training.job import EPOCHS, POINTS, SAMPLES, Samples, make_model
 
 JOB = ["-m", "tests.training.job"]
 
 
 def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    """At every point in turn; `python -m tests.training` does more of that, and at random moments."""
+    """At the points in turn; `python -m tests.training` does more of that, and at random moments.
+
+    "written" is left to that: it leaves the same files as "renaming".
+    """
+    shorter = ["--epochs", "5"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for directory in (whole, broken):
         directory.mkdir()
-    kills.run_to_the_end(whole, 2)
-    for point in POINTS:
+    kills.run_to_the_end(whole, 2, *shorter)
+    for point in [each for each in POINTS if each != "written"]:
         before = kills.newest(broken)
-        outcome = run_ranks(2, [*JOB, str(broken), "--kill", f"{point}:{3 if point == 'removing' else 2}"])
+        outcome = run_ranks(2, [*JOB, str(broken), *shorter, "--kill", f"{point}:{3 if point == 'removing' else 2}"])
         assert outcome.status != 0, outcome
         assert kills.starts(broken)[-1] == before
     before = kills.newest(broken)
-    kills.run_to_the_end(broken, 2)
+    kills.run_to_the_end(broken, 2, *shorter)
     assert kills.starts(broken)[-1] == before > 0
     assert kills.final(broken) == kills.final(whole)
 
 
-@pytest.mark.parametrize(("number", "slow"), [(signal.SIGUSR1, 2), (signal.SIGUSR1, 1), (signal.SIGTERM, -1)])
+@pytest.mark.parametrize(
+    ("number", "slow"),
+    [
+        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.each_mpi),  # whose launcher passes the status 85 on
+        (signal.SIGUSR1, 1),
+        (signal.SIGTERM, -1),
+    ],
+)
 def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int) -> None:
     """All leave together with status 85, also while others wait in a collective for that rank, or it for another."""
     job = kills.start(
@@ -47,6 +60,7 @@ def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int)
         assert line, "ended before it began"
     pids = [int(each) for each in re.findall(r"\d+", line.partition("pids")[2])]
     while not (tmp_path / "metrics.jsonl").exists():
+        assert job.poll() is None, "ended before its first step"
         time.sleep(0.01)
     time.sleep(0.5)
     os.kill(pids[2], number)
@@ -74,6 +88,47 @@ def test_a_run_moves_to_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
 
 
+EXPORT = """
+import sys, torch, mpicomm
+from tests.training.job import Samples, make_model
+from torch import nn
+from torch.utils.data import TensorDataset
+strategy, before, after = sys.argv[1:]
+world = mpicomm.bootstrap("mpi", timeout=60)
+torch.manual_seed(world.rank)
+model = make_model()
+trainer = mpicomm.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy,
+    strategy=strategy, weights=before or None, batch_size=8, show="none",
+)
+drawn = Samples(40, 3, 0.0)
+data = TensorDataset(drawn.x, drawn.y)
+print("loss", trainer.evaluate(data)["loss"])
+trainer.fit(data, 2)
+print("loss", trainer.evaluate(data)["loss"])
+trainer.export(after)
+"""
+
+
+def test_weights_move_from_a_sharded_run_to_a_whole_one_and_to_one_process(tmp_path: Path) -> None:
+    sharded, whole = tmp_path / "sharded.pt", tmp_path / "whole.pt"
+    losses = []
+    for ranks, strategy, before, after in ((4, "fsdp", "", sharded), (2, "ddp", sharded, whole)):
+        outcome = run_ranks(ranks, ["-c", EXPORT, strategy, str(before), str(after)], timeout=180)
+        assert outcome.status == 0, outcome
+        losses.append(sorted({float(each) for each in re.findall(r"loss (\S+)", outcome.stdout)}))
+    (low, high), (lower, low_again) = losses
+    assert lower < low_again == pytest.approx(low, rel=1e-5)
+    assert low < high
+    model = make_model()
+    model.load_state_dict(torch.load(whole, weights_only=True))
+    model.eval()
+    data = Samples(40, 3, 0.0)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(data.x), data.y).item()
+    assert loss == pytest.approx(lower, rel=1e-5)
+
+
 SPOILT = """
 import sys, torch, mpicomm
 from torch import nn
@@ -99,3 +154,62 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert "37" in found[3].split(", ")
     assert len(found[3].split(", ")) == 4
     assert kills.newest(tmp_path) == int(found[1])
+
+
+SAVES_WITH_ANOTHER_BACKEND = """
+import collections, sys, threading
+import torch
+import torch.distributed as dist
+import mpicomm
+from torch.utils.data import TensorDataset
+
+calls = collections.Counter()
+
+class Recording(dist.ProcessGroup):
+    '''Stands in for a backend whose operations must not come from two threads, as NCCL's.'''
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    _device_types = [torch.device("cpu")]
+    group_name = ""
+
+    def _set_group_name(self, name):
+        self.group_name = name
+
+    def getBackendName(self):
+        return "recording"
+
+def recorded(name):
+    def method(self, *args, **kwargs):
+        calls["checkpoint" in threading.current_thread().name] += 1
+        return getattr(self.inner, name)(*args, **kwargs)
+    return method
+
+NAMES = ("allreduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter", "reduce", "barrier")
+for name in NAMES + ("all_gather_single",):
+    setattr(Recording, name, recorded(name))
+
+dist.Backend.register_backend("recording", Recording, devices=["cpu"])
+world = mpicomm.bootstrap(None, timeout=60)
+dist.init_process_group("recording")
+model = torch.nn.Linear(2, 1)
+data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+optimizer = torch.optim.Adam(model.parameters())
+trainer = mpicomm.Trainer(
+    model, optimizer, torch.nn.functional.mse_loss, batch_size=1, save_every=1, checkpoint_dir=sys.argv[1], show="none"
+)
+trainer.fit(data, 1)
+sys.stdout.write(f"main {calls[False] > 0}, saving {calls[True]}\\n")
+"""
+
+
+def test_checkpoints_use_a_group_of_their_own_on_the_host(tmp_path: Path) -> None:
+    """Training and saving call operations from two threads, whose order differs between ranks."""
+    program = tmp_path / "train.py"
+    program.write_text(SAVES_WITH_ANOTHER_BACKEND)
+    outcome = run_ranks(2, [str(program), str(tmp_path / "run")])
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.splitlines() == ["main True, saving 0"] * 2, outcome
+    assert kills.newest(tmp_path / "run") == 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,10 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import mpicomm
+from mpicomm.training import preemption
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
+from tests.training import test_steps
 from tests.training.test_checkpoints import complete
-from tests.training.test_steps import FEATURES, make_model, samples
+from tests.training.test_steps import FEATURES, assert_close, make_model, samples
 
 pytestmark = pytest.mark.mpi
 
@@ -47,13 +51,33 @@ def make_trainer(model: nn.Module | None = None, *, leave_at: int = 0, **options
     return trainer
 
 
+def assert_trained(trainer: Trainer, data: TensorDataset, steps: list[list[int]]) -> None:
+    """Compare the parameters with those of one process that takes these samples in each step."""
+    alone = make_model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    x, y = data.tensors
+    for taken in steps:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(alone(x[taken]), y[taken]).backward()
+        optimizer.step()
+    assert_close(parameters_of(trainer), [each.detach() for each in alone.parameters()])
+
+
+def parameters_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Return the whole parameters on every rank (collective)."""
+    found = [each.detach() for each in trainer.spread.inner.parameters()]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy: str, accumulate: int) -> None:
-    count = 2 * world.size * accumulate + 2  # one more batch, for rank 0
-    trainer = make_trainer(strategy=strategy, accumulate=accumulate)
+    whole = 2 * world.size * accumulate
+    count = whole + 2  # one more batch, for rank 0
+    trainer = test_steps.make_trainer(make_model(), batch_size=2, strategy=strategy, accumulate=accumulate)
     (epoch,) = trainer.fit(Stream(count), 1)
     assert epoch["samples"] == count
+    assert_trained(trainer, samples(count), [list(range(whole)), [whole, whole + 1]])
     assert trainer.evaluate(Stream(count))["samples"] == count
 
 
@@ -61,16 +85,21 @@ def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy:
 def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) -> None:
     mine = 12 if world.rank == 0 else 2
     loader = DataLoader(samples(12), batch_size=2, sampler=range(mine))
-    (epoch,) = make_trainer(strategy=strategy, accumulate=4).fit(loader, 1)
+    trainer = test_steps.make_trainer(make_model(), strategy=strategy, accumulate=4)
+    (epoch,) = trainer.fit(loader, 1)
     assert (epoch["samples"], epoch["step"]) == (12 + 2 * (world.size - 1), 2)
+    assert_trained(trainer, samples(12), [[*range(8), *[0, 1] * (world.size - 1)], list(range(8, 12))])
 
 
 def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:
     count = 2 * world.size * 2 + 2
+    whole, again = make_trainer(), make_trainer(checkpoint_dir=directory)
+    expected = whole.fit(Stream(count), 1)
     with pytest.raises(mpicomm.Preempted):
         make_trainer(checkpoint_dir=directory, leave_at=2).fit(Stream(count), 1)
-    (epoch,) = make_trainer(checkpoint_dir=directory).fit(Stream(count), 1)
-    assert (epoch["samples"], epoch["step"]) == (count, 3)
+    assert again.fit(Stream(count), 1) == expected
+    assert (expected[0]["samples"], expected[0]["step"]) == (count, 3)
+    assert all(torch.equal(a, b) for a, b in zip(parameters_of(again), parameters_of(whole), strict=True))
 
 
 class Partly(nn.Module):
@@ -148,22 +177,25 @@ def test_all_ranks_hear_of_a_failed_checkpoint_at_once(
         try:
             save(self, *arguments)
         finally:
-            time.sleep(0.2 * world.rank)
+            time.sleep(0.1 * world.rank)  # so that the others do not know yet when rank 0 does
 
     monkeypatch.setattr(Checkpoints, "_save", late)
     monkeypatch.setattr(Checkpoints, "_publish", lambda *_: "no room")
     trainer = make_trainer(checkpoint_dir=directory, save_every=3)
     inner = trainer.loss_fn
 
-    def slowly(*arguments: Any) -> torch.Tensor:
-        time.sleep(0.02)
+    def after_the_failure(*arguments: Any) -> torch.Tensor:
+        running = trainer._checkpoints and trainer._checkpoints._running
+        if world.rank == 0 and running:
+            concurrent.futures.wait([running], timeout=60)
         return inner(*arguments)
 
-    trainer.loss_fn = slowly
+    trainer.loss_fn = after_the_failure
     with pytest.raises(mpicomm.CheckpointError, match="no room"):
-        trainer.fit(samples(2 * world.size * 200), 1)
-    steps = mpicomm.all_gather(trainer.position.step)
+        trainer.fit(samples(2 * world.size * 10), 1)
+    steps = mpicomm.all_gather_object(trainer.position.step)
     assert len(set(steps)) == 1
+    assert steps[0] < 6, "the next checkpoint is due, which waits for the one before"
     assert complete(directory) == []
 
 
@@ -182,9 +214,11 @@ class Slow(Dataset[Any]):
 def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.World, directory: Path) -> None:
     trainer = make_trainer(checkpoint_dir=directory, num_workers=1)
     inner = trainer.loss_fn
+    ignored: list[bool] = []
 
     def signalled(*arguments: Any) -> torch.Tensor:
         if trainer.position.step == 2:
+            ignored.extend(ignores(pid, number) for pid in children() for number in preemption.SIGNALS)
             for pid in (*children(), os.getpid()):
                 os.kill(pid, signal.SIGTERM)
         return inner(*arguments)
@@ -193,6 +227,7 @@ def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.W
     with pytest.raises(mpicomm.Preempted, match="85"):
         trainer.fit(Slow(samples(2 * world.size * 50)), 1)
     assert complete(directory) == [f"step-{trainer.position.step:09d}"]
+    assert ignored == [True] * len(preemption.SIGNALS)
     end = time.monotonic() + 10
     while children() and time.monotonic() < end:
         time.sleep(0.05)
@@ -202,3 +237,9 @@ def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.W
 def children() -> list[int]:
     text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
     return [pid for pid in map(int, text.split()) if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Tell whether a process ignores a signal; torch's workers end with status 0 at a SIGTERM that they do not."""
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,8 @@ def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: P
     plots.save([read(directory, WHOLE)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert dict(mpl.rcParams) == before
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums(), "pyplot keeps its figures"
 
 
 def test_a_plot_that_cannot_be_written(directory: Path, tmp_path: Path) -> None:
@@ -407,5 +410,5 @@ def test_without_matplotlib_its_command_is_told(directory: Path, monkeypatch: py
 
     run = read(directory, WHOLE)
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r'pip install "mpicomm\[plot\]"'):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         plots.draw([run])

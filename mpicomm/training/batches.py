@@ -1,0 +1,205 @@
+"""Batches of any structure: how the model is called for one, what a loss must be, and how a batch moves to a device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpicomm.arguments import Expected
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""From the model's outputs and the targets to the mean loss of a batch."""
+
+_RULES = (
+    "A batch (x, target) calls model(x), a batch (a, b, target) calls model(a, b), a batch ((a, b), target) calls "
+    "model((a, b)), and a mapping calls model(**batch)."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """How the model is called for a batch."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: Any
+    """The second argument of the loss function and of metrics; the whole batch where the model returns its loss."""
+
+
+def call_of(content: Any, target_key: str | None) -> Call:
+    """Return how the model is called for a batch. The outermost level is unpacked, and nothing below it.
+
+    Args:
+        content: The batch.
+        target_key: The key of the targets in a mapping; None if the model takes the whole batch and returns its loss.
+
+    Raises:
+        TypeError: If the batch has no targets.
+        ValueError: If a mapping has none under the key.
+    """
+    if isinstance(content, Mapping):
+        if target_key is None:
+            return Call((), content, content)
+        if target_key not in content:
+            raise ValueError(
+                f"the batch has no targets: expected the key {target_key!r}, got {', '.join(map(repr, content))}.\n"
+                f'Name the key of the targets: Trainer(..., target_key="...").'
+            )
+        return Call((), {name: each for name, each in content.items() if name != target_key}, content[target_key])
+    is_sequence = isinstance(content, (list, tuple))
+    if target_key is None:
+        return Call(tuple(content) if is_sequence else (content,), {}, content)
+    if not is_sequence or len(content) < 2:
+        raise TypeError(
+            f"expected batches of (inputs, targets), got {_shown(content)}.\n"
+            f"Let the dataset return such pairs or mappings; or leave loss_fn out, and let the model return its loss."
+        )
+    return Call(tuple(content[:-1]), {}, content[-1])
+
+
+def check_call(model: nn.Module, call: Call) -> None:
+    """Refuse a batch that does not fit the arguments of the model's forward().
+
+    Raises:
+        TypeError: If it does not; the message has the rules by which a batch becomes arguments.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        given = [*map(_shown, call.args), *(f"{name}={_shown(each)}" for name, each in call.kwargs.items())]
+        raise TypeError(
+            f"the batch does not fit the model's forward({', '.join(map(_plain, signature.parameters.values()))}): "
+            f"{error}, got ({', '.join(given)}).\n{_RULES}\n"
+            f"Change the batches that the dataset returns, or the parameters of forward()."
+        ) from None
+
+
+def _plain(parameter: inspect.Parameter) -> str:
+    return str(parameter.replace(annotation=inspect.Parameter.empty))
+
+
+_LOSS_FUNCTION = Expected(
+    "a function of the model's outputs and the targets, or None if the model returns its loss",
+    lambda value: value is None or (callable(value) and not isinstance(value, type)),
+    remedy="Pass for example torch.nn.functional.cross_entropy or torch.nn.MSELoss().",
+)
+
+
+def check_loss_function(loss_fn: Any) -> None:
+    """Refuse a loss function that cannot be called, and a class in its place.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    _LOSS_FUNCTION.check(loss_fn, "loss_fn")
+
+
+def loss_in(outputs: Any) -> Any:
+    """Return the loss that a model has returned: the outputs themselves, their `loss` or their item "loss"."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss", outputs)
+    return getattr(outputs, "loss", outputs)
+
+
+def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
+    """Return a loss that can be trained by.
+
+    Args:
+        is_of_model: The model has returned it, since there is no loss function.
+
+    Raises:
+        TypeError: If it is not a tensor.
+        ValueError: If it is not a single number, or has no gradient where one is needed.
+    """
+    if isinstance(loss, torch.Tensor) and not loss.dim() and (loss.requires_grad or not torch.is_grad_enabled()):
+        return loss
+    who = "without loss_fn, the model" if is_of_model else "loss_fn"
+    ways = ', or an output with a "loss"' if is_of_model else ""
+    if not isinstance(loss, torch.Tensor):
+        advice = (
+            "Pass a loss_fn to the Trainer, or return the loss too."
+            if is_of_model
+            else "Return the tensor itself, without .item()."
+        )
+        raise TypeError(f"{who} must return a tensor of shape []{ways}, got {_shown(loss)}.\n{advice}")
+    if loss.dim():
+        advice = (
+            "Pass a loss_fn to the Trainer, or return the mean loss of the batch."
+            if is_of_model
+            else 'Use reduction="mean", as torch\'s losses do by default, or return loss.mean().'
+        )
+        raise ValueError(
+            f"{who} must return the mean loss of the batch, a tensor of shape []{ways}, got {_shown(loss)}.\n{advice}"
+        )
+    raise ValueError(
+        f"{who} must return a loss that depends on the model's parameters, got a tensor without a gradient.\n"
+        f"Compute it from the model's outputs without detach(), .item(), torch.no_grad() or argmax(); and see that "
+        f"some parameter has requires_grad=True."
+    )
+
+
+def moved(content: Any, device: torch.device) -> Any:
+    """Return a batch on a device: what has a method `to`, in any nesting of containers; the rest is left as it is."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device, non_blocking=True)
+    if callable(getattr(content, "to", None)):  # packed sequences, graphs, encodings
+        return content.to(device)
+    if isinstance(content, Mapping):
+        same = copy.copy(content) if isinstance(content, MutableMapping) else dict(content)  # of the same class
+        for name, each in content.items():
+            same[name] = moved(each, device)
+        return same
+    if isinstance(content, tuple) and hasattr(content, "_fields"):
+        return type(content)(*[moved(each, device) for each in content])
+    if isinstance(content, (list, tuple)):
+        return type(content)(moved(each, device) for each in content)
+    if dataclasses.is_dataclass(content) and not isinstance(content, type):
+        names = [field.name for field in dataclasses.fields(content) if field.init]
+        return dataclasses.replace(content, **{name: moved(getattr(content, name), device) for name in names})
+    return content
+
+
+def count_samples(content: Any) -> int:
+    """Return the length of the first tensor in a batch that has a dimension.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    found = _first_length(content)
+    if found is None:
+        raise TypeError(
+            f"cannot count the samples of a batch: got {_shown(content)} without a tensor that has a dimension.\n"
+            f"Set the DataLoader's batch_size, so that it makes the batches."
+        )
+    return found
+
+
+def _first_length(content: Any) -> int | None:
+    if isinstance(content, torch.Tensor):
+        return content.shape[0] if content.dim() else None
+    if isinstance(content, Mapping):
+        children: Any = content.values()
+    elif dataclasses.is_dataclass(content) and not isinstance(content, type):
+        children = [getattr(content, field.name) for field in dataclasses.fields(content)]
+    else:
+        children = content if isinstance(content, (list, tuple)) else ()
+    return next((found for child in children if (found := _first_length(child)) is not None), None)
+
+
+def _shown(content: Any) -> str:
+    """Return a description of a value: of a tensor its shape."""
+    if isinstance(content, torch.Tensor):
+        return f"a tensor of shape {list(content.shape)}"
+    if isinstance(content, (list, tuple)):
+        return f"a {type(content).__name__} of length {len(content)}"
+    return f"a {type(content).__name__}"

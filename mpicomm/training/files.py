@@ -1,0 +1,48 @@
+"""Files that are complete or absent, also after a loss of power."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under a temporary name in its directory, sync it, and rename it.
+
+    Args:
+        path: The file; one that exists is replaced.
+        write: Writes the content.
+    """
+    aside = path.with_name(path.name + ".new")
+    try:
+        with aside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync(directory: Path) -> None:
+    """Write a directory's list of files to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory and as much of its content as possible.
+
+    Raises:
+        OSError: If something stays: on NFS, for example, a file that a process has open (EBUSY).
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        shutil.rmtree(directory)

@@ -1,0 +1,87 @@
+"""The model's weights in one file: a plain state_dict, as `torch.save(model.state_dict(), path)` would write it."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mpicomm.arguments import PATH
+from mpicomm.errors import CheckpointError, everywhere
+from mpicomm.training import agreed, files
+
+
+def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Load a state_dict into a model that is whole on every rank (collective).
+
+    Raises:
+        CheckpointError: On every rank, if a rank cannot read the file, or it does not fit the model.
+    """
+    PATH.check(path, "weights")
+    failure = agreed.first_failure(lambda: _load(model, path), Exception)
+    if failure is not None:
+        rank, why = failure
+        raise everywhere(
+            CheckpointError(
+                f"rank {rank} cannot load the weights in {os.fspath(path)!r}: {why}\n"
+                f"Pass a file that all hosts see, written for this model by trainer.export(path) or "
+                f"torch.save(model.state_dict(), path)."
+            )
+        )
+
+
+def _load(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    # Mapped, so that the ranks of a host share one copy in memory; other formats than torch's own cannot be.
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(content, Mapping):
+        raise TypeError(f"expected a state_dict, got a {type(content).__name__}")
+    model.load_state_dict(content)
+
+
+def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the whole state_dict of a model, of which the ranks may hold parts, on rank 0 (collective).
+
+    Raises:
+        CheckpointError: On every rank, if it cannot be written.
+    """
+    PATH.check(path, "path", "export")
+    is_writer = dist.get_rank() == 0
+    content = _whole_state(model, keeps=is_writer)
+    failure = agreed.first_failure(lambda: _save(content, Path(path)) if is_writer else None, Exception)
+    if failure is not None:
+        raise everywhere(
+            CheckpointError(
+                f"rank 0 cannot write the weights to {os.fspath(path)!r}: {failure[1]}\n"
+                f"Pass a path on a disk with room for them, where this user may write."
+            )
+        )
+
+
+def _whole_state(model: nn.Module, *, keeps: bool) -> dict[str, Any]:
+    """Return the state_dict with whole tensors on the CPU (collective).
+
+    Args:
+        keeps: This rank needs the tensors; the others only take part.
+    """
+    state = model.state_dict()  # changed in place: it has the versions of the modules, which a copy has not
+    for name, value in list(state.items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        state[name] = (whole.cpu() if isinstance(whole, torch.Tensor) else whole) if keeps else None
+    return state
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        files.write_whole(path, lambda file: torch.save(content, file))
+    except RuntimeError as error:
+        # At a failed write, torch raises an error about its own position in the file instead of the system's.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    files.sync(path.parent)

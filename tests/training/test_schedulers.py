@@ -1,0 +1,120 @@
+"""When the learning rate changes: with the figures of an epoch, and not with a step that was left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpicomm
+from tests.training.job import digest
+from tests.training.test_steps import make_model, samples
+
+pytestmark = pytest.mark.mpi
+
+
+def make_trainer(directory: Path | None = None, *, leave_in_evaluation: int = 0, **options: Any) -> mpicomm.Trainer:
+    """Return a trainer whose learning rate is halved after each epoch but the first, which no other is better than."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
+
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() and trainer.position.epoch == leave_in_evaluation:
+            trainer._wish.why = "enough"
+        return nn.functional.cross_entropy(outputs, labels)
+
+    trainer = mpicomm.Trainer(
+        model, optimizer, loss_fn, scheduler=scheduler, checkpoint_dir=directory, batch_size=8, show="none", **options
+    )
+    return trainer
+
+
+def state_of(trainer: mpicomm.Trainer) -> tuple[Any, ...]:
+    return trainer.optimizer.param_groups[0]["lr"], trainer.scheduler.state_dict(), digest(trainer)
+
+
+@pytest.mark.parametrize("save_every", [None, 2])
+def test_a_plateau_of_the_evaluation_lowers_the_rate(
+    world: mpicomm.World, directory: Path, save_every: int | None
+) -> None:
+    """And a run that was ended within an evaluation, and after an epoch, is the one that never was, bit by bit."""
+    train, test = samples(16 * world.size), samples(20, seed=1)
+    whole = make_trainer()
+    expected = whole.fit(train, 4, test)
+    assert whole.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert whole.scheduler.best == expected[0]["eval_loss"]
+    first = make_trainer(directory, save_every=save_every, leave_in_evaluation=2)
+    with pytest.raises(mpicomm.Preempted):
+        first.fit(train, 4, test)
+    assert first.scheduler.last_epoch == 1, "the second epoch has no figure yet"
+    for epochs in (3, 4):
+        again = make_trainer(directory, save_every=save_every)
+        history = again.fit(train, epochs, test)
+    assert history == expected
+    assert state_of(again) == state_of(whole)
+    everybodys = mpicomm.all_gather_object(again.scheduler.state_dict())
+    assert all(each == everybodys[0] for each in everybodys)
+
+
+def test_a_plateau_of_the_training_or_of_a_metric(world: mpicomm.World) -> None:
+    train = samples(16 * world.size)
+    trainer = make_trainer()
+    history = trainer.fit(train, 3)
+    assert (trainer.scheduler.best, trainer.scheduler.last_epoch) == (history[0]["loss"], 3)
+    trainer = make_trainer(monitor="size")
+    trainer.fit(train, 2, train, {"size": lambda out, _: out.abs().mean(dim=1)})
+    assert trainer.scheduler.best == trainer.position.history[0]["size"]
+    with pytest.raises(ValueError, match=r"is to follow 'size', and the epochs have 'loss', 'eval_loss'"):
+        trainer.fit(train, 3, train)
+
+
+def test_what_cannot_be_stepped_is_refused_before_training(world: mpicomm.World) -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="Trainer does not support LBFGS"):
+        mpicomm.Trainer(model, torch.optim.LBFGS(model.parameters()), nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="monitor='loss' is for ReduceLROnPlateau"):
+        mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, monitor="loss")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_scheduler_skips_the_steps_that_overflow_in_float16(
+    world: mpicomm.World, strategy: str, clip_norm: float | None
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    parameters: list[list[torch.Tensor]] = []
+
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
+        parameters.append([each.detach().clone() for each in local] if strategy == "ddp" else [])
+        loss = nn.functional.cross_entropy(outputs.float(), labels)
+        overflows = trainer.position.step == 1 and world.rank == world.size - 1
+        return loss * 1e30 if overflows else loss  # which is finite; its gradients are not
+
+    trainer = mpicomm.Trainer(
+        model,
+        optimizer,
+        loss_fn,
+        scheduler=scheduler,
+        precision="float16",
+        strategy=strategy,
+        clip_norm=clip_norm,
+        batch_size=8,
+        show="none",
+    )
+    trainer.fit(samples(8 * world.size * 4), 1)
+    assert trainer.position.step == 4
+    rates = mpicomm.all_gather_object(optimizer.param_groups[0]["lr"])
+    assert rates == [0.1 * 0.5**3] * world.size
+    assert trainer.precision.scaler.get_scale() == 2.0**16 / 2
+    if strategy == "ddp":
+        before, after = parameters[-3:-1]  # the second and the third of four steps
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the step was left out"
+    assert all(torch.isfinite(each).all() for each in model.parameters())

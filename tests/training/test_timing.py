@@ -1,0 +1,29 @@
+"""How the trainer divides the time of a step, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+import mpicomm
+from mpicomm.training import timing
+
+pytestmark = pytest.mark.mpi
+
+
+def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 10.0, 13.0, 20.0, 30.0, 31.0, 31.5])
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
+    last = types.SimpleNamespace(called=18.0)  # the last operation of the backward pass
+    monkeypatch.setattr(timing.recorder, "last", lambda: last)
+    clock = timing.Clock(torch.device("cpu"))
+    clock.start()  # at 10 s
+    clock.add("data")  # at 13 s
+    clock.add_backward(is_synchronized=True)  # at 20 s, of which it waited since 18 s
+    clock.add_backward(is_synchronized=False)  # at 30 s
+    clock.add_backward(is_synchronized=True)  # at 31 s; its last operation was called before it began
+    clock.add("compute")
+    assert clock.take() == {"data": 3.0, "compute": 5.0 + 10.0 + 1.0 + 0.5, "communication": 2.0}
+    assert clock.take() == {"data": 0.0, "compute": 0.0, "communication": 0.0}

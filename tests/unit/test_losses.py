@@ -1,0 +1,36 @@
+"""The losses of a rank between two entries of the metrics file, on a device where they are read late."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpicomm.errors import TrainingError
+from mpicomm.training.data import Batch
+from mpicomm.training.metrics import Losses
+
+GPU = torch.device("cuda")  # its type alone matters: no tensor of this test is there
+
+
+def test_inputs_are_not_kept_until_the_losses_are_read() -> None:
+    losses, inputs = Losses(GPU, stops=True), []
+    for step in range(3):
+        content = torch.ones(2, 3)
+        inputs.append(weakref.ref(content))
+        losses.add(step, Batch((content, torch.ones(2)), 2, [2 * step, 2 * step + 1]), torch.tensor(1.0))
+        del content
+    gc.collect()
+    assert [each() for each in inputs] == [None] * 3
+
+
+def test_an_error_read_late_names_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    losses = Losses(GPU, stops=True)
+    losses.add(3, Batch(torch.ones(2), 2, [5, 6]), torch.tensor(1.0))
+    losses.add(4, Batch(torch.ones(2), 2, [7, 8]), torch.tensor(float("nan")))
+    with pytest.raises(TrainingError, match="the loss of step 4 is nan on rank 1, for the samples 7, 8"):
+        losses.look()

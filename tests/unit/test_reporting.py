@@ -1,0 +1,96 @@
+"""The trainer's metrics file, throughput and progress lines, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from mpicomm.training import progress, reporting
+from mpicomm.training.metrics import Journal
+from mpicomm.training.progress import Display
+from mpicomm.training.reporting import Reporter
+from mpicomm.training.state import Position
+
+
+class Clock:
+    """Stands in for the module `time`; the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(reporting, "time", clock)
+    entries: list[dict[str, Any]] = []
+    world: Any = types.SimpleNamespace(size=4, device=torch.device("cpu"))
+    reporter = Reporter(world, Journal(None, entries.append), Display("none", 1, None, speaks=False))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    position = Position()
+    for steps in (3, 1):  # a step has 64 samples of all ranks, and takes 2 s
+        for _ in range(steps):
+            clock.now += 2.0
+            reporter.step(position, 64)
+        with reporter.aside():  # an evaluation does not count
+            clock.now += 7.0
+        reporter.log(position, 0.25, optimizer)
+    assert [(entry["event"], entry["samples_per_s"], entry["lr"]) for entry in entries] == [("step", 32.0, 0.5)] * 2
+
+
+@pytest.mark.parametrize("before", ["", '{"event": "start"}\n', '{"event": "start"}\n{"event": "st'])
+def test_an_entry_is_a_line_also_after_a_crash(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(before)
+    journal = Journal(path, None)
+    journal.write("resume", step=3)
+    journal.close()
+    assert path.read_text().startswith(before)
+    assert json.loads(path.read_text().splitlines()[-1]) == {"event": "resume", "step": 3}
+
+
+def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
+    """The limit on the size of files stands for the end of the disk: a write up to it takes a part, the next fails."""
+    path = tmp_path / "metrics.jsonl"
+    logged: list[dict[str, Any]] = []
+    journal = Journal(path, logged.append)
+    journal.write("step", step=1)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match="no more figures are written to .*: .*File too large"):
+            journal.write("step", step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.write("step", step=3)  # into the closed file nothing goes; the logger goes on
+    journal.close()
+    assert path.read_bytes() == before
+    assert [entry["step"] for entry in logged] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("total", "text"),
+    [
+        (100, "epoch 2/3  step 5  loss 0.5000  10 samples/s   50%  0:15 left"),
+        (None, "epoch 2/3  step 5  loss 0.5000  10 samples/s"),
+    ],
+)
+def test_a_progress_line_has_the_time_left_in_the_run(
+    monkeypatch: pytest.MonkeyPatch, total: int | None, text: str
+) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(progress, "console", lambda: Console(file=output, width=110))
+    Display("lines", 3, total, speaks=True).show(1, 5, 50, 0.5, 10.0)
+    assert output.getvalue() == f"{text}\n"
