@@ -17,7 +17,9 @@ from rich.table import Table
 
 from mpicomm.bench import machine, ratios
 from mpicomm.cli.arguments import check_writable, count
-from mpicomm.cli.console import FAILED, console, failed
+from mpicomm.cli.console import console, failed
+
+_NOT_MET = 1  # the exit status
 
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         return failed("bench ratios", error)
     console().print(_table(found))
-    return 0 if all(each.is_met for each in found) else FAILED
+    return 0 if all(each.is_met for each in found) else _NOT_MET
 
 
 def _result(command: Sequence[str]) -> Mapping[str, Any]:

@@ -7,14 +7,15 @@ from typing import TextIO
 
 from rich.console import Console
 
+from mpicomm import terminal
+
 FAILED = 2  # argparse's status, for all that is wrong with a command
 _WIDTH = 1000  # of what is not a terminal: rows are not to be broken
 
 
 def console(stream: TextIO | None = None) -> Console:
     """Return a stream as rich sees it, the standard output if left out."""
-    stream = stream or sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH)
+    return terminal.console(stream, width=_WIDTH)
 
 
 def failed(command: str, why: object) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
-from mpicomm import launchers
+from mpicomm import launchers, terminal
 from mpicomm.cli import starts
 from mpicomm.cli.console import console
 from mpicomm.startcommand.request import Request
@@ -57,6 +57,6 @@ def timing(rounds: int, device: str) -> Bench:
 @contextlib.contextmanager
 def progress(world: World, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar on rank 0's terminal, and return what makes it longer by one of `total`."""
-    with Progress(console=console(sys.stderr), disable=world.rank != 0 or not sys.stderr.isatty()) as bar:
+    with Progress(console=console(sys.stderr), disable=world.rank != 0 or terminal.columns(sys.stderr) is None) as bar:
         task = bar.add_task("measuring", total=total)
         yield lambda: bar.advance(task)

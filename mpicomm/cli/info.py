@@ -12,11 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mpicomm.cli.console import FAILED, console, failed
+from mpicomm.errors import MPINotFoundError
 
 if TYPE_CHECKING:
     from mpicomm.inventory import Inventory
     from mpicomm.runtime import World
 
+_NO_MPI = 1  # the exit status
 # What the tables of variables say, as World calls it.
 _FACTS = (
     "rank",
@@ -54,7 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the job, and return the exit status."""
     from mpicomm import inventory, runtime
 
-    with runtime.bootstrap() as world:
+    try:
+        world = runtime.bootstrap()
+    except MPINotFoundError as error:
+        failed("info", error)
+        return _NO_MPI
+    with world:
         if arguments.env is not None and not 0 <= arguments.env < world.size:
             why = f"there is no rank {arguments.env}: --env takes 0 to {world.size - 1}"
             return failed("info", why) if world.rank == 0 else FAILED

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 from collections.abc import Callable, Sequence
 
 from mpicomm.cli import bench, info, job, report, run
+from mpicomm.cli.parser import Parser
 
 _SUBCOMMANDS = (bench, info, job, report, run)
 """Each has `add_parser`, whose parser knows as `run` what to do."""
@@ -26,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mpicomm", description="MPI-first collective communications for PyTorch.")
+    parser = Parser(prog="mpicomm", description="MPI-first collective communications for PyTorch.")
+    version = pkgutil.resolve_name("mpicomm:__version__")  # no import: the package itself is above its modules
+    parser.add_argument("--version", action="version", version=f"mpicomm {version}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(subparsers)

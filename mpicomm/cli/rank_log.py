@@ -28,6 +28,7 @@ _OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, s
 def main(arguments: Sequence[str]) -> int:
     """Run a rank's program with its output in a file; return its exit status where a copy is made."""
     directory, shown, *command = arguments
+    os.environ["TERM"] = "dumb"  # what is shown is logged, too: no colours, and no bar that moves
     rank = launchers.guess_rank(os.environ)
     path = Path(directory) / f"rank_{rank:03d}.log"
     try:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-from mpicomm.cli import starts
+from mpicomm.cli import run_line, starts
 from mpicomm.cli.arguments import count
 from mpicomm.cli.console import failed
+from mpicomm.cli.parser import Parser
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.startcommand import hosts, request
 from mpicomm.startcommand.request import Node, Request
@@ -40,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=count,
         help="number of ranks; if left out, what the allocation or the hosts are for, or one for each GPU, or core",
     )
+    parser.add_argument(*run_line.FOREIGN, action=_Refuse, help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
     where.add_argument("--hostfile", metavar="F", help="the same in a file: `a slots=4` or `a:4` on each line")
@@ -55,12 +59,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     by_hand.add_argument("--master-port", metavar="P", type=count, help=f"a free port there; {_PORT} if left out")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="what to run, and its arguments")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
+
+
+class _Refuse(argparse.Action):
+    """Refuses an option of another launcher, with the command line that is meant."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        assert isinstance(parser, Parser)
+        option = rest[-1]
+        ours = run_line.FOREIGN[option]
+        meant = shlex.join(run_line.corrected(parser.line))
+        parser.error(f"unknown option {option}; the option of mpicomm run is {ours}:\n  {parser.prog} {meant}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the launcher; return the exit status only where nothing is to be run."""
     before = dict(os.environ)
+    if (note := run_line.note(arguments.parser.line)) is not None:
+        print(f"mpicomm run: note: {note}", file=sys.stderr)
     try:
         start = starts.of(_request(arguments), before)
         if arguments.dry_run:

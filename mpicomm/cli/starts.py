@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from mpicomm import mpi
+from mpicomm import mpi, terminal
 from mpicomm.cli import surroundings
 from mpicomm.startcommand import allocations, by_mpiexec, by_srun, by_torchrun, environment
 from mpicomm.startcommand.allocations import PBS, Slurm
@@ -22,7 +22,7 @@ def of(asked: Request, environ: Mapping[str, str]) -> Start:
     here = surroundings.machine(environ)
     if asked.node is not None:
         return by_torchrun.start(asked, asked.node, here, environ)
-    environment.refuse_ranks(environ, surroundings.ancestors())
+    environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
     library = mpi.library()
     job = surroundings.allocation(environ)
     if here.gpus or allocations.has_gpus(environ):

@@ -80,21 +80,6 @@ def pbs_agent(environ: Mapping[str, str]) -> str | None:
     return str(Path(startcommand.__file__).with_name("pbs_agent.sh"))
 
 
-def ancestors() -> list[str]:
-    """Return the names of the processes above this one, the nearest first."""
-    names = []
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        names.append(name)
-        pid = int(rest.split()[1])
-    return names
-
-
 def files_in_memory() -> str:
     """Return this process's memory map."""
     return Path("/proc/self/maps").read_text()

@@ -21,7 +21,7 @@ def new_figure(inches: tuple[float, float]) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f'a plot needs matplotlib: {error}.\nInstall it with: pip install "mpicomm[plot]"') from error
+        raise ImportError(f"a plot needs matplotlib: {error}.\nInstall it with: pip install matplotlib") from error
     # Not by pyplot, which would choose a back end for the whole process and keep the figure.
     figure = Figure(figsize=inches, layout="constrained")
     FigureCanvasAgg(figure)

@@ -12,7 +12,14 @@ from mpicomm.startcommand.allocations import PBS, Slurm
 from mpicomm.startcommand.hosts import Host
 from mpicomm.startcommand.request import Machine, Request, Start
 
-_BINDS_ALREADY = ("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BIND_TO")
+_BINDS_ALREADY = (
+    "OMPI_MCA_hwloc_base_binding_policy",
+    "PRTE_MCA_hwloc_default_binding_policy",
+    "HYDRA_BIND_TO",
+    "I_MPI_PIN",
+    "I_MPI_PIN_DOMAIN",
+    "I_MPI_PIN_PROCESSOR_LIST",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +57,8 @@ def start(
         agent: A program that starts a command on another host of a job of PBS's; None to leave that to ssh.
     """
     plan = _plan(request, machine, job)
-    if any(environ.get(name) for name in _BINDS_ALREADY):
+    is_bound_by_user = any(environ.get(name) for name in _BINDS_ALREADY)
+    if is_bound_by_user:
         plan = dataclasses.replace(plan, cores_per_rank=None)
     child = environment.of_ranks(_without_threads_for_one(environ, plan), threads=plan.cores // plan.per_node)
     if library.vendor == "Open MPI":
@@ -58,6 +66,8 @@ def start(
             child.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         options = _open_mpi(plan, agent, child, tag_output=request.tag_output)
     else:
+        if library.vendor == "Intel MPI" and plan.cores_per_rank is None and not is_bound_by_user:
+            child["I_MPI_PIN"] = "0"  # it binds each rank by default, also where ranks outnumber cores
         options = _hydra(plan, agent, library, tag_output=request.tag_output)
     return Start((mpiexec, *options, *request.of_rank(machine.python)), child)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ from mpicomm.launchers import Library
 _NAMES = {  # those first that cannot be another's: Debian installs several in one directory
     "Open MPI": ("mpiexec.openmpi", "mpiexec"),
     "MPICH": ("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
-    "Intel MPI": ("mpiexec.hydra", "mpiexec"),
+    "Intel MPI": ("mpiexec", "mpiexec.hydra"),  # its mpirun runs the first mpiexec.hydra in PATH, maybe another MPI's
     "MVAPICH": ("mpiexec", "mpiexec.hydra"),
 }
-_PACKAGES = {"Open MPI": "openmpi", "MPICH": "mpich"}
+_PACKAGES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "impi-rt"}
 _OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE)\) v?(\d+)")
 
 
@@ -28,6 +29,11 @@ def candidates(library: Library, path: Sequence[str]) -> list[str]:
     names = _NAMES.get(library.vendor, ("mpiexec",))
     places = [*above, *[Path(each) for each in path if each]]
     return list(dict.fromkeys(str(place / name) for place in places for name in names))
+
+
+def above(library: Library) -> str:
+    """Return the first candidate in a bin above the library, or `mpiexec` where there is none. Nothing is run."""
+    return next((path for path in candidates(library, []) if os.access(path, os.X_OK)), "mpiexec")
 
 
 def fits(library: Library, said: str) -> bool:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import mpicomm
+from mpicomm.bench import ratios
+from mpicomm.bench.ratios import Ratio
 from mpicomm.cli.main import main
 from mpicomm.reports.runs import FILE
 from tests.launching import ROOT, run_alone
@@ -101,12 +104,29 @@ def test_the_command_from_a_shell_needs_neither_torch_nor_mpi(tmp_path: Path) ->
     assert outcome.status == 0, outcome
     assert "complete" in outcome.stdout
     modules = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in outcome.stderr.splitlines()}
+    assert "mpicomm" in modules
     assert not modules & {"torch", "mpi4py", "numpy", "matplotlib"}
 
 
 def test_an_error_is_the_status_of_the_process(tmp_path: Path) -> None:
     outcome = run_alone(["-m", "mpicomm", "report", str(tmp_path)])
     assert (outcome.status, outcome.stdout) == (2, ""), outcome
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"mpicomm {mpicomm.__version__}\n")
+
+
+@pytest.mark.parametrize(("value", "status"), [(2.0, 0), (1.9, 1)])
+def test_the_status_tells_whether_the_ratios_are_met(
+    value: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Ratio("a figure", 3.0, 2.0, is_least=True), Ratio("another", value, 2.0, is_least=True)]
+    monkeypatch.setattr(ratios, "measure", lambda run: found)
+    assert main(["bench", "ratios"]) == status
+    assert ("not met" in capsys.readouterr().out) == (status == 1)
 
 
 def test_the_package_installs_the_command() -> None:

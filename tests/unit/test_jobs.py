@@ -301,6 +301,7 @@ def test_the_ranks_find_their_surroundings(job, scheduler: Scheduler) -> None:
 @each_scheduler
 @settings(deadline=None, derandomize=True, max_examples=20)
 @example(words=["", "'", '"', "$HOME", "`id`", "a\nb", "\\", "*", "#", "\r", "ä\x07", "-- ", "!", "&&", "\udcff"])
+@example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in words that are not printable
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\036", exclude_categories=["Cs"])), max_size=6))
 def test_the_program_gets_its_words(scheduler: Scheduler, words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -328,6 +329,7 @@ def real(directory: Path, *command: str, **options: object) -> Job:
     return made
 
 
+@pytest.mark.each_mpi
 def test_ranks_start_in_pbs(tmp_path: Path) -> None:
     made = real(tmp_path, "python", "-m", "mpicomm.examples.p2p", env=(f"PYTHONPATH={ROOT}",))
     outcome = made.run()
@@ -335,6 +337,7 @@ def test_ranks_start_in_pbs(tmp_path: Path) -> None:
     assert outcome.stdout.count("rank 1: had 1, has 0 from rank 0") >= 1, outcome
 
 
+@pytest.mark.each_mpi
 def test_ranks_that_leave_in_time_are_submitted_again(tmp_path: Path) -> None:
     made = real(tmp_path, "python", "-c", LEAVES, requeue=True)
     outcome = made.run()

@@ -235,11 +235,6 @@ def test_a_job_is_called_as_its_program(scheduler: Scheduler, command: tuple[str
     assert directives(script(job(scheduler, *command)))[0] in (f"--job-name={name}", f"-N {name}")
 
 
-@each_scheduler
-def test_the_same_job_is_the_same_text(scheduler: Scheduler) -> None:
-    assert script(job(scheduler, nodes=3)) == script(job(scheduler, nodes=3)) != script(job(scheduler, nodes=4))
-
-
 @pytest.mark.parametrize(("ranks", "gpus", "text"), [(4, 4, ""), (4, 2, "2 ranks share each GPU"), (2, 4, "2 of 4")])
 @each_scheduler
 def test_other_numbers_of_gpus_are_explained(scheduler: Scheduler, ranks: int, gpus: int, text: str) -> None:

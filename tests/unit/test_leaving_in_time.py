@@ -109,7 +109,9 @@ def test_a_signal_is_a_wish(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         assert wish.why == number.name
         os.kill(os.getpid(), number)  # launchers repeat it
-    assert signal.getsignal(number) is before or number != signal.SIGTERM
+    # SIGUSR1 and SIGUSR2, which nothing else handles, stay harmless; SIGTERM ends the process again.
+    is_harmless = before is signal.SIG_DFL and number != signal.SIGTERM
+    assert signal.getsignal(number) is (preemption._take_no_note if is_harmless else before)
 
 
 def test_a_handler_is_given_back() -> None:

@@ -370,6 +370,23 @@ def test_root_is_allowed_to_run_open_mpi() -> None:
     assert mpiexec(MPICH, machine=root).environ == {**HOME, **NEW}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "environ", "expected"),
+    [
+        (8, {}, None),  # it binds each rank to the cores that it can have
+        (9, {}, "0"),
+        (9, {"I_MPI_PIN": "1"}, "1"),
+        (9, {"I_MPI_PIN_DOMAIN": "core"}, None),
+    ],
+)
+def test_intel_mpi_binds_ranks_unless_they_outnumber_cores(
+    ranks: int, environ: dict[str, str], expected: str | None
+) -> None:
+    start = mpiexec(INTEL, Request(PROGRAM, ranks), environ={**HOME, **environ})
+    assert options(start) == f"-n {ranks}"
+    assert start.environ.get("I_MPI_PIN") == expected
+
+
 @pytest.mark.parametrize("name", ["PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"])
 def test_a_binding_that_the_user_sets_stays(name: str) -> None:
     assert options(mpiexec(environ={**HOME, name: "none"})) == f"-n 8 {UNBOUND}"
@@ -394,6 +411,25 @@ def test_one_command_on_each_node_is_torchruns_agent() -> None:
         f"--nproc-per-node=4 --no-python {PYTHON} train.py"
     )
     assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": "2"}
+
+
+def test_srun_starts_one_agent_on_each_node() -> None:
+    start = by_torchrun.start_by_srun(Request(PROGRAM), Slurm(2, 4, (8, 6)), 29500, MACHINE, HOME)
+    assert shlex.join(start.command[:7]) == "srun --mpi=none --nodes=2 --ntasks=2 --cpus-per-task=6 bash -c"
+    assert start.command[7] == (
+        "PET_NODE_RANK=$SLURM_NODEID "
+        'PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) exec "$@"'
+    )
+    assert shlex.join(start.command[8:]) == (
+        f"bash {PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --master-port=29500 "
+        f"--no-python {PYTHON} train.py"
+    )
+    assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": "3"}
+
+
+def test_agents_of_srun_start_equal_numbers_of_ranks() -> None:
+    with pytest.raises(LaunchError, match="got 3 ranks and 2 nodes"):
+        by_torchrun.start_by_srun(Request(PROGRAM, 3), Slurm(2, 4), 29500, MACHINE, HOME)
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
@@ -501,6 +537,17 @@ def test_debians_launchers_have_the_names_of_their_mpi() -> None:
     library = Library("MPICH", "4.0.2", "/usr/lib/x86_64-linux-gnu/libmpich.so.12.2.2")
     places = launcher.candidates(library, [])
     assert places.index("/usr/bin/mpiexec.mpich") < places.index("/usr/bin/mpiexec")
+
+
+def test_the_launcher_above_the_library(tmp_path: Path) -> None:
+    """In Debian's directory, where the launchers of two MPIs are."""
+    (tmp_path / "bin").mkdir()
+    for name in ("mpiexec", "mpiexec.mpich", "mpiexec.openmpi"):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    path = str(tmp_path / "lib" / "x86_64-linux-gnu" / "libmpich.so.12")
+    assert launcher.above(Library("MPICH", "4.0.2", path)) == str(tmp_path / "bin" / "mpiexec.mpich")
+    assert launcher.above(Library("Open MPI", "4.1.4", path)) == str(tmp_path / "bin" / "mpiexec.openmpi")
+    assert launcher.above(Library("Open MPI", "4.1.4")) == "mpiexec", "there is no path to start from"
 
 
 def test_a_missing_launcher_is_told_with_the_remedy() -> None:

@@ -1,0 +1,84 @@
+"""Options as users of other launchers type them after `mpicomm run`, and the command line that they mean: pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+RANKS, HOSTS, HOSTFILE = "-n", "--hosts", "--hostfile"
+FOREIGN = {
+    "-np": RANKS,
+    "--np": RANKS,
+    "--ntasks": RANKS,
+    "--nproc-per-node": RANKS,
+    "--nproc_per_node": RANKS,
+    "-H": HOSTS,
+    "-host": HOSTS,
+    "--host": HOSTS,
+    "-hosts": HOSTS,
+    "-hostfile": HOSTFILE,
+    "-machinefile": HOSTFILE,
+    "--machinefile": HOSTFILE,
+}
+"""Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
+
+_WITH_VALUE = (RANKS, HOSTS, HOSTFILE, "--log-dir")
+_BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs have these, too
+_FLAGS = ("--tag-output", "--dry-run")
+
+
+def corrected(line: Sequence[str]) -> list[str]:
+    """Return the arguments with the foreign options before the program replaced by those of `mpicomm run`."""
+    found, left = [], list(line)
+    while left and left[0].startswith("-") and left[0] not in ("-m", "--"):
+        option, has_value, value = left.pop(0).partition("=")
+        ours = FOREIGN.get(option)
+        if ours is None:
+            found.append(f"{option}{has_value}{value}")
+            if option in _WITH_VALUE + _BY_HAND and not has_value:
+                found += left[:1]
+                del left[:1]
+        else:
+            value = value if has_value else left.pop(0)
+            if ours != RANKS or value.isdecimal():  # torchrun's "gpu" and "auto" are what leaving out -n means
+                found += [ours, value]
+    return [*found, *left]
+
+
+def note(line: Sequence[str]) -> str | None:
+    """Suggest the command that may be meant where options of `mpicomm run` follow the program; None if none do.
+
+    Args:
+        line: The arguments of `mpicomm run`. Where an option or `--` comes first, what follows the program is its own.
+    """
+    if not line or (line[0].startswith("-") and line[0] != "-m"):
+        return None
+    name = line[1] if line[0] == "-m" and len(line) > 1 else line[0]
+    options, program = _separated(line)
+    if not options:
+        return None
+    to_program = ["--", *(["python", *line] if line[0] == "-m" else line)]
+    return (
+        f"{shlex.join(options)} follows {name}, and is passed to it. If it is meant for mpicomm run:\n"
+        f"  mpicomm run {shlex.join(corrected([*options, *program]))}\n"
+        f"If it is meant for {name}, this prints no note: mpicomm run {shlex.join(to_program)}"
+    )
+
+
+def _separated(line: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of `mpicomm run` that are anywhere in the line, and the rest."""
+    options: list[str] = []
+    rest: list[str] = []
+    left = list(line)
+    while left:
+        word = left.pop(0)
+        option, has_value, value = word.partition("=")
+        ours = RANKS if FOREIGN.get(option) == RANKS else option  # programs have a --host of their own
+        follows = value if has_value else next(iter(left), "")
+        if word in _FLAGS:
+            options.append(word)
+        elif ours in _WITH_VALUE and follows and (ours != RANKS or follows.isdecimal()):
+            options += [word] if has_value else [word, left.pop(0)]
+        else:
+            rest.append(word)
+    return options, rest
