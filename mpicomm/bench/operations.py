@@ -16,6 +16,9 @@ import torch.distributed as dist
 from mpicomm.bench import values
 
 _ROOT = 0
+# torch 2.13 renamed these, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Group = Any
 Rows = Sequence[torch.Tensor]
 """What is in a buffer: of each of its equal parts the beginning, which repeats."""
@@ -200,7 +203,7 @@ class _AllGather(_SharedOut):
         return [self._of(other) for other in range(self.size)]
 
     def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return dist.all_gather_into_tensor(self.receive, self.send, group=group, async_op=starts)
+        return _all_gather(self.receive, self.send, group=group, async_op=starts)
 
     def by_mpi(self, raw: Raw) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         sent = raw.mpi.IN_PLACE if self.case.in_place else raw.buffer(self.send)
@@ -223,7 +226,7 @@ class _ReduceScatter(_SharedOut):
         return [values.summed(self.rank, self.size)]
 
     def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return dist.reduce_scatter_tensor(self.receive, self.send, group=group, async_op=starts)
+        return _reduce_scatter(self.receive, self.send, group=group, async_op=starts)
 
     def by_mpi(self, raw: Raw) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self.case.in_place:  # MPI puts the result at the beginning of the whole, torch at the rank's own part

@@ -23,14 +23,28 @@ def _compared(world: mpicomm.World) -> dict[str, Any]:
     return backends.make(["mpi", "gloo", "raw"], world)
 
 
+def loads(size: int) -> dict[str, float]:
+    """Return bus bandwidth over algorithm bandwidth, as nccl-tests has it."""
+    shared = (size - 1) / size
+    return {
+        "all_reduce": 2 * shared, "reduce": 1, "broadcast": 1, "all_gather": shared, "reduce_scatter": shared,
+        "all_to_all": shared, "gather": shared, "scatter": shared, "sendrecv": 1,
+    }  # fmt: skip
+
+
 def measured(world: mpicomm.World, plan: Plan, compared: dict[str, Any]) -> Found:
     bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, rounds=2, seconds=1e-4)
     return collectives.measure(plan, compared, bench, world.rank, world.size)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize("name", list(OPERATIONS))
+@pytest.mark.filterwarnings("error")  # such as torch's, of names that it has replaced
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in OPERATIONS for dtype in (torch.float32, torch.bfloat16)]
+    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces],  # otherwise bytes are moved
+    ids=str,
+)
 def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
     found = measured(world, Plan([name], [4, ODD_SIZE], [dtype], CPU), compared)
     assert [row.wrong for row in found.rows] == [0] * len(found.rows)
@@ -38,8 +52,8 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
     assert len(ours) == 2 * len(OPERATIONS[name].places)
     for row in found.rows:
         assert row.us > 0
-        assert row.us_median >= row.us
         assert row.algbw == pytest.approx(row.nbytes / row.us / 1e3, rel=1e-2)
+        assert row.busbw == pytest.approx(row.algbw * loads(world.size)[name], rel=1e-2)
     refusers = {key.rpartition(", ")[2] for key in found.refusals}
     assert "mpi" not in refusers
     is_beyond_mpi = dtype is torch.bfloat16 and OPERATIONS[name].reduces
@@ -48,14 +62,30 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", list(OPERATIONS))
-def test_what_does_nothing_is_wrong(world: mpicomm.World, name: str) -> None:
+def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
+    """Also where the result of the backend before would be right."""
+
     class Idle:
         def call(self, _: Operation) -> Any:
             return lambda: None
 
-    found = measured(world, Plan([name], [4096], [torch.float32], CPU), {"idle": Idle()})
-    assert all(row.wrong > 0 for row in found.rows)
-    assert len(found.rows) == len(OPERATIONS[name].places)
+    found = measured(world, Plan([name], [4096], [torch.float32], CPU), {"mpi": compared["mpi"], "idle": Idle()})
+    assert [(row.backend, row.wrong > 0) for row in found.rows] == [
+        ("mpi", False),
+        ("idle", True),
+    ] * len(OPERATIONS[name].places)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_collectives_of_the_backend_none_do_nothing(world: mpicomm.World) -> None:
+    group = backends.groups([backends.NOTHING], world)[backends.NOTHING]
+    one, whole = torch.full((2,), 3.0), torch.full((2 * world.size,), 5.0)
+    dist.all_reduce(one, group=group)
+    dist.all_gather_into_tensor(whole, one, group=group)
+    assert (one.tolist(), whole.tolist()) == ([3.0] * 2, [5.0] * 2 * world.size)
+    dist.reduce_scatter_tensor(one, whole, group=group)
+    assert (one.tolist(), whole.tolist()) == ([3.0] * 2, [5.0] * 2 * world.size)
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.mpi
@@ -63,7 +93,7 @@ def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
     plan = Plan(["all_reduce"], [4096], [torch.float32], CPU, asynchronous=True)
     found = measured(world, plan, compared)
     assert [row.backend for row in found.rows] == ["mpi", "gloo"]
-    assert all(row.overlap is not None and 0 <= row.overlap <= 100 for row in found.rows)
+    assert all(row.overlap is not None for row in found.rows)  # how much: tests/unit/test_benchmarks.py
     assert list(found.refusals) == ["all_reduce, float32, in place, raw"]
 
 
@@ -104,12 +134,8 @@ def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> Non
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    loads = {
-        "all_reduce": 2 * 3 / 4, "reduce": 1, "broadcast": 1, "all_gather": 3 / 4, "reduce_scatter": 3 / 4,
-        "all_to_all": 3 / 4, "gather": 3 / 4, "scatter": 3 / 4, "sendrecv": 1,
-    }  # fmt: skip
     case = Case(4096, torch.float32, CPU, in_place=False, rank=0, size=4)
-    assert {name: kind(case).load for name, kind in OPERATIONS.items()} == loads
+    assert {name: kind(case).load for name, kind in OPERATIONS.items()} == loads(4)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16, 30])
@@ -149,8 +175,9 @@ def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbyte
 
 @pytest.mark.mpi
 def test_each_size_is_measured_once(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    found = measured(world, Plan(["all_gather"], [1, 4, 4 * world.size], [torch.float32], CPU), compared)
-    assert [row.nbytes for row in found.rows if row.backend == "mpi"] == [4 * world.size] * 2
+    plan = Plan(["all_gather"], [1, 4, 4 * world.size], [torch.float32], CPU)
+    found = measured(world, plan, {"mpi": compared["mpi"]})
+    assert [row.nbytes for row in found.rows] == [4 * world.size] * 2
 
 
 @pytest.mark.mpi

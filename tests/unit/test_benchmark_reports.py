@@ -1,0 +1,73 @@
+"""What `mpicomm bench` shows of its figures: tables and curves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from mpicomm.reports import benchmark_plots, benchmarks, starts
+
+
+def row(backend: str, us: float, nbytes: int = 1024, **values: Any) -> dict[str, Any]:
+    kind = {"operation": "all_reduce", "dtype": "float32", "in_place": True}
+    figures = {"us_p99": None, "algbw": us / 100, "busbw": us / 50, "wrong": 0, "overlap": None}
+    return {**kind, "nbytes": nbytes, "backend": backend, "us": us, **figures, **values}
+
+
+def cells(table: Table) -> dict[str, list[Any]]:
+    """Return the cells by the titles of their columns."""
+    return {str(column.header): list(column.cells) for column in table.columns}
+
+
+def test_the_table_compares_with_mpicomm_with_mpi4py_and_with_before() -> None:
+    rows = [row("mpi", 10.0, us_p99=12.0), row("gloo", 40.0, wrong=3), row("raw", 8.0), row("mpi", 2000.0, 2**20)]
+    (table,) = benchmarks.tables(rows, [row("mpi", 5.0), row("gloo", 80.0), row("mpi", 1.0, operation="reduce")])
+    assert table.title == "all_reduce, float32, in place"
+    assert cells(table) == {
+        "size": ["1 KiB", "", "", "1 MiB"],
+        "back end": ["mpi", "gloo", "raw", "mpi"],
+        "us": ["10.00", "40.00", "8.00", "2000"],
+        "p99": ["12.00", "-", "-", "-"],
+        "GB/s": ["0.1", "0.4", "0.08", "20"],
+        "bus": ["0.2", "0.8", "0.16", "40"],
+        "wrong": ["0", "3", "0", "0"],
+        "- raw us": ["+2.0", "+32.0", "+0.0", "-"],
+        "/ mpi": ["1.00", "4.00", "0.80", "1.00"],
+        "/ before": ["2.00", "0.50", "-", "-"],
+    }
+
+
+def test_each_operation_has_a_table_of_its_own_with_what_is_hidden() -> None:
+    rows = [row("mpi", 10.0, overlap=87.6), row("mpi", 10.0, in_place=False, overlap=3.0)]
+    tables = benchmarks.tables(rows)
+    assert [each.title for each in tables] == ["all_reduce, float32, in place", "all_reduce, float32, out of place"]
+    assert [cells(each)["hidden"] for each in tables] == [["88 %"], ["3 %"]]
+
+
+def test_curves_of_latency_and_bus_bandwidth() -> None:
+    rows = [row("mpi", 10.0), row("gloo", 40.0, busbw=0.0), row("mpi", 20.0, 4096), row("gloo", 70.0, 4096)]
+    drawn = benchmark_plots.draw([*rows, row("mpi", 1.0, operation="reduce")])
+    latency, bandwidth, *others = drawn.axes
+    assert [axes.get_ylabel() for axes in drawn.axes] == ["latency (us)", "bus bandwidth (GB/s)"] * 2
+    curves = [[line.get_xydata().tolist() for line in axes.lines] for axes in (latency, bandwidth)]
+    assert curves[0] == [[[1024, 10], [4096, 20]], [[1024, 40], [4096, 70]]]
+    assert curves[1] == [[[1024, 0.2], [4096, 0.4]], [[4096, 1.4]]]
+    assert [line.get_label() for line in bandwidth.lines] == ["mpi", "gloo"]
+    assert [axes.get_title() for axes in others] == ["reduce, float32, in place"] * 2
+    assert [label.get_text() for label in latency.get_xticklabels()] == ["1 KiB", "4 KiB"]
+
+
+def test_the_table_of_starts_compares_the_fastest_with_the_fastest() -> None:
+    steps = {"launch": 1.5, "bootstrap": 0.5}
+    rows = [
+        {"ranks": ranks, "way": way, "seconds": seconds, "median": 2 * seconds, "steps": steps if way == "mpi" else {}}
+        for ranks, way, seconds in ((2, "mpi", 2.0), (2, "torchrun", 5.0), (8, "mpi", 4.0), (8, "torchrun", 8.0))
+    ]
+    assert cells(starts.table(rows, "mpi")) == {
+        "ranks": ["2", "8"],
+        "mpi": ["2.00", "4.00"],
+        "launch": ["1.500", "1.500"],
+        "bootstrap": ["0.500", "0.500"],
+        "torchrun": ["5.00 (2.50x)", "8.00 (2.00x)"],
+    }

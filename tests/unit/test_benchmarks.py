@@ -1,0 +1,244 @@
+"""The arithmetic of `mpicomm bench`: known times in, known figures out; nothing is measured."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpicomm.bench import first_words, machine, overlap, ratios, startup, timing, training
+from mpicomm.bench.ratios import Ratio
+from mpicomm.bench.startup import Sample, Way
+from mpicomm.bench.timing import Bench, Times
+from mpicomm.startcommand.request import Start
+
+
+class Clock:
+    """Stands in for the module `time`; calls move it by whole microseconds."""
+
+    def __init__(self) -> None:
+        self.us = 0
+
+    def perf_counter(self) -> float:
+        return self.us / 1e6
+
+    def perf_counter_ns(self) -> int:
+        return self.us * 1000
+
+    def after(self, *us: int) -> Callable[..., None]:
+        """Return a call that takes these times in turn, the last of them from then on."""
+        left = list(us)
+
+        def call(*_: Any, **__: Any) -> None:
+            self.us += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+
+def alone() -> Bench:
+    """Return the bench of a single rank."""
+    return Bench(lambda mine: [mine], lambda: None, lambda: None, rounds=2, seconds=1e-4)
+
+
+# -- timing --------------------------------------------------------------------------------------------------------
+
+
+def test_latency_is_the_fastest_round_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+
+    def gather(mine: Any) -> list[Any]:
+        if isinstance(mine, float):
+            return [mine, 3 * mine]
+        means, p99 = mine
+        return [mine, ([3 * each for each in means], 3 * p99)]  # the other rank takes three times as long
+
+    bench = Bench(gather, lambda: None, lambda: None, rounds=3, seconds=1e-6)  # so short that a round has three calls
+    warm_up = [1] * 6
+    found = timing.in_turn(bench, {"call": clock.after(*warm_up, 9, 9, 9, 5, 5, 5, 7, 7, 7)})
+    assert found == {"call": Times(least=15.0, median=21.0, p99=27.0)}
+
+
+def test_without_a_look_at_each_call_there_is_no_percentile() -> None:
+    assert timing.in_turn(alone(), {"call": lambda: None}, each=False)["call"].p99 is None
+
+
+@pytest.mark.parametrize(
+    ("together", "percent"), [(200.0, 0.0), (150.0, 50.0), (125.0, 75.0), (100.0, 100.0), (90.0, 100.0), (250.0, 0.0)]
+)
+def test_overlap_is_the_part_of_an_operation_that_computing_hides(
+    monkeypatch: pytest.MonkeyPatch, together: float, percent: float
+) -> None:
+    events: list[str] = []
+    us = {"alone": 100.0, "compute": 100.0, "together": together}
+
+    def in_turn(_: Bench, calls: dict[str, Callable[[], object]]) -> dict[str, Times]:
+        for name, call in calls.items():
+            events.append(name)
+            call()
+        return {name: Times(us[name], us[name], None) for name in calls}
+
+    def start() -> Any:
+        events.append("start")
+        return types.SimpleNamespace(wait=lambda: events.append("wait"))
+
+    monkeypatch.setattr(overlap.timing, "in_turn", in_turn)
+    monkeypatch.setattr(overlap, "_computation", lambda us, _: lambda: events.append(f"compute {us:.0f} us"))
+    assert overlap.percent(alone(), start, torch.device("cpu")) == percent
+    assert " ".join(events) == (
+        "alone start wait compute compute 100 us together start compute 100 us wait"
+    )  # the operation is on its way during the computation
+
+
+def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data 1 ms; data and computing 5 ms; all of it 9 ms by one backend, and hardly more than 5 ms by the other."""
+    us = {"data": 1000.0, "compute": 5000.0, "mpi": 9000.0, "none": 4990.0}
+    monkeypatch.setattr(
+        training.timing, "in_turn", lambda _, calls: {name: Times(us[name], 2 * us[name], None) for name in calls}
+    )
+    monkeypatch.setattr(training, "_spread", lambda model, *_: model)
+    rows = training.measure(["small"], ["ddp"], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
+    assert [(row.backend, row.ms, row.ms_median, row.parameters) for row in rows] == [
+        ("mpi", 9.0, 18.0, 2 * (128 * 128 + 128)),
+        ("none", 4.99, 9.98, 2 * (128 * 128 + 128)),
+    ]
+    assert [(row.data_ms, row.compute_ms, row.communication_ms) for row in rows] == [(1.0, 4.0, 4.0), (1.0, 4.0, 0.0)]
+
+
+# -- starts --------------------------------------------------------------------------------------------------------
+
+
+def test_each_step_of_a_start_has_its_own_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(first_words, "time", clock)
+    monkeypatch.setattr(first_words.sys, "argv", ["first_words", "gloo"])
+    monkeypatch.setattr(dist, "init_process_group", clock.after(2000))
+    monkeypatch.setattr(dist, "all_reduce", clock.after(500))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    first_words.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["size"] == 2
+    steps = {"import torch": 0.0, "init_process_group": 2e-3, "first all_reduce": 5e-4}
+    assert found["seconds"] == pytest.approx(steps)
+
+
+def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = iter([(1, 4.0), (1, 9.0), (2, 5.0), (2, 9.0), (1, 3.0), (1, 8.0), (2, 6.0), (2, 7.0)])
+
+    def sample_of(start: Start, ranks: int, limit: float) -> Sample:
+        expected, seconds = next(samples)
+        assert (ranks, start.command[-1], limit) == (expected, str(expected), 20.0)
+        return Sample(seconds, {"launch": seconds - 1, "import torch": 1.0})
+
+    def starting(program: tuple[str, ...], ranks: int) -> Start:
+        return Start((*program, str(ranks)), {})
+
+    monkeypatch.setattr(startup, "sample_of", sample_of)
+    said: list[str] = []
+    ways = [Way("mpicomm", "mpicomm", starting), Way("torchrun + Gloo", "gloo", starting)]
+    rows = startup.measure(ways, [1, 2], 2, limit=20.0, said=said.append)
+    assert [(row["ranks"], row["way"], row["seconds"], row["median"]) for row in rows] == [
+        (1, "mpicomm", 3.0, 3.5),
+        (1, "torchrun + Gloo", 8.0, 8.5),
+        (2, "mpicomm", 5.0, 5.5),
+        (2, "torchrun + Gloo", 7.0, 8.0),
+    ]
+    assert rows[0]["steps"] == {"launch": 2.0, "import torch": 1.0}
+    assert said[-1] == "round 2 of 2: 2 ranks by torchrun + Gloo"
+
+
+# -- the machine, and the ratios -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [("always [madvise] never\n", "madvise"), ("[always] madvise never\n", "always"), ("", "unknown")],
+)
+def test_the_setting_of_huge_pages_is_the_one_in_brackets(tmp_path: Path, text: str, chosen: str) -> None:
+    path = tmp_path / "enabled"
+    assert machine._chosen(path) == "unknown"
+    path.write_text(text)
+    assert machine._chosen(path) == chosen
+
+
+@pytest.mark.parametrize(
+    ("value", "is_least", "is_met"),
+    [(1.9, True, False), (2, True, True), (2.1, True, True), (1.9, False, True), (2, False, True), (2.1, False, False)],
+)
+def test_a_ratio_is_met_on_the_right_side_of_its_target(value: float, is_least: bool, is_met: bool) -> None:
+    assert Ratio("a figure", value, 2.0, is_least).is_met is is_met
+
+
+def operations(dtype: str, **us: dict[int, float]) -> list[dict[str, Any]]:
+    """Return rows with these microseconds by backend and size, and two wrong elements in the first of them."""
+    rows = [
+        {"in_place": True, "dtype": dtype, "nbytes": nbytes, "backend": backend, "us": each, "wrong": 0}
+        for backend, by_size in us.items()
+        for nbytes, each in by_size.items()
+    ]
+    rows[0]["wrong"] = 2
+    return rows
+
+
+def test_the_ratios_are_quotients_of_figures_measured_side_by_side() -> None:
+    steps = {("small", "ddp"): 5.0, ("middle", "ddp"): 3.0, ("large", "ddp"): 1.0, ("middle", "fsdp"): 4.0}
+    training_rows = [
+        {"model": model, "strategy": strategy, "backend": backend, "ms": ms}
+        for (model, strategy), gloo in steps.items()
+        for backend, ms in (("mpi", 2.0), ("gloo", 2.0 * gloo))
+    ]
+    mpi = {4: 3.0, 2**10: 4.0, 2**20: 100.0, 2**24: 1000.0, 2**26: 4000.0}
+    results = {
+        "float32": {
+            "rows": operations(
+                "float32",
+                mpi=mpi,
+                gloo={4: 90.0, 2**10: 100.0, 2**20: 600.0, 2**24: 1.0, 2**26: 8000.0},
+                raw={4: 1.0, 2**10: 1.0, 2**20: 1.0, 2**24: 1500.0, 2**26: 12000.0},
+            )
+        },
+        "bfloat16": {
+            "rows": [*operations("bfloat16", mpi={2**25: 30.0}), *operations("float32", mpi={2**26: 40.0})],
+        },
+        "ddp": {"rows": training_rows[:6]},
+        "fsdp": {"rows": training_rows[6:]},
+        "startup": {
+            "starts": [{"way": "torchrun + Gloo"}, {"way": "mpicomm", "steps": {"bootstrap": 0.1}}],
+            "seconds of `import mpicomm`": 0.006,
+        },
+    }
+    asked: list[tuple[str, ...]] = []
+
+    def run(command: Any) -> Any:
+        asked.append(tuple(command))
+        return results[next(name for name, each in ratios.COMMANDS.items() if each == command)]
+
+    found = {each.what: (pytest.approx(each.value), each.is_met) for each in ratios.measure(run)}
+    assert found == {
+        "all_reduce of 4 B: mpicomm - mpi4py, us": (2.0, True),
+        "all_reduce of 4 B: Gloo / mpicomm": (30.0, True),
+        "all_reduce of 1 KiB: Gloo / mpicomm": (25.0, False),
+        "all_reduce of 1 MiB: Gloo / mpicomm": (6.0, True),
+        "all_reduce of 64 MiB: Gloo / mpicomm": (2.0, False),
+        "all_reduce of 16 MiB: mpi4py / mpicomm": (1.5, True),
+        "all_reduce of 64 MiB: mpi4py / mpicomm": (3.0, True),
+        "all_reduce of 16 Mi numbers: bfloat16 / float32": (0.75, True),
+        "elements that are wrong": (6, False),
+        "step of DDP, 33 k parameters: Gloo / mpicomm": (5.0, True),
+        "step of DDP, 525 k parameters: Gloo / mpicomm": (3.0, True),
+        "step of DDP, 8.4 M parameters: Gloo / mpicomm": (1.0, False),
+        "step of FSDP2, 525 k parameters: Gloo / mpicomm": (4.0, True),
+        "import mpicomm, ms": (6.0, False),
+        "bootstrap() of 4 ranks after import torch and MPI_Init, ms": (100.0, True),
+    }
+    assert asked == [tuple(each) for each in ratios.COMMANDS.values()]
