@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,36 +16,56 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from mpicomm import mpi
+
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
 """The virtual environment with the MPI that this one does not have, where there is one."""
 
-_KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "SLURM_CONF")
+LIMIT = 180.0
+"""Seconds after which a job is killed: many times what one takes, since a busy machine is no defect of the package."""
+
+_KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "SLURM_CONF")
 _MARK = "TESTS_JOB"  # is inherited by every process of a job, and so finds them all
 _TERM_SECONDS = 3.0  # a launcher that is asked to end may take its ranks along
 _GONE_SECONDS = 3.0  # processes of a job may outlive the launcher by so much
+# Hydra may print this on standard output when a rank is killed: it depends on which process ends first. MPICH's prints
+# it once, with the last lines; Intel MPI's prints it for each rank that was killed.
+_BANNER = re.compile(
+    r"^\n=+\n=   BAD TERMINATION [^\n]*\n(?:=   [^\n]*\n)*=+\n"
+    r"(?:YOUR APPLICATION .*?^Please see the FAQ page [^\n]*\n)?",
+    re.DOTALL | re.MULTILINE,
+)
 
 # Open MPI refuses root, and more ranks than cores; other MPIs do not read these.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4's name for it
 }
 
-# The ranks compare their calls; what they leave when a job ends badly is for tests that ask for it.
-_MPICOMM = {"MPICOMM_DEBUG": "1", "MPICOMM_DUMP_DIR": "none"}
+# The files that ranks write when a job fails are for tests that ask for them.
+_MPICOMM = {"MPICOMM_DUMP_DIR": "none"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a command ended."""
 
-    status: int
+    status: int | None
+    """None if it was killed at its time limit."""
+
     stdout: str
+    """Without Hydra's banner."""
+
     stderr: str
     seconds: float
     ended: float
     """When the command ended, as `time.time()` has it."""
+
+    left: tuple[str, ...] = ()
+    """Processes that outlived it, and were killed."""
 
     def __str__(self) -> str:
         return f"status {self.status} after {self.seconds:.1f} s\n-- stdout\n{self.stdout}\n-- stderr\n{self.stderr}"
@@ -55,7 +76,7 @@ def run_ranks(
     code_or_args: str | Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = LIMIT,
     mpiexec: str | None = None,
 ) -> Outcome:
     """Run Python on `n` ranks, as a user would from a shell.
@@ -64,38 +85,48 @@ def run_ranks(
         code_or_args: Code for `python -c`, or the arguments of python.
         env: Variables to add.
         timeout: Seconds after which the job is killed, and the test fails with its output.
-        mpiexec: The launcher; the one beside this Python if left out.
+        mpiexec: The launcher; that of the MPI library which this Python loads, if left out.
     """
-    launcher = mpiexec or str(Path(sys.executable).parent / "mpiexec")
-    return run_command([launcher, "-n", str(n), *python(code_or_args)], env=env, timeout=timeout)
+    return run_command([mpiexec or _own_mpiexec(), "-n", str(n), *python(code_or_args)], env=env, timeout=timeout)
 
 
 def run_alone(
-    code_or_args: str | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60
+    code_or_args: str | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = LIMIT
 ) -> Outcome:
     """Run Python in one process, without a launcher; arguments as for `run_ranks`."""
     return run_command(python(code_or_args), env=env, timeout=timeout)
 
 
-def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60) -> Outcome:
+def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = LIMIT) -> Outcome:
     """Run a command; fail if it runs out of time, or leaves processes behind."""
+    outcome = run_within(timeout, args, env=env)
+    assert outcome.status is not None, f"killed after {timeout:.0f} s: {' '.join(args)}\n{outcome}"
+    assert not outcome.left, f"the job left processes behind: {outcome.left}\n{outcome}"
+    return outcome
+
+
+def run_within(
+    seconds: float, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Outcome:
+    """Run a command, and kill all its processes after so many seconds."""
     mark = uuid.uuid4().hex
-    environ = almost_empty_environment() | dict(env or {}) | {_MARK: mark}
+    # A job that is started by another one's process has the marks of both.
+    marks = f"{os.environ.get(_MARK, '')},{mark}"
+    environ = almost_empty_environment() | dict(env or {}) | {_MARK: marks}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         start = time.monotonic()
         process = subprocess.Popen(
-            args, env=environ, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+            args, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
         )
         try:
-            in_time = _wait(process, timeout)
-            seconds, ended = time.monotonic() - start, time.time()
+            in_time = _wait(process, seconds)
+            took, ended = time.monotonic() - start, time.time()
             left = _survivors(mark) if in_time else []
         finally:
             _kill_job(process, mark)
-        outcome = Outcome(process.wait(), _text(stdout), _text(stderr), seconds, ended)
-    assert in_time, f"killed after {timeout:.0f} s: {' '.join(args)}\n{outcome}"
-    assert not left, f"the job left processes behind: {left}\n{outcome}"
-    return outcome
+        status = process.wait()
+        shown = _BANNER.sub("", _text(stdout))
+        return Outcome(status if in_time else None, shown, _text(stderr), took, ended, tuple(left))
 
 
 def python(code_or_args: str | Sequence[str]) -> list[str]:
@@ -108,6 +139,11 @@ def almost_empty_environment() -> dict[str, str]:
     """Return what a process needs to find its programs and this checkout, and nothing else."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **_MPICOMM}
+
+
+def _own_mpiexec() -> str:
+    beside = Path(sys.executable).parent / "mpiexec"  # of a wheel
+    return str(beside) if beside.exists() else mpi.library().mpiexec
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
@@ -139,7 +175,7 @@ def _kill_job(process: subprocess.Popen[bytes], mark: str) -> None:
 def _marked(mark: str) -> list[int]:
     """Return the living processes that have the mark in their environment; a zombie's is empty."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if f"{_MARK}={mark}" in _read(pid, "environ")]
+    return [pid for pid in pids if mark in _read(pid, "environ")]
 
 
 def _read(pid: int, name: str) -> str:

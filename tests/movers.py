@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
 
-from mpicomm.backend.staging import Event, Staged, Use
+from mpicomm.backend.staging import Event, HostMover, Staged, Use
 
 Copy = Callable[[], None]
 
@@ -21,8 +22,11 @@ _MOST_CHUNKS = 20
 class FewChunks(Staged):
     """Cuts small tensors into chunks of a few elements, and large ones into a few chunks."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size, CHUNK_BYTES, lambda _: LateMover())
+    def __init__(self, size: int, all_ranks: Callable[[bool], bool], *, is_on_gpu: bool = True) -> None:
+        """Let this rank's tensors count as those of a GPU, or as what they are."""
+        super().__init__(size, CHUNK_BYTES, all_ranks, lambda _: LateMover() if is_on_gpu else HostMover())
+        if is_on_gpu:
+            self.whole_bytes = 0
 
     def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
         chunks = super()._cut(tensor, use, height)
@@ -72,16 +76,16 @@ class LateMover:
         """Choose at random, but as the seed says, which copies are late."""
         draws = random.Random(seed)
         self._fetching, self._putting = (Stream(lambda: draws.random() < 0.8) for _ in range(2))
-        self._marks = 0
-        self._followed = 0
+        self._here = threading.local()  # `has_followed`: has this thread followed a mark since its own last one
         self.allocations = 0
 
-    def mark(self) -> int:
-        self._marks += 1
-        return self._marks
+    def mark(self) -> object:
+        self._here.has_followed = False
+        return object()
 
-    def follow(self, mark: int) -> None:
-        self._followed = max(self._followed, mark)
+    def follow(self, mark: object) -> None:
+        assert mark is not None
+        self._here.has_followed = True
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         return self._start(self._fetching, pairs)
@@ -99,7 +103,7 @@ class LateMover:
         return self._fetching.is_empty and self._putting.is_empty
 
     def _start(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        assert self._followed, "a copy does not come after what the caller had queued"
+        assert getattr(self._here, "has_followed", False), "a copy does not come after what the caller had queued"
         pairs = list(pairs)
 
         def copy() -> None:

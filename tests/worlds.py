@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,12 @@ from tests import nodes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+BY_MPI = ("world", "alone", "parity", "staged", "debug")
+"""The groups whose tensors go to MPI. What does not reduce, gather for all or broadcast needs no others."""
+
+KINDS = [*BY_MPI, *nodes.KINDS]
+"""The groups on which the tests of the backend run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +32,11 @@ class Group:
     ranks: list[int]
 
 
+def on_groups(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test on groups of these kinds, in place of all `KINDS`."""
+    return pytest.mark.parametrize("group", kinds, indirect=True)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests without the mark are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need a world."""
@@ -35,7 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, Group]]:
-    """Every kind of group: the world, a copy, one alone, the even and the odd ranks, one as if on GPUs, by nodes."""
+    """Make one group of each kind.
+
+    The world is as users have it. `copy` has the same ranks; `alone` one rank; `parity` the even or the odd ranks. The
+    ranks of `debug` compare their calls (MPICOMM_DEBUG=1). Tensors of `staged` go to MPI as those on GPUs do, those of
+    `nodes.KINDS` through the memory of a node.
+    """
     import torch.distributed as dist
 
     with mpicomm.bootstrap("mpi", abort_on_error=False) as world:
@@ -49,7 +66,7 @@ def groups() -> Iterator[dict[str, Group]]:
         }
         handles["staged"] = dist.new_group(everyone)
         _stage(handles["staged"])
-        handles["at once"] = _as_users_have_it(lambda: dist.new_group(everyone))
+        handles["debug"] = _in_debug_mode(lambda: dist.new_group(everyone))
         for kind in nodes.KINDS:
             handles[kind] = dist.new_group(everyone)
             nodes.lead_by(kind, handles[kind])
@@ -61,23 +78,26 @@ def world(groups: dict[str, Group]) -> mpicomm.World:
     return mpicomm.bootstrap()
 
 
-@pytest.fixture(params=["world", "copy", "alone", "parity", "staged", "at once", *nodes.KINDS])
+@pytest.fixture(params=KINDS)
 def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
+    nodes.require(request.param)
     return groups[request.param]
 
 
-def _as_users_have_it(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Make a group whose ranks do not compare their calls, so that it goes the shorter ways."""
+def _in_debug_mode(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Make a group whose ranks compare their calls."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPICOMM_DEBUG", "0")
+        patch.setenv("MPICOMM_DEBUG", "1")
         return make()
 
 
 def _stage(handle: dist.ProcessGroup) -> None:
     """Let a group's tensors go to MPI as those on GPUs do."""
+    from mpicomm.backend import routes
     from tests.movers import FewChunks
 
-    handle._engine.route = FewChunks(handle.size())  # type: ignore[attr-defined]
+    engine = handle._engine  # type: ignore[attr-defined]
+    engine.route = FewChunks(handle.size(), functools.partial(routes.on_all_ranks, engine.comm))
 
 
 def _describe(handle: dist.ProcessGroup) -> Group:

@@ -23,13 +23,21 @@ from tests.cluster.running import Cluster, Flavour
 from tests.launching import OTHER_MPI_ENV
 
 HERE = Path(__file__).resolve().parent
-NUMBER = 1  # so that a cluster which somebody has up is left alone
+# Each worker of pytest-xdist has a cluster of its own; the numbers between are those of test_hosts.py, and 0 is that of
+# `make cluster-up`.
+NUMBER = 1 + 3 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+FIRST = "test_preemption"
+"""The module that waits longest, so that others run beside it."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave these tests out unless the command line names them."""
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     return None if any(path.is_relative_to(HERE) for path in named) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.module.__name__.rpartition(".")[2] != FIRST)
 
 
 @pytest.fixture(scope="session")

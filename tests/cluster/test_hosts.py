@@ -17,7 +17,7 @@ from tests.cluster.layout import ClusterError, Layout
 from tests.cluster.running import Cluster
 from tests.launching import Outcome, run_command
 
-# The numbers of clusters beside the one that the tests share: one that comes up, one that does not.
+# The numbers of clusters beside those that the tests share: one that comes up, one that does not.
 OTHER, FAILING = 2, 3
 
 

@@ -48,7 +48,7 @@ def jobs(cluster: Cluster, open_mpi: Flavour) -> Jobs:
         "warned by a person": submit(cluster, open_mpi.python, LONG, 0.05),
         "warned of the time limit": submit(cluster, open_mpi.python, WARNED, 1.2),
     }
-    step = f"srun --mpi=pmix {open_mpi.python} -m tests.cluster.loop $PWD/begun"
+    step = f"srun --mpi=pmix {open_mpi.python} -m tests.cluster.loop {cluster.folder() / 'begun'}"
     found["out of time"] = cluster.submit("loop.sh", f"-N{NODES}", "--time=1", lines=step)
     figures = found["warned by a person"] / "run" / "metrics.jsonl"
     processes.wait_until(lambda: figures.exists() and figures.stat().st_size, SECONDS, "the run has made some steps")

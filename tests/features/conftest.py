@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 
 import mpicomm
 
@@ -22,7 +22,9 @@ def groups_go(world: mpicomm.World) -> Iterator[None]:
     yield
     for group in [group for group in dist.distributed_c10d._world.pg_map if group not in before]:
         dist.destroy_process_group(group)
-    _clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()  # type: ignore[attr-defined]
+    if (clear := getattr(debug, "_clear_fast_path_sharding_prop_cache", None)) is not None:  # torch 2.10 and later
+        clear()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
+from tests import torches
 from tests.features.problem import assert_same, batches, dense_model, sgd, train, train_alone
 from tests.features.together import check, exchanged, numbers
 
@@ -64,8 +65,8 @@ def test_functional_collectives(world: mpicomm.World, backend: str) -> None:
 
     def step(mine: torch.Tensor) -> torch.Tensor:
         total = funcol.all_reduce(mine @ weight, "sum", dist.group.WORLD)
-        block = funcol.reduce_scatter_single(total @ weight, "sum", 0, dist.group.WORLD)
-        rows = funcol.all_gather_single(block @ weight, 0, dist.group.WORLD)
+        block = torches.scattered(total @ weight, "sum", 0, dist.group.WORLD)
+        rows = torches.gathered(block @ weight, 0, dist.group.WORLD)
         return funcol.all_to_all_single(rows @ mine.T @ mine, None, None, dist.group.WORLD)
 
     def together(everybodys: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -73,7 +74,8 @@ def test_functional_collectives(world: mpicomm.World, backend: str) -> None:
         rows = world.size * total @ weight @ weight
         return exchanged([rows @ each.T @ each for each in everybodys])
 
-    check(world.rank, inputs(world), torch.compile(step, backend=backend, fullgraph=True), together)
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    check(world.rank, inputs(world), compiled, together, has_gradient=torches.have_gradients)
 
 
 @each_backend

@@ -27,6 +27,8 @@ from tests.features.problem import (
     train_alone,
 )
 
+pytestmark = pytest.mark.each_torch("DDP")
+
 
 class Branches(torch.nn.Module):
     """A network with a branch that some steps leave out."""

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import mpicomm
 from tests.features.problem import FEATURES, batches, loss_of, sgd
 from tests.features.sharding import shard_of
+
+pytestmark = pytest.mark.each_torch("FSDP2")
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
 BF16_STEP = {"rtol": 2**-8, "atol": 0.0}  # from one bf16 number to the next
@@ -63,6 +65,19 @@ def test_training_equals_training_alone(world: mpicomm.World, mesh: dist.DeviceM
     train(model, data[:, world.rank])
     train(alone, data.flatten(1, 2))
     assert_shards(list(model.parameters()), list(alone.parameters()), mesh, **TOLERANCES[dtype])
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_allocate_memory_from_process_group_for_comm"), reason="this torch does not ask for it"
+)
+def test_memory_that_the_group_may_allocate(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
+    alone, data = network(), batches(world, steps=1).float()
+    model = sharded(alone, mesh)
+    for part in (model[0], model[2], model):
+        part.set_allocate_memory_from_process_group_for_comm(True)
+    train(model, data[:, world.rank])
+    train(alone, data.flatten(1, 2))
+    assert_shards(list(model.parameters()), list(alone.parameters()), mesh, **TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None], ids=["reduced in float32", "reduced in bf16"])

@@ -8,8 +8,12 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from tests import torches
 from tests.features.together import Outputs, check, exchanged, numbers
-from tests.worlds import Group
+from tests.worlds import Group, on_groups
+
+# Torch finds a group by its name; the ranks of `parity` are not the job's, and `staged` has a route of its own.
+pytestmark = on_groups("world", "parity", "staged")
 
 
 def inputs(group: Group) -> list[torch.Tensor]:
@@ -48,10 +52,11 @@ def test_all_reduce(group: Group, name: str, op: str, reduction: Callable) -> No
         result = reduction(torch.stack(everybodys), dim=0)
         return [result.flatten() if name == "all_reduce" else flat(parts(result))] * group.size
 
-    check(group.rank, inputs(group), collective, together, has_gradient=op == "sum")  # torch has no others
+    has_gradient = op == "sum" and torches.have_gradients  # torch has no others
+    check(group.rank, inputs(group), collective, together, has_gradient=has_gradient)
 
 
-@pytest.mark.parametrize("gather", [funcol.all_gather_single, funcol.all_gather_single_autograd])
+@pytest.mark.parametrize("gather", [torches.gathered, torches.gathered_autograd])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_all_gather(group: Group, gather: Callable, dim: int) -> None:
     check(
@@ -59,6 +64,7 @@ def test_all_gather(group: Group, gather: Callable, dim: int) -> None:
         inputs(group),
         lambda mine: gather(mine, dim, group.handle),
         lambda everybodys: [torch.cat(everybodys, dim)] * group.size,
+        has_gradient=torches.have_gradients or gather is torches.gathered_autograd,
     )
 
 
@@ -66,12 +72,13 @@ def test_all_gather_coalesced(group: Group) -> None:
     check(
         group.rank,
         inputs(group),
-        lambda mine: flat(funcol.all_gather_single_coalesced(parts(mine), group.handle)),
+        lambda mine: flat(torches.gathered_coalesced(parts(mine), group.handle)),
         lambda everybodys: [flat(parts(torch.cat(everybodys)))] * group.size,
+        has_gradient=torches.have_gradients,
     )
 
 
-@pytest.mark.parametrize("scatter", [funcol.reduce_scatter_single, funcol.reduce_scatter_single_autograd])
+@pytest.mark.parametrize("scatter", [torches.scattered, torches.scattered_autograd])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_reduce_scatter(group: Group, scatter: Callable, dim: int) -> None:
     check(
@@ -79,6 +86,7 @@ def test_reduce_scatter(group: Group, scatter: Callable, dim: int) -> None:
         inputs(group),
         lambda mine: scatter(mine, "sum", dim, group.handle),
         lambda everybodys: sum(everybodys).chunk(group.size, dim),
+        has_gradient=torches.have_gradients or scatter is torches.scattered_autograd,
     )
 
 
@@ -86,8 +94,9 @@ def test_reduce_scatter_coalesced(group: Group) -> None:
     check(
         group.rank,
         inputs(group),
-        lambda mine: flat(funcol.reduce_scatter_single_coalesced(parts(mine), "sum", [0, 0], group.handle)),
+        lambda mine: flat(torches.scattered_coalesced(parts(mine), "sum", [0, 0], group.handle)),
         lambda everybodys: [flat(parts(each)) for each in sum(everybodys).chunk(group.size)],
+        has_gradient=torches.have_gradients,
     )
 
 
@@ -95,7 +104,7 @@ def test_the_mean_is_scattered(group: Group) -> None:
     check(
         group.rank,
         inputs(group),
-        lambda mine: funcol.reduce_scatter_single(mine, "avg", 0, group.handle),
+        lambda mine: torches.scattered(mine, "avg", 0, group.handle),
         lambda everybodys: torch.stack(everybodys).mean(0).chunk(group.size),
         has_gradient=False,
     )
@@ -103,7 +112,13 @@ def test_the_mean_is_scattered(group: Group) -> None:
 
 @pytest.mark.parametrize("exchange", [funcol.all_to_all_single, funcol.all_to_all_single_autograd])
 def test_all_to_all(group: Group, exchange: Callable) -> None:
-    check(group.rank, inputs(group), lambda mine: exchange(mine, None, None, group.handle), exchanged)
+    check(
+        group.rank,
+        inputs(group),
+        lambda mine: exchange(mine, None, None, group.handle),
+        exchanged,
+        has_gradient=torches.have_gradients or exchange is funcol.all_to_all_single_autograd,
+    )
 
 
 def test_all_to_all_of_uneven_sizes(group: Group) -> None:
@@ -120,6 +135,7 @@ def test_all_to_all_of_uneven_sizes(group: Group) -> None:
         [numbers(rank, sum(row), 2) for rank, row in enumerate(rows)],
         lambda mine: funcol.all_to_all_single(mine, received, sent, group.handle),
         together,
+        has_gradient=torches.have_gradients,
     )
 
 
@@ -131,6 +147,7 @@ def test_permute(group: Group) -> None:
         inputs(group),
         lambda mine: funcol.permute_tensor(mine.flatten(), targets, group.handle),
         lambda everybodys: [everybodys[rank - 1].flatten() for rank in range(group.size)],
+        has_gradient=torches.have_gradients,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable
 
@@ -105,6 +106,8 @@ def test_updates_during_the_backward_pass(world: mpicomm.World, hook: Callable, 
 
     Rank 0 is late with each gradient: its callbacks run before it starts the next reduction, those of the others after.
     """
+    if "requires NCCL" in " ".join(inspect.getsource(hook).replace('"', "").split()):
+        pytest.skip("torch's hook is for NCCL alone")
     data = batches(world, UPDATES_MISSED + STEPS)
     model = dense_model()
     alone = copy.deepcopy(model)

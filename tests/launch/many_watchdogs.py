@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpicomm.durations import Deadline
 from mpicomm.faults import channel as channels
-from mpicomm.faults import recorder
+from mpicomm.faults import neighbours, recorder
 from mpicomm.faults.channel import TOKEN_BYTES, Channel
 from mpicomm.faults.connection import Connection
 from mpicomm.faults.watchdog import Limits, Place, Watchdog
+from mpicomm.startup import open_files
 
 HOST = "127.0.0.1"
 CONNECT_SECONDS = 60.0
@@ -104,9 +106,9 @@ class Noted(Watchdog):
     def speak(self, text: str) -> None:
         self._job.note("said", rank=self.place.rank, text=text)
 
-    def _ask(self, ask: dict[str, Any], now: float) -> None:
+    def _ask(self, ask: dict[str, Any]) -> None:
         self._job.note("asked", rank=self.place.rank)
-        super()._ask(ask, now)
+        super()._ask(ask)
 
 
 def be_a_rank(job: Job, rank: int) -> NoReturn:
@@ -154,13 +156,14 @@ class Children:
         self._selector = selectors.DefaultSelector()
 
     def connect(self, port: int) -> None:
-        deadline = time.monotonic() + CONNECT_SECONDS
+        deadline = Deadline(CONNECT_SECONDS)
         for rank in self.behind:
             connection = Connection(socket.create_connection((HOST, port)))
             connection.is_trusted = True
-            nonce = bytes.fromhex(channels._next_message(connection, deadline)["nonce"])
-            proof = channels._proof(self.job.token, nonce, rank)
-            connection.send({"rank": rank, "pid": os.getpid(), "proof": proof})
+            (challenge,) = channels._next_messages(connection, deadline)
+            proof = channels._proof(self.job.token, bytes.fromhex(challenge["nonce"]), rank)
+            own = neighbours.this_process()
+            connection.send({"rank": rank, "pid": own.pid, "birth": own.birth, "proof": proof})
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
 
@@ -223,7 +226,7 @@ def be_the_children(job: Job) -> NoReturn:
     """Be all children of rank 0, of which this process is to have the place 1."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     children = Children(job)
-    channels._allow_files(len(children.behind) + 100)
+    open_files.allow(len(children.behind))
     signal.signal(signal.SIGUSR1, children.ask)
     signal.signal(signal.SIGUSR2, children.wait)
     children.connect(int(os.read(job.ports[0][0], PORT_TEXT)))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import other_mpis
 from tests.launching import Outcome, run_alone, run_ranks
 
 SHOW = "import mpicomm; w = mpicomm.bootstrap(); import sys; sys.stdout.write(f'{w.rank} of {w.size}\\n')"
+
+LIMIT = 120  # seconds
 
 # In a batch script; in a step of mpirun's daemons, one per node.
 SBATCH = {
@@ -32,45 +36,55 @@ def one_world(size: int) -> list[str]:
     return [f"{rank} of {size}" for rank in range(size)]
 
 
-@pytest.mark.parametrize("env", [SBATCH, DAEMONS], ids=["sbatch", "daemons"])
-def test_mpirun_within_a_slurm_job(env: dict[str, str]) -> None:
-    outcome = run_ranks(2, SHOW, env=env)
-    assert worlds(outcome) == one_world(2)
-    assert outcome.stderr == "", outcome
-
-
-def test_plain_python_in_a_batch_script_is_warned() -> None:
-    outcome = run_alone(SHOW, env=SBATCH)
-    assert worlds(outcome) == one_world(1)
-    assert "this Slurm job has 4 tasks" in outcome.stderr, outcome
-    assert "mpicomm/runtime.py" not in outcome.stderr, f"the warning is to show the user's line, not ours\n{outcome}"
-
-
-def test_plain_python() -> None:
-    outcome = run_alone(SHOW)
-    assert worlds(outcome) == one_world(1)
-    assert outcome.stderr == "", outcome
-
-
-def test_single_under_mpirun_is_a_world_each() -> None:
-    outcome = run_ranks(2, SHOW, env={"MPICOMM_LAUNCHER": "single"})
-    assert worlds(outcome) == one_world(1) * 2
-
-
-def test_installed_commands_of_slurm_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def calls_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put commands with the names of Slurm's first into the PATH; fail if one was called."""
     called = tmp_path / "called"
     for name in ("srun", "scontrol", "sinfo", "squeue"):
         command = tmp_path / name
         command.write_text(f"#!/bin/sh\necho {name} >> {called}\nexit 1\n")
         command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert worlds(run_ranks(2, SHOW)) == one_world(2)
-    assert worlds(run_alone(SHOW)) == one_world(1)
-    assert not called.exists()
+    yield
+    assert not called.exists(), f"called: {called.read_text()}"
 
 
-def test_variables_that_agree_are_welcome() -> None:
+@pytest.mark.each_mpi
+def test_mpirun_within_a_slurm_job() -> None:
+    outcome = run_ranks(2, SHOW, env=DAEMONS, timeout=LIMIT)
+    assert worlds(outcome) == one_world(2)
+    assert outcome.stderr == "", outcome
+
+
+@pytest.mark.each_mpi
+@other_mpis.each_launcher
+def test_the_launcher_of_another_mpi_that_speaks_the_same_protocol(other: str) -> None:
+    mpiexec = other_mpis.launcher(other, can_start=True)
+    assert worlds(run_ranks(2, SHOW, timeout=LIMIT, mpiexec=mpiexec)) == one_world(2)
+
+
+def test_plain_python_in_a_batch_script_is_warned() -> None:
+    outcome = run_alone(SHOW, env=SBATCH, timeout=LIMIT)
+    assert worlds(outcome) == one_world(1)
+    assert "this Slurm job has 4 tasks" in outcome.stderr, outcome
+    assert "mpicomm/runtime.py" not in outcome.stderr, f"the warning is to show the user's line, not ours\n{outcome}"
+
+
+def test_plain_python(calls_no_slurm: None) -> None:
+    outcome = run_alone(SHOW, timeout=LIMIT)
+    assert worlds(outcome) == one_world(1)
+    assert outcome.stderr == "", outcome
+
+
+@pytest.mark.each_mpi
+def test_single_under_mpirun_is_a_world_each() -> None:
+    outcome = run_ranks(2, SHOW, env={"MPICOMM_LAUNCHER": "single"}, timeout=LIMIT)
+    assert worlds(outcome) == one_world(1) * 2
+
+
+@pytest.mark.each_mpi
+def test_variables_that_agree_are_welcome(calls_no_slurm: None) -> None:
     """A start of bootstrap within a job whose launcher script exported them already."""
     code = "import os; r = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
     code += f"os.environ.update(RANK=r, WORLD_SIZE='2', LOCAL_RANK=r)\n{SHOW}"
-    assert worlds(run_ranks(2, code)) == one_world(2)
+    assert worlds(run_ranks(2, code, timeout=LIMIT)) == one_world(2)

@@ -1,13 +1,16 @@
-"""`mpicomm bench startup`: real starts, and ones that fail."""
+"""`mpicomm bench` as a command: real starts, and ones that fail."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from mpicomm import mpi
+from mpicomm.cli import bench as cli_bench
+from mpicomm.cli.main import main
 from tests.launching import run_alone
 
 LIBRARY = mpi.library()
@@ -16,22 +19,21 @@ BENCH = ["-m", "mpicomm", "bench", "startup"]
 
 def test_starts_beside_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "startup.json"
-    outcome = run_alone([*BENCH, "--ranks", "1,2", "--rounds", "1", "--json", str(file)], timeout=150)
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--json", str(file)], timeout=240)
     assert outcome.status == 0, outcome
     assert all(word in outcome.stdout for word in ("MPI_Init", "torchrun + Gloo", "import mpicomm: ")), outcome
     found = json.loads(file.read_text())
     assert found["versions"][LIBRARY.vendor] == LIBRARY.version
     starts = found["starts"]
-    assert [(each["ranks"], each["way"]) for each in starts] == [
-        (ranks, way) for ranks in (1, 2) for way in ("mpicomm", "torchrun + Gloo")
-    ]
+    assert [(each["ranks"], each["way"]) for each in starts] == [(2, "mpicomm"), (2, "torchrun + Gloo")]
     for each in starts:
         assert sum(each["steps"].values()) == pytest.approx(each["seconds"], abs=0.01), each
+        assert min(each["steps"].values()) > 0, each
     assert list(starts[0]["steps"]) == ["launch", "import torch", "MPI_Init", "bootstrap", "first all_reduce"]
 
 
 def test_a_start_that_fails_is_told_with_its_command_and_its_words() -> None:
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"}, timeout=90)
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"}, timeout=150)
     assert outcome.status == 2, outcome
     assert "mpicomm bench startup: a start of 2 ranks ended with status" in outcome.stderr, outcome
     assert f"{LIBRARY.mpiexec} -n 2" in outcome.stderr, outcome
@@ -40,24 +42,25 @@ def test_a_start_that_fails_is_told_with_its_command_and_its_words() -> None:
 
 def test_a_start_that_takes_too_long_is_ended() -> None:
     """`run_alone` fails if anything of it still runs."""
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"], timeout=90)
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"], timeout=150)
     assert outcome.status == 2, outcome
     assert "a start of 2 ranks ended with status" in outcome.stderr, outcome
 
 
-def test_a_number_that_is_none() -> None:
-    outcome = run_alone([*BENCH, "--ranks", "0"])
-    assert outcome.status == 2, outcome
-    assert "argument --ranks: expected a number from 1, got 0" in outcome.stderr, outcome
-
-
 def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "csv", "png")}
+    old = tmp_path / "old.json"
+    row = {"operation": "all_reduce", "dtype": "float32", "in_place": True, "nbytes": 4, "backend": "mpi", "us": 1e9}
+    old.write_text(json.dumps({"rows": [row]}))
     bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
+    bench += ["--compare", str(old)]
     written = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])]
-    outcome = run_alone([*bench, *written], timeout=120)
+    outcome = run_alone([*bench, *written], timeout=200)
     assert outcome.status == 0, outcome
     assert "broadcast, float32, in place" in outcome.stdout, outcome
+    headings = ["size", "back end", "us", "p99", "GB/s", "bus", "wrong", "- raw us", "/ mpi", "/ before"]
+    shown = [re.split(r"  +", line.strip()) for line in outcome.stdout.splitlines() if "back end" in line]
+    assert shown == [headings] * 2, "broken, or with escape codes"
     found = json.loads(files["json"].read_text())
     assert (found["ranks"], found["nodes"], found["refused"]) == (2, 1, {})
     assert [(row["operation"], row["nbytes"], row["backend"], row["wrong"]) for row in found["rows"]] == [
@@ -68,17 +71,15 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     ]
     assert len(files["csv"].read_text().splitlines()) == 1 + len(found["rows"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    outcome = run_alone([*bench, "--backend", "mpi", "--compare", str(files["json"])], timeout=120)
-    assert outcome.status == 0, outcome
-    assert "/ before" in outcome.stdout, outcome
+    assert cli_bench._rows_of(files["json"]) == found["rows"], "--compare reads what --json writes"
 
 
 def test_without_mpi_only_its_own_back_ends_are_measured() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mpicomm", "bench"]
-    outcome = run_alone([*torchrun, "--size", "4", "--rounds", "2"], timeout=120)
+    outcome = run_alone([*torchrun, "--size", "4", "--rounds", "2"], timeout=200)
     assert outcome.status == 0, outcome
     assert " gloo " in outcome.stdout, outcome
-    outcome = run_alone([*torchrun, "--backend", "mpi,gloo"], timeout=120)
+    outcome = run_alone([*torchrun, "--backend", "mpi,gloo"], timeout=200)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("mpicomm bench: torchrun started the ranks without MPI") == 1, outcome
 
@@ -86,12 +87,25 @@ def test_without_mpi_only_its_own_back_ends_are_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ("startup --ranks 0", "argument --ranks: expected a number from 1, got 0"),
         ("--op all_reduc", "there is no operation all_reduc; there are all_reduce, reduce,"),
         ("--backend mpi,mvapich", "there is no back end mvapich; there are mpi, gloo, nccl, raw"),
         ("--dtype float8", "there is no dtype float8"),
         ("--size 4k", "'4k': expected bytes, as 4, 1Ki, 64Mi or 1Gi"),
         ("--size 1Mi:4", "1Mi:4: the first size is the larger one"),
         ("--plot curves.pdf", "expected a file *.png, got curves.pdf; name it curves.png"),
+    ],
+)
+def test_a_wrong_argument_is_an_error(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["bench", *arguments.split()])
+    assert error.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
         ("--compare nowhere.json", "No such file or directory: 'nowhere.json'"),
         ("--compare pyproject.toml", "pyproject.toml is no file that --json wrote"),
         ("--compare docs/results/faults.json", "docs/results/faults.json is no file that --json wrote"),
@@ -109,7 +123,7 @@ def test_what_is_wrong_is_said_at_once(arguments: str, text: str) -> None:
 def test_steps_of_training(tmp_path: Path) -> None:
     file = tmp_path / "ddp.json"
     bench = [*BENCH[:-1], "ddp", "-n", "2", "--model", "small", "--strategy", "ddp,fsdp", "--rounds", "2"]
-    outcome = run_alone([*bench, "--json", str(file)], timeout=120)
+    outcome = run_alone([*bench, "--json", str(file)], timeout=200)
     assert outcome.status == 0, outcome
     assert "milliseconds of a step" in outcome.stdout, outcome
     rows = json.loads(file.read_text())["rows"]
@@ -119,6 +133,5 @@ def test_steps_of_training(tmp_path: Path) -> None:
         for backend in ("mpi", "gloo", "none")
     ]
     for row in rows:
-        parts = row["data_ms"] + row["compute_ms"] + row["communication_ms"]
-        assert parts == pytest.approx(row["ms"], abs=0.01) or row["communication_ms"] == 0
-        assert row["ms_median"] >= row["ms"] > 0
+        assert min(row["ms"], row["data_ms"], row["compute_ms"]) > 0, row
+        assert row["communication_ms"] >= 0

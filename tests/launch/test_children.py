@@ -32,6 +32,12 @@ class Broken(Squares):
         raise ValueError(f"no item {index}")
 
 
+class Reducing(Squares):
+    def __getitem__(self, index):
+        torch.distributed.all_reduce(torch.full((1,), 1000.0))
+        return index
+
+
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
     sys.stdout.flush()
@@ -54,13 +60,19 @@ def main(how):
         list(DataLoader(Broken(), num_workers=1, multiprocessing_context=how))
     except ValueError as error:
         say("caught", "no item 0" in str(error))
+    try:
+        list(DataLoader(Reducing(), num_workers=1, multiprocessing_context=how))
+    except (RuntimeError, ValueError) as error:  # torch knows no process group in a child that is spawned
+        say("refused", "it cannot call operations" in str(error) or how == "spawn")
     context = multiprocessing.get_context(how)
     queue = context.Queue()
     child = context.Process(target=try_bootstrap, args=(queue,))
     child.start()
     say("child", queue.get(timeout=30).splitlines()[0])
     child.join()
-    torch.distributed.barrier()
+    tensor = torch.ones(1)
+    torch.distributed.all_reduce(tensor)
+    say("reduced", int(tensor))
     say("end", world.size)
 
 
@@ -68,6 +80,31 @@ def fail_in_a_fork():
     child = os.fork()
     if child == 0:
         raise KeyError("of the child alone")
+    refused = []
+    queued = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+    message = torch.distributed.irecv(torch.ones(1), tag=5)
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        for call in (
+            queued.wait,
+            message.wait,
+            message.is_completed,
+            torch.distributed.new_group,
+            lambda: torch.distributed.all_reduce(torch.ones(1), async_op=True),
+            lambda: torch.distributed.isend(torch.ones(1), 0),
+            lambda: mpicomm.all_reduce(1),
+            mpicomm.barrier,
+        ):
+            try:
+                call()
+            except mpicomm.MpicommError as error:
+                refused.append(str(error).split(", ")[0])
+        os.write(writing, str(len(refused)).encode())
+        os._exit(0)
+    say("refused in a fork", os.read(reading, 10).decode())
+    queued.wait()
+    torch.distributed.send(torch.ones(1), 1 - torch.distributed.get_rank(), tag=5)
+    message.wait()
     say("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     torch.distributed.barrier()
 
@@ -79,11 +116,11 @@ SIZE = 2
 SQUARES = sum(index * index for index in range(8))
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", [pytest.param("fork", marks=pytest.mark.each_mpi), "spawn"])
 def test_children_of_a_rank(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    outcome = run_ranks(SIZE, [str(script), how], timeout=90)
+    outcome = run_ranks(SIZE, [str(script), how], timeout=180)
     assert outcome.status == 0, outcome
     said = outcome.stdout.split("\n")[:-1]
     assert said.count(f"sum {SQUARES}") == SIZE, outcome
@@ -91,7 +128,10 @@ def test_children_of_a_rank(tmp_path: Path, how: str) -> None:
     assert said.count(f"end {SIZE}") == SIZE, outcome
     refused = [line for line in said if line.startswith("child refused: bootstrap() was called in a child process")]
     assert len(refused) == SIZE, outcome
+    assert said.count(f"reduced {SIZE}") == SIZE, outcome
+    assert said.count("refused True") == SIZE, outcome
     if how == "fork":
+        assert said.count("refused in a fork 8") == SIZE, outcome
         assert said.count("status 1") == SIZE, outcome
         assert outcome.stderr.count("KeyError: 'of the child alone'") == SIZE, outcome
         assert "ends the job" not in outcome.stderr, outcome

@@ -16,7 +16,7 @@ import mpicomm
 """
 
 FINALLY = """
-mpicomm.bootstrap(timeout=20)
+mpicomm.bootstrap(timeout=60)
 try:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -28,7 +28,7 @@ finally:
 
 # Rank 0, which has the store and the judge, is stopped when rank 1 fails.
 STOPPED = """
-world = mpicomm.bootstrap(timeout=20)
+world = mpicomm.bootstrap(timeout=60)
 dist.barrier()
 if world.rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -45,14 +45,29 @@ if world.rank == 1:
 dist.new_group(list(range(world.size)))
 """
 
+CAUGHT_EXIT = """
+from mpicomm.faults import watchdog
+watchdog.PATIENCE = 1.0
+world = mpicomm.bootstrap(timeout=60)
+if world.rank == 0:
+    dist.all_reduce(torch.ones(1))
+try:
+    sys.exit(3)
+except SystemExit:
+    pass
+"""
 
-@pytest.mark.parametrize("code", [FINALLY, STOPPED], ids=["finally", "stopped"])
+
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(FINALLY, id="finally"), pytest.param(STOPPED, id="stopped", marks=pytest.mark.each_mpi)],
+)
 def test_the_first_cause_is_told(code: str) -> None:
-    outcome = run_ranks(3, IMPORTS + code)
+    outcome = run_ranks(3, IMPORTS + code, timeout=90)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: the first cause") == 1, outcome
     assert causes(outcome) == ["[mpicomm] rank 1 of 3 on HOST failed and ends the job:"], outcome
-    assert outcome.seconds < 20, outcome
+    assert outcome.seconds < 50, outcome  # before the timeout
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named() -> None:
@@ -62,6 +77,13 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_named() -> None:
     assert re.search(r"ranks 0, 2 +in new_group #0, in the group of ranks 0-2, at <string>:\d+", outcome.stderr), (
         outcome
     )
+
+
+def test_a_caught_exit_is_not_the_status_of_the_job() -> None:
+    outcome = run_ranks(2, IMPORTS + CAUGHT_EXIT)
+    assert outcome.status == 1, outcome
+    assert causes(outcome) == ["[mpicomm] rank 1 of 2 on HOST has left, but others wait for it; the job cannot go on."]
+    assert "status 3" not in outcome.stderr, outcome
 
 
 # Rank 2 cannot connect: the job runs without the channel.
@@ -90,7 +112,23 @@ threading.Thread(target=train).start()
 """
 
 
-@pytest.mark.parametrize("code", [NO_CHANNEL, THREADS], ids=["no channel", "threads"])
+# Each group waits a moment for a message that never comes; all of them together for longer than one may.
+UNFINISHED = """
+import warnings
+from mpicomm.backend import executor
+from mpicomm.faults import watchdog
+executor._LAST_MESSAGES_SECONDS, watchdog._TAKE_DOWN_SECONDS = 0.5, 2.0
+warnings.simplefilter("ignore")
+world = mpicomm.bootstrap()
+works = [dist.irecv(torch.ones(1), (world.rank + 1) % 3, group=dist.new_group()) for _ in range(8)]
+start = time.monotonic()
+mpicomm.shutdown()
+assert time.monotonic() - start > 4
+sys.stdout.write(f"done {world.rank}\\n")
+"""
+
+
+@pytest.mark.parametrize("code", [NO_CHANNEL, THREADS, UNFINISHED], ids=["no channel", "threads", "unfinished"])
 def test_a_healthy_job_goes_on(code: str) -> None:
     outcome = run_ranks(3, IMPORTS + code)
     assert outcome.status == 0, outcome
@@ -98,23 +136,89 @@ def test_a_healthy_job_goes_on(code: str) -> None:
     assert causes(outcome) == [], outcome
 
 
+# The suspension takes 12 s, longer than the timeout of 10 s. Afterwards rank 0 sleeps for 3 s, so that rank 1 still
+# waits when its watchdog, which looks once a second, runs again.
+SUSPEND = """
+from datetime import timedelta
+def suspend(world, seconds):
+    pids = world.comm.allgather(os.getpid())
+    dist.barrier()
+    if world.rank == 0:
+        victims = ' '.join(map(str, pids))
+        os.system(f'(sleep 0.5; kill -STOP {victims}; sleep {seconds}; kill -CONT {victims}) &')
+        last = now = time.monotonic()
+        while now - last < seconds / 2:
+            last = now
+            time.sleep(0.1)
+            now = time.monotonic()
+        print("suspended", flush=True)
+"""
+
+SUSPENDED = """
+world = mpicomm.bootstrap()
+group = dist.new_group(timeout=timedelta(seconds=10))
+suspend(world, 12)
+if world.rank == 0:
+    time.sleep(3)
+dist.all_reduce(torch.ones(1), group=group)
+"""
+
+# Rank 1 waits in all of them when the job is suspended for longer than their timeout.
+SUSPENDED_IN_WAITS = """
+limit = timedelta(seconds=12)
+world = mpicomm.bootstrap()
+def in_parts(group):
+    dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(limit)
+def by_handle(group):
+    mpicomm.all_reduce(torch.ones(1), group=group, async_op=True).wait(limit)
+def message(group):
+    if world.rank == 1:
+        dist.irecv(torch.ones(1), 0, group=group).wait(limit)
+    else:
+        dist.send(torch.ones(1), 1, group=group)
+def raising(group):
+    dist.all_reduce(torch.ones(1), group=group)
+def monitored(group):
+    group.monitored_barrier(limit)
+ways = [in_parts, by_handle, message, raising, monitored, dist.barrier]
+groups = []
+for way in ways:
+    os.environ["MPICOMM_TIMEOUT"] = "raise" if way is raising else "abort"
+    groups.append(dist.new_group(timeout=limit))
+def run(way, group):
+    try:
+        way(group=group)
+        print("through", way.__name__, flush=True)
+    except Exception as error:
+        print(way.__name__, type(error).__name__, error, flush=True)
+waits = [threading.Thread(target=run, args=pair) for pair in zip(ways, groups)]
+if world.rank == 1:
+    world.comm.allgather(os.getpid())
+    dist.barrier()
+else:
+    suspend(world, 13)
+for wait in waits:
+    wait.start()
+for wait in waits:
+    wait.join()
+"""
+
+
 def test_a_job_that_was_suspended_goes_on() -> None:
     """Its clocks ran on, its ranks did not."""
-    code = (
-        "world = mpicomm.bootstrap(timeout=8)\n"
-        "dist.barrier()\n"
-        "sys.stdout.write(f'pid {os.getpid()}\\n'); sys.stdout.flush()\n"
-        "pids = torch.tensor([os.getpid()])\n"
-        "everyone = [torch.empty_like(pids) for _ in range(world.size)]\n"
-        "dist.all_gather(everyone, pids)\n"
-        "if world.rank == 0:\n"
-        "    victims = ' '.join(str(int(each)) for each in everyone)\n"
-        "    os.system(f'(sleep 0.5; kill -STOP {victims}; sleep 10; kill -CONT {victims}) &')\n"
-        "    time.sleep(2)\n"
-        "dist.all_reduce(pids)\n"
-    )
-    outcome = run_ranks(2, IMPORTS + code)
+    outcome = run_ranks(2, IMPORTS + SUSPEND + SUSPENDED)
     assert outcome.status == 0, outcome
+    assert "suspended" in outcome.stdout, outcome
+    assert causes(outcome) == [], outcome
+
+
+def test_timeouts_do_not_count_a_suspension() -> None:
+    outcome = run_ranks(2, IMPORTS + SUSPEND + SUSPENDED_IN_WAITS)
+    assert outcome.status == 0, outcome
+    ways = ["in_parts", "by_handle", "message", "raising", "monitored", "barrier"]
+    assert sorted(outcome.stdout.splitlines()) == sorted(["suspended", *[f"through {way}" for way in ways * 2]]), (
+        outcome
+    )
     assert causes(outcome) == [], outcome
 
 

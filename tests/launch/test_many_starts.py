@@ -27,7 +27,7 @@ sys.stdout.write(f"{world.rank} of {world.size}: {tensor.item()}\\n")
 def start(_: int = 0) -> str:
     """Start one job and return "well", or how it ended."""
     try:
-        outcome = run_ranks(SIZE, CODE, timeout=90)
+        outcome = run_ranks(SIZE, CODE, timeout=150)
     except AssertionError as error:
         return str(error)
     total = SIZE * (SIZE + 1) // 2
@@ -43,7 +43,7 @@ def start_many(starts: int, at_a_time: int) -> collections.Counter[str]:
 
 
 def test_jobs_start_side_by_side() -> None:
-    assert start_many(6, at_a_time=3) == {"well": 6}
+    assert start_many(4, at_a_time=2) == {"well": 4}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import run_command
+from tests.launching import run_alone, run_command
 
 SIZE, PER_NODE = 40, 5
 CAUSE = "its process has ended without a word (killed, crashed, os._exit or MPI_Abort)"
@@ -64,3 +64,11 @@ def test_rank_1_speaks_for_rank_0(figures: dict[str, Any]) -> None:
     assert speaker == 1
     assert text.startswith(f"[mpicomm] rank 0 of {SIZE} on node0 died: {CAUSE}; rank 1 ends the job.\n")
     assert ended == [[1, 1]]
+
+
+def test_rank_0_of_a_large_job_is_measured_alone() -> None:
+    """Here with 40 ranks, so that `python -m tests.launch.many_watchdogs 200`, which has 10,000, goes on working."""
+    code = "import json; from tests.launch import many_watchdogs as crowd; "
+    outcome = run_alone(code + f"print(json.dumps(crowd.measure_rank_0({SIZE}, {PER_NODE}, 0.5)))", timeout=120)
+    assert (outcome.status, outcome.stderr) == (0, ""), outcome
+    assert json.loads(outcome.stdout).keys() == {"connected", "idle", "report", "report_cpu", "waits_cpu"}

@@ -3,96 +3,156 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
-from tests.launching import run_ranks
+import pytest
+
+from tests.launching import Outcome, run_ranks
+from tests.ports import reserved_port
+
+pytestmark = pytest.mark.xdist_group("store")  # its tests share the outcome of a job
 
 SIZE = 2
-HEAD = """
-import os, sys
+TOTAL = SIZE * (SIZE + 1) // 2
+
+# The programs run one after the other in one job, with a start of bootstrap each. Each rank writes lines that begin
+# with the program's name; a traceback names the program that fails, and the tests of those behind it fail too.
+PROGRAMS = """
+import datetime, os, socket, subprocess, sys
 import torch
 import torch.distributed as dist
 import mpicomm
+from mpicomm.startup import rendezvous
 
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+_, port_of_gloo, port_of_mpicomm, port_of_the_user, port_in_use = sys.argv
+LIMIT = datetime.timedelta(seconds=60)
 
-def total(**kwargs):
-    dist.init_process_group("gloo", **kwargs)
+def total(backend="gloo", **kwargs):
+    dist.init_process_group(backend, **kwargs)
     tensor = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor.item()
-"""
-TOTAL = SIZE * (SIZE + 1) // 2
 
+def no_group():
+    world = mpicomm.bootstrap(None)
+    assert world.backend is None and not dist.is_initialized()
+    yield total(init_method="env://")
 
-def lines(code: str, env: dict[str, str] | None = None) -> list[str]:
-    outcome = run_ranks(SIZE, HEAD + code, env=env)
-    assert outcome.status == 0, outcome
-    return sorted(outcome.stdout.split("\n")[:-1])
+def own_port_gloo():
+    world = mpicomm.bootstrap(None)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port_of_gloo)
+    yield total("gloo", rank=world.rank, world_size=world.size, timeout=LIMIT)
 
+def own_port_mpicomm():
+    world = mpicomm.bootstrap(None)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port_of_mpicomm)
+    yield total("mpicomm", rank=world.rank, world_size=world.size, timeout=LIMIT)
 
-def test_without_a_group_the_program_makes_its_own() -> None:
-    code = """
-world = mpicomm.bootstrap(None)
-assert world.backend is None and not dist.is_initialized()
-say(total(init_method="env://"))
-"""
-    assert lines(code) == [str(TOTAL)] * SIZE
+def children():
+    mpicomm.bootstrap(None)
+    child = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_world_size())"
+    ended = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, timeout=100)
+    yield ended.stdout.strip()
 
-
-def test_a_group_can_be_made_after_ours_is_destroyed() -> None:
-    code = """
-mpicomm.bootstrap()
-dist.destroy_process_group()
-say(total(init_method="env://"))
-"""
-    assert lines(code) == [str(TOTAL)] * SIZE
-
-
-def test_one_host_is_served_on_loopback_only() -> None:
-    code = """
-import socket
-from mpicomm.startup import rendezvous
-
-def answers(address):
-    try:
-        socket.create_connection((address, world.master_port), timeout=2).close()
-    except OSError:
-        return False
-    return True
-
-world = mpicomm.bootstrap()
-say(world.master_addr, answers("127.0.0.1"), [a for a in rendezvous.own_addresses() if answers(a)])
-"""
-    assert lines(code) == ["127.0.0.1 True []"] * SIZE
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def test_address_and_port_of_the_user_are_honoured() -> None:
-    port = free_port()
-    code = "w = mpicomm.bootstrap(); say(w.master_addr, w.master_port, os.environ['MASTER_PORT'])"
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    assert lines(code, env) == [f"127.0.0.1 {port} {port}"] * SIZE
-
-
-def test_a_port_in_use_is_refused_on_every_rank() -> None:
-    code = """
-try:
+def second_group():
     mpicomm.bootstrap()
-except mpicomm.LaunchError as error:
-    say(error)
-del os.environ["MASTER_PORT"]
-say("then", mpicomm.bootstrap().size)
+    dist.destroy_process_group()
+    yield total(init_method="env://")
+
+def loopback():
+    world = mpicomm.bootstrap()
+    def answers(address):
+        try:
+            socket.create_connection((address, world.master_port), timeout=2).close()
+        except OSError:
+            return False
+        return True
+    yield world.master_addr, answers("127.0.0.1"), [a for a in rendezvous.own_addresses() if answers(a)]
+
+def address_of_the_user():
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port_of_the_user)
+    world = mpicomm.bootstrap()
+    yield world.master_addr, world.master_port, os.environ["MASTER_PORT"]
+
+def used_port():
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port_in_use)
+    try:
+        mpicomm.bootstrap()
+    except mpicomm.LaunchError as error:
+        yield str(error).replace(chr(10), " ")
+    del os.environ["MASTER_PORT"]
+    yield "then", mpicomm.bootstrap().size
+
+# Behind those that leave the address of the user in the environment comes no other.
+NAMES = "no_group own_port_gloo own_port_mpicomm children second_group loopback address_of_the_user used_port"
+for name in NAMES.split():
+    for words in globals()[name]():
+        sys.stdout.write(f"{name}: {words}\\n")
+        sys.stdout.flush()
+    mpicomm.shutdown()
 """
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        said = lines(code, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[list[int]]:
+    """Three free ports, and one on which this process listens."""
+    with (
+        reserved_port() as gloo,
+        reserved_port() as mpicomm,
+        reserved_port() as user,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        yield [gloo, mpicomm, user, other.getsockname()[1]]
+
+
+@pytest.fixture(scope="module")
+def outcome(ports: list[int]) -> Outcome:
+    return run_ranks(SIZE, ["-c", PROGRAMS, *map(str, ports)], timeout=240)
+
+
+def lines(outcome: Outcome, program: str) -> list[str]:
+    """Return what the ranks said in a program."""
+    found = [line.partition(": ") for line in outcome.stdout.splitlines()]
+    words = sorted(text for name, _, text in found if name == program)
+    assert words, f"the program {program} said nothing: it failed, or one before it\n{outcome}"
+    return words
+
+
+def test_without_a_group_the_program_makes_its_own(outcome: Outcome) -> None:
+    assert lines(outcome, "no_group") == [str(TOTAL)] * SIZE, outcome
+
+
+@pytest.mark.parametrize("backend", ["mpicomm", "gloo"])
+def test_a_program_sets_a_master_port_of_its_own(backend: str, outcome: Outcome) -> None:
+    """As the setup() of PyTorch's DDP tutorial does."""
+    assert lines(outcome, f"own_port_{backend}") == [str(TOTAL)] * SIZE, outcome
+
+
+def test_child_processes_make_a_group_with_the_exported_variables(outcome: Outcome) -> None:
+    assert lines(outcome, "children") == [str(SIZE)] * SIZE, outcome
+
+
+def test_a_group_can_be_made_after_ours_is_destroyed(outcome: Outcome) -> None:
+    assert lines(outcome, "second_group") == [str(TOTAL)] * SIZE, outcome
+
+
+def test_one_host_is_served_on_loopback_only(outcome: Outcome) -> None:
+    assert lines(outcome, "loopback") == ["('127.0.0.1', True, [])"] * SIZE, outcome
+
+
+def test_address_and_port_of_the_user_are_honoured(outcome: Outcome, ports: list[int]) -> None:
+    port = ports[2]
+    assert lines(outcome, "address_of_the_user") == [f"('127.0.0.1', {port}, '{port}')"] * SIZE, outcome
+
+
+def test_a_port_in_use_is_refused_on_every_rank(outcome: Outcome, ports: list[int]) -> None:
+    said = lines(outcome, "used_port")
     reasons = [line for line in said if "can listen nowhere" in line]
-    assert len(reasons) == SIZE, said
-    assert all(f"127.0.0.1 port {port}: Address already in use" in line for line in reasons)
-    assert said.count(f"then {SIZE}") == SIZE
+    assert len(reasons) == SIZE, outcome
+    assert all(f"127.0.0.1 port {ports[3]}: Address already in use" in line for line in reasons), outcome
+    assert said.count(f"('then', {SIZE})") == SIZE, outcome
+
+
+def test_the_job_ends_well(outcome: Outcome) -> None:
+    assert outcome.status == 0, outcome

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.launching import run_ranks
 
 PROGRAM = """
@@ -27,6 +29,7 @@ assert tensor.eq(4).all()
 """
 
 
+@pytest.mark.each_mpi
 def test_an_mpi_that_serves_one_thread_at_a_time() -> None:
     outcome = run_ranks(2, PROGRAM)
     assert outcome.status == 0, outcome

@@ -20,92 +20,53 @@ comm = mpi.job_comm()
 
 @pytest.fixture
 def run_tests(tmp_path: Path):
-    """Return a function that runs a file of tests on four ranks, with this project's conftest."""
+    """Return a function that runs a file of tests on three ranks, with this project's conftest."""
 
     def run(code: str, timeout: float = 60) -> Outcome:
         (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
         (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nmarkers = mpi\n")
         (tmp_path / "test_it.py").write_text(HEADER + textwrap.dedent(code))
-        return run_ranks(4, ["-m", "pytest", "--with-mpi", "--color=no", str(tmp_path)], timeout=timeout)
+        return run_ranks(3, ["-m", "pytest", "--with-mpi", "--color=no", str(tmp_path)], timeout=timeout)
 
     return run
 
 
-def test_a_failure_on_one_rank_fails_the_test_on_all(run_tests) -> None:
+def test_failures_and_skips_of_some_ranks(run_tests) -> None:
+    """One job: in each test some ranks fail or skip, and the next test finds the ranks together again."""
     outcome = run_tests(
         """
-        def test_one():
+        def test_fails_on_rank_1():
             assert comm.rank != 1, "this is rank 1"
 
-        def test_two():
-            comm.Barrier()
-        """
-    )
-    assert outcome.status != 0, outcome
-    assert "failed on ranks [1]" in outcome.stdout, outcome
-    assert "1 failed, 1 passed" in outcome.stdout, outcome
-    said = outcome.stdout + outcome.stderr
-    assert re.search(r"\[rank 1\].*this is rank 1", said), outcome
-    assert "[rank 2]" not in said, outcome
-
-
-def test_a_rank_that_raises_before_a_collective_ends_the_job(run_tests) -> None:
-    outcome = run_tests(
-        """
-        def test_it():
-            if comm.rank == 1:
-                raise ValueError("only rank 1")
-            comm.Barrier()
-        """
-    )
-    assert outcome.status != 0, outcome
-    assert re.search(r"\[rank 1\] .*test_it failed here while others wait", outcome.stderr), outcome
-    assert "ValueError: only rank 1" in outcome.stderr, outcome
-
-
-def test_a_fixture_that_fails_on_one_rank_fails_the_test_on_all(run_tests) -> None:
-    outcome = run_tests(
-        """
         @pytest.fixture
         def broken():
             assert comm.rank != 2, "no fixture on rank 2"
 
-        def test_it(broken):
+        def test_fixture_fails_on_rank_2(broken):
             comm.Barrier()
 
-        def test_after():
-            comm.Barrier()
-        """
-    )
-    assert outcome.status != 0, outcome
-    assert "failed on ranks [2]" in outcome.stdout, outcome
-    assert "1 passed" in outcome.stdout, outcome
-    assert "no fixture on rank 2" in outcome.stdout + outcome.stderr, outcome
-
-
-def test_a_skip_on_one_rank_is_no_failure(run_tests) -> None:
-    outcome = run_tests(
-        """
-        def test_it():
+        def test_skips_on_rank_1():
             if comm.rank == 1:
                 pytest.skip("not here")
-        """
-    )
-    assert outcome.status == 0, outcome
 
-
-def test_what_a_test_leaves_behind_fails_it(run_tests) -> None:
-    outcome = run_tests(
-        """
-        def test_it():
+        def test_leaves_a_variable():
             os.environ["LEFT_BEHIND"] = "1"
+
+        def test_passes():
+            comm.Barrier()
         """
     )
     assert outcome.status != 0, outcome
+    assert "1 failed, 3 passed, 2 errors" in outcome.stdout, outcome
+    assert "failed on ranks [1]" in outcome.stdout, outcome
+    assert "failed on ranks [2]" in outcome.stdout, outcome
     assert "left environment variables behind" in outcome.stdout, outcome
+    said = outcome.stdout + outcome.stderr
+    assert re.search(r"\[rank 1\].*this is rank 1", said), outcome
+    assert re.search(r"\[rank 2\].*no fixture on rank 2", said), outcome
 
 
-def test_only_marked_tests_run_under_mpirun(run_tests) -> None:
+def test_ranks_other_than_0_are_quiet_and_unmarked_tests_are_left_out(run_tests) -> None:
     outcome = run_tests(
         """
         pytestmark = []
@@ -120,4 +81,18 @@ def test_only_marked_tests_run_under_mpirun(run_tests) -> None:
     )
     assert outcome.status == 0, outcome
     assert "1 passed, 1 deselected" in outcome.stdout, outcome
-    assert outcome.stdout.count("1 passed") == 1, f"ranks other than 0 are to be quiet\n{outcome}"
+    assert (outcome.stdout + outcome.stderr).count("1 passed") == 1, outcome
+
+
+def test_a_rank_that_raises_before_a_collective_ends_the_job(run_tests) -> None:
+    outcome = run_tests(
+        """
+        def test_it():
+            if comm.rank == 1:
+                raise ValueError("only rank 1")
+            comm.Barrier()
+        """
+    )
+    assert outcome.status != 0, outcome
+    assert re.search(r"\[rank 1\] .*test_it failed here while others wait", outcome.stderr), outcome
+    assert "ValueError: only rank 1" in outcome.stderr, outcome

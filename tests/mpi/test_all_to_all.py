@@ -6,18 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import dtypes, wire
+from tests.mpi.counts import limit
+from tests.mpi.sweep import sweep
 from tests.mpi.test_collectives import MOVED, WHEN, finish
-from tests.worlds import Group
+from tests.worlds import BY_MPI, Group, on_groups
 
 WIDTH = 3
 
 
 @pytest.fixture(params=["whole", "in parts"], autouse=True)
-def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
     """Let MPI count to 2^31 and beyond, or to two."""
     if request.param == "in parts":
-        monkeypatch.setattr(wire, "largest_count", lambda: 2)
+        limit(monkeypatch, group, 2)
 
 
 def rows(src: int, dst: int) -> int:
@@ -35,7 +36,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", MOVED, ids=dtypes.short)
+@sweep(MOVED, kinds=BY_MPI)
 def test_even_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     source = torch.cat([block(group.rank, dst, 2, dtype) for dst in range(group.size)])
     output = torch.empty_like(source)
@@ -45,7 +46,7 @@ def test_even_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=dtypes.short)
+@sweep([torch.float32, torch.bfloat16, torch.complex64, torch.bool], kinds=BY_MPI)
 def test_uneven_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     sends = [rows(group.rank, dst) for dst in range(group.size)]
     receives = [rows(src, group.rank) for src in range(group.size)]
@@ -57,19 +58,22 @@ def test_uneven_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
+@on_groups(*BY_MPI)
 def test_uneven_parts_on_one_side(group: Group, is_async: bool) -> None:
-    """Sizes may be given for the output alone, or for the input."""
-    source = torch.full((group.size, WIDTH), float(group.rank))
-    output = torch.empty(group.size, WIDTH)
-    ones = [1] * group.size
-    for receives, sends in ((ones, None), (None, ones)):
-        output.zero_()
-        finish(dist.all_to_all_single(output, source, receives, sends, group=group.handle, async_op=is_async))
-        assert torch.equal(output, torch.arange(group.size).float().repeat_interleave(WIDTH).view(-1, WIDTH))
+    """The first rank gives sizes for the input alone, the last one for the output: the others' are as if by default."""
+    first, last = 0, group.size - 1
+    counts = [[3 if (src, dst) == (first, last) else 1 for dst in range(group.size)] for src in range(group.size)]
+    sends, receives = counts[group.rank], [row[group.rank] for row in counts]
+    source = torch.cat([block(group.rank, dst, count) for dst, count in enumerate(sends)])
+    output = torch.empty(sum(receives), WIDTH)
+    output_sizes = receives if group.rank != first else None
+    input_sizes = sends if group.rank != last else None
+    finish(dist.all_to_all_single(output, source, output_sizes, input_sizes, group=group.handle, async_op=is_async))
+    assert torch.equal(output, torch.cat([block(src, group.rank, count) for src, count in enumerate(receives)]))
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.complex128], ids=dtypes.short)
+@sweep([torch.float32, torch.float8_e5m2, torch.complex128], kinds=BY_MPI)
 def test_lists(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     sources = [block(group.rank, dst, rows(group.rank, dst), dtype) for dst in range(group.size)]
     outputs = [torch.empty(rows(src, group.rank), WIDTH, dtype=dtype) for src in range(group.size)]
@@ -79,6 +83,7 @@ def test_lists(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
+@on_groups(*BY_MPI)
 def test_lists_of_chunks_are_filled_in_place(group: Group, is_async: bool) -> None:
     source = torch.arange(2 * group.size).float() + 100 * group.rank
     output = torch.empty(2 * group.size)
@@ -92,16 +97,19 @@ def test_lists_of_chunks_are_filled_in_place(group: Group, is_async: bool) -> No
 
 
 @WHEN
-def test_the_output_may_be_the_input(group: Group, is_async: bool) -> None:
-    tensor = torch.arange(group.size).float() + 100 * group.rank
+@pytest.mark.parametrize("length", [1, 50_000])  # MPI may copy a short input when it is called
+@on_groups(*BY_MPI)
+def test_the_output_may_be_the_input(group: Group, length: int, is_async: bool) -> None:
+    tensor = (torch.arange(group.size).float() + 100 * group.rank).repeat_interleave(length)
     finish(dist.all_to_all_single(tensor, tensor, group=group.handle, async_op=is_async))
-    assert torch.equal(tensor, 100.0 * torch.arange(group.size) + group.rank)
+    assert torch.equal(tensor, (100.0 * torch.arange(group.size) + group.rank).repeat_interleave(length))
     chunks = list(tensor.chunk(group.size))
     finish(dist.all_to_all(chunks, chunks, group=group.handle, async_op=is_async))  # and back
-    assert torch.equal(tensor, torch.arange(group.size).float() + 100 * group.rank)
+    assert torch.equal(tensor, (torch.arange(group.size).float() + 100 * group.rank).repeat_interleave(length))
 
 
 @WHEN
+@on_groups(*BY_MPI)
 def test_strided_tensors(group: Group, is_async: bool) -> None:
     source = (torch.arange(2 * group.size).float() + 100 * group.rank).view(2, group.size).t()
     output = torch.zeros(2, group.size).t()
@@ -110,7 +118,9 @@ def test_strided_tensors(group: Group, is_async: bool) -> None:
     assert output.tolist() == expected
 
 
+@pytest.mark.parametrize("counts", ["whole"], indirect=True)
 @pytest.mark.parametrize("shape", [(0,), (0, 3)], ids=str)
+@on_groups("world", "alone", "staged")
 def test_nothing(group: Group, shape: tuple[int, ...]) -> None:
     output = torch.empty(shape)
     dist.all_to_all_single(output, torch.empty(shape), group=group.handle)

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm import mpi
+from mpicomm.backend.progress import Worker
 from mpicomm.backend.work import QueuedWork
 from mpicomm.faults import recorder
-from tests.worlds import Group
+from tests.torches import all_gather_single
+from tests.worlds import Group, on_groups
+
+pytestmark = pytest.mark.each_torch("async collectives")
 
 BIG = 4 << 20  # floats, 16 MiB
+# The worker and its queue know nothing of routes; in `staged` it copies tensors, in `debug` it compares calls.
+QUEUES = on_groups("world", "staged", "debug")
+
+
+def worker_of(group: Group) -> Worker:
+    return group.handle._engine.executor._get_worker()
+
+
+def hold(group: Group, call: Callable[[], object]) -> None:
+    """Queue a call that is no operation: what is queued after it waits for its end."""
+    engine = group.handle._engine
+    operation = recorder.note(engine.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1)
+    worker_of(group).submit(call, QueuedWork([], operation, engine.executor))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -50,16 +69,48 @@ def test_the_call_returns_before_the_others_come(world: mpicomm.World) -> None:
     assert tensor.item() == world.size
 
 
-def test_operations_keep_their_order(group: Group) -> None:
-    """Each step depends on the one before, whether it is asynchronous or not."""
-    tensor = torch.ones(1, dtype=torch.float64)
-    works = [dist.all_reduce(tensor, group=group.handle, async_op=step % 3 != 0) for step in range(20)]
-    for work in works:
-        if work is not None:
-            work.wait()
-    assert tensor.item() == float(group.size) ** 20
+@pytest.mark.mpi(min_size=2)
+@QUEUES
+def test_a_synchronous_operation_comes_after_those_that_were_queued(group: Group) -> None:
+    """The queue is held until the synchronous operation is in it, or has ended without."""
+    tensor = torch.full((3,), 1.0 + group.rank)
+    worker, has_ended = worker_of(group), threading.Event()
+    queued = worker.submitted + 3  # what holds the queue, a broadcast and an all_reduce
+    hold(group, lambda: mpi.poll(lambda: worker.submitted == queued or has_ended.is_set(), 30))
+    dist.broadcast(tensor, group_src=group.size - 1, group=group.handle, async_op=True)
+    dist.all_reduce(tensor, group=group.handle)
+    has_ended.set()
+    dist.barrier(group=group.handle)
+    assert torch.equal(tensor, torch.full((3,), float(group.size**2)))
 
 
+@pytest.mark.mpi(min_size=2)
+@on_groups("world", "staged")
+def test_what_a_callback_calls_comes_before_what_its_thread_calls_later(group: Group) -> None:
+    """On odd ranks the main thread calls its operation first; on even ranks, the callback."""
+    first, by_callback, later = (torch.full((3,), float(value)) for value in (1, 10, 100))
+    worker, gate = worker_of(group), threading.Event()
+    hold(group, gate.wait)
+    work = dist.all_reduce(first, group=group.handle, async_op=True)
+    queued = worker.submitted + 1  # with the callback
+
+    def call_back(_future: torch.futures.Future) -> None:
+        if group.rank % 2:
+            mpi.poll(lambda: worker.submitted > queued, 1)
+        dist.all_reduce(by_callback, group=group.handle)
+
+    called_back = work.get_future().then(call_back)
+    gate.set()
+    work.wait()
+    if group.rank % 2 == 0:
+        called_back.wait()
+    dist.all_reduce(later, group=group.handle)
+    called_back.wait()
+    assert torch.equal(by_callback, torch.full((3,), 10.0 * group.size))
+    assert torch.equal(later, torch.full((3,), 100.0 * group.size))
+
+
+@on_groups("world", "debug")
 def test_many_at_once(group: Group) -> None:
     tensors = [torch.full((100,), float(index + group.rank)) for index in range(200)]
     works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for tensor in tensors]
@@ -69,23 +120,26 @@ def test_many_at_once(group: Group) -> None:
         assert torch.equal(tensor, torch.full((100,), float(group.size * index + sum(range(group.size)))))
 
 
-def test_the_future_holds_the_tensors_and_calls_back_elsewhere(group: Group) -> None:
+@QUEUES
+def test_the_future_holds_the_tensors_and_calls_back_on_the_worker(group: Group) -> None:
     tensor = torch.full((4,), 1.0)
-    threads: list[threading.Thread] = []
-    gate = torch.futures.Future()
+    threads: list[str] = []
+    gate = threading.Event()
+    hold(group, gate.wait)
     work = dist.all_reduce(tensor, group=group.handle, async_op=True)
 
     def note(future: torch.futures.Future) -> torch.Tensor:
-        threads.append(threading.current_thread())
+        threads.append(threading.current_thread().name)
         return future.value()[0] * 2
 
     doubled = work.get_future().then(note)
+    gate.set()
     assert torch.equal(doubled.wait(), torch.full((4,), 2.0 * group.size))
     assert torch.equal(work.get_future().value()[0], tensor)
-    assert threads
-    gate.set_result(None)
+    assert [name.startswith("mpicomm-worker") for name in threads] == [True]
 
 
+@QUEUES
 def test_a_callback_may_start_the_next_operation(group: Group) -> None:
     tensor = torch.ones(4)
 
@@ -98,6 +152,7 @@ def test_a_callback_may_start_the_next_operation(group: Group) -> None:
     assert torch.equal(work.get_future().then(again).wait(), torch.full((4,), float(group.size) ** 2))
 
 
+@QUEUES
 def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None:
     """As PowerSGD does; on the worker's own thread the operation would wait behind its own callback."""
     tensor, other = torch.ones(4), torch.ones(3)
@@ -110,6 +165,7 @@ def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None
     assert torch.equal(work.get_future().then(again).wait(), torch.full((3,), float(group.size)))
 
 
+@QUEUES
 def test_a_callback_may_wait_for_what_is_queued_behind_it(group: Group) -> None:
     tensor, other = torch.ones(4), torch.ones(3)
     first = dist.all_reduce(tensor, group=group.handle, async_op=True)
@@ -119,16 +175,12 @@ def test_a_callback_may_wait_for_what_is_queued_behind_it(group: Group) -> None:
     assert torch.equal(other, torch.full((3,), float(group.size)))
 
 
+@QUEUES
 def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> None:
-    """Where the ranks compare their calls, by number, too: a callback's comes when it comes.
-
-    All callbacks are there before the first operation ends: one that comes later runs at once, where it was added.
-    """
+    """Where the ranks compare their calls, by number, too."""
     tensors = [torch.ones(1000) for _ in range(20)]
     gate = threading.Event()
-    engine = group.handle._engine
-    closed = recorder.note(engine.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1)
-    engine.executor._get_worker().submit(gate.wait, QueuedWork([], closed, engine.executor))
+    hold(group, gate.wait)
 
     def again(future: torch.futures.Future) -> None:
         dist.all_reduce(future.value()[0], group=group.handle)
@@ -140,6 +192,141 @@ def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> No
         each.wait()
     for tensor in tensors:
         assert torch.equal(tensor, torch.full((1000,), float(group.size**2)))
+
+
+@pytest.mark.mpi(min_size=2)
+@QUEUES
+@pytest.mark.parametrize("late", ["even", "odd"])
+def test_a_callback_runs_where_it_was_added(group: Group, late: str) -> None:
+    """On some ranks the operations have ended before the callback is added, on the others they have not begun."""
+    first, second, by_callback, last = (torch.full((3,), float(value)) for value in (1, 10, 100, 1000))
+    threads: list[str] = []
+    gate = threading.Event()
+    hold(group, gate.wait)
+    works = [dist.all_reduce(each, group=group.handle, async_op=True) for each in (first, second)]
+    has_to_wait = (group.rank % 2 == 0) == (late == "odd")
+
+    def call_back(_future: torch.futures.Future) -> None:
+        threads.append(threading.current_thread().name)
+        dist.all_reduce(by_callback, group=group.handle)
+
+    if not has_to_wait:
+        gate.set()
+        mpi.poll(works[1].is_completed, 0.2)  # which it cannot be before the others' gates are open
+    called_back = works[0].get_future().then(call_back)
+    gate.set()
+    dist.all_reduce(last, group=group.handle)
+    called_back.wait()
+    for tensor, value in ((first, 1), (second, 10), (by_callback, 100), (last, 1000)):
+        assert torch.equal(tensor, torch.full((3,), float(value * group.size)))
+    assert [name.startswith("mpicomm-worker") for name in threads] == [True]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_callbacks_on_other_groups_come_before_what_is_called_later(world: mpicomm.World, is_async: bool) -> None:
+    """The callback of one group's operation calls another group's, as the program does afterwards, on rank 0 late."""
+    groups = [dist.new_group() for _ in range(3)]
+    tensors = [torch.full((4,), 10.0**power * (1 + world.rank)) for power in range(5)]
+    first, second, third, fourth, fifth = tensors
+
+    def call_back(_future: torch.futures.Future) -> None:
+        dist.all_reduce(third, group=groups[1])
+        dist.all_reduce(fourth, group=groups[2], async_op=True).wait()
+
+    work = dist.all_reduce(first, group=groups[0], async_op=True)
+    dist.all_reduce(second, group=groups[1], async_op=True)
+    called_back = work.get_future().then(call_back)
+    time.sleep(0.3 * (world.rank == 0))
+    last = dist.all_reduce(fifth, group=groups[2], async_op=is_async)
+    if last is not None:
+        last.wait()
+    called_back.wait()
+    total = world.size * (world.size + 1) / 2
+    assert [each[0].item() for each in tensors] == [total * 10**power for power in range(5)]
+    for each in groups:
+        dist.destroy_process_group(each)
+
+
+def test_callbacks_of_two_groups_run_in_the_order_in_which_they_were_added(world: mpicomm.World) -> None:
+    groups = [dist.new_group() for _ in range(2)]
+    ran: list[int] = []
+    futures = []
+    for index in range(20):
+        work = dist.all_reduce(torch.ones(1 + 1000 * (index % 3)), group=groups[index % 2], async_op=True)
+        futures.append(work.get_future().then(lambda _, index=index: ran.append(index)))
+    for each in reversed(futures):
+        each.wait()
+    assert ran == list(range(20))
+    for each in groups:
+        dist.destroy_process_group(each)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_threads_do_not_wait_for_each_others_callbacks(world: mpicomm.World) -> None:
+    """The threads come in another order on odd ranks; each has a group of its own."""
+    groups = [dist.new_group() for _ in range(2)]
+    tensors = [torch.full((3,), 10.0**power) for power in range(4)]
+
+    def work(index: int) -> None:
+        first, by_callback = tensors[index::2]
+        future = dist.all_reduce(first, group=groups[index], async_op=True).get_future()
+        future.then(lambda _: dist.all_reduce(by_callback, group=groups[index])).wait()
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
+    for index in (1, 0) if world.rank % 2 else (0, 1):
+        threads[index].start()
+        time.sleep(0.2)
+    assert mpi.poll(lambda: not any(each.is_alive() for each in threads), 20)
+    assert [each[0].item() for each in tensors] == [world.size * 10**power for power in range(4)]
+    for each in groups:
+        dist.destroy_process_group(each)
+
+
+def test_a_callback_of_several_works_has_a_place_too(world: mpicomm.World) -> None:
+    with dist._coalescing_manager(async_ops=True) as joint:
+        tensors = [torch.full((3,), float(value)) for value in (1, 10)]
+        for each in tensors:
+            dist.all_reduce(each)
+    by_callback = torch.full((3,), 100.0)
+    if world.rank == 0:
+        time.sleep(0.1)
+    called_back = dist.all_reduce(tensors[0], async_op=True).get_future().then(lambda _: dist.all_reduce(by_callback))
+    joint.wait()
+    called_back.wait()
+    assert torch.equal(by_callback, torch.full((3,), 100.0 * world.size))
+
+
+def test_an_error_in_a_callback_is_raised_where_its_result_is_asked_for(
+    world: mpicomm.World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_future: torch.futures.Future) -> None:
+        raise KeyError("no such key")
+
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.add_done_callback(fail)
+    failed = future.then(fail)
+    with pytest.raises(KeyError, match="no such key"):
+        failed.wait()
+    with pytest.raises(KeyError):
+        failed.then(lambda done: done.value()).wait()
+    assert caplog.text.count("a callback of an asynchronous operation failed") == 1
+    dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_callback_of_a_message_calls_no_collective(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        dist.barrier()
+        dist.send(torch.ones(BIG), 1)
+    elif world.rank == 1:
+        work = dist.irecv(torch.empty(BIG), 0)
+        called_back = work.get_future().then(lambda _: dist.all_reduce(torch.ones(1)))
+        dist.barrier()
+        with pytest.raises(RuntimeError, match=r"a callback of a message .* called a collective"):
+            called_back.wait()
+    else:
+        dist.barrier()
 
 
 def test_several_groups_at_once(groups: dict[str, Group]) -> None:
@@ -154,6 +341,7 @@ def test_several_groups_at_once(groups: dict[str, Group]) -> None:
         assert torch.equal(tensor, torch.full((1000,), group.size * (group.size + 1) / 2))
 
 
+@QUEUES
 def test_a_dropped_handle_still_completes(group: Group) -> None:
     tensor = torch.ones(1000)
     dist.all_reduce(tensor, group=group.handle, async_op=True)
@@ -161,6 +349,7 @@ def test_a_dropped_handle_still_completes(group: Group) -> None:
     assert torch.equal(tensor, torch.full((1000,), float(group.size)))
 
 
+@QUEUES
 def test_asynchronous_barrier(group: Group) -> None:
     work = dist.barrier(group=group.handle, async_op=True)
     assert work.wait()
@@ -168,6 +357,7 @@ def test_asynchronous_barrier(group: Group) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_groups("world", "staged", "debug", "direct", "segment")
 def test_inference_tensors(group: Group, dtype: torch.dtype) -> None:
     """They may be written in inference mode alone, in which the worker is not."""
     with torch.inference_mode():
@@ -177,7 +367,7 @@ def test_inference_tensors(group: Group, dtype: torch.dtype) -> None:
             torch.empty(3 * group.size, dtype=dtype),
             [torch.empty(3, dtype=dtype) for _ in range(group.size)],
         )
-        works = [dist.all_gather_single(gathered, dense, group=group.handle, async_op=True)]
+        works = [all_gather_single(gathered, dense, group=group.handle, async_op=True)]
         works.append(dist.all_gather(parts, dense, group=group.handle, async_op=True))
         works += [
             dist.all_reduce(each, dist.ReduceOp.AVG, group=group.handle, async_op=True) for each in (dense, strided)

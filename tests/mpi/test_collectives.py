@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import dtypes
-from tests.worlds import Group
+from tests import nodes
+from tests.mpi.sweep import FEW, sweep
+from tests.torches import all_gather_single, reduce_scatter_single
+from tests.worlds import BY_MPI, Group, on_groups
+
+pytestmark = pytest.mark.each_torch("collectives")
 
 MOVED = [*dtypes._ARITHMETIC, *dtypes.NARROW_FLOATS, torch.float8_e8m0fnu]
 REDUCED = [*dtypes._ARITHMETIC, torch.bfloat16, torch.float16]
@@ -21,28 +26,30 @@ def finish(work: dist.Work | None) -> None:
 
 
 def of_rank(rank: int, dtype: torch.dtype, count: int = 5) -> torch.Tensor:
-    """Return a tensor that tells its rank: 1 + rank in every element, exact in every dtype."""
+    """Return a tensor that tells its rank: 1 + rank in every element, exact in every dtype; True on even ranks."""
+    if dtype == torch.bool:
+        return torch.full((count,), rank % 2 == 0)
     return torch.full((count,), 1 + rank, dtype=torch.float32).to(dtype)
 
 
-def layouts(shape: tuple[int, ...], fill: float) -> list[torch.Tensor]:
-    """Return tensors of one shape and content that lie differently in memory."""
-    rows, columns = shape
+def layouts(content: torch.Tensor) -> list[torch.Tensor]:
+    """Return matrices of one content that lie differently in memory."""
+    rows, columns = content.shape
     return [
-        torch.full(shape, fill),
-        torch.full((columns, rows), fill).t(),
-        torch.full((rows, 3 * columns), fill)[:, ::3],
-        torch.full((2, 1, rows, columns), fill).contiguous(memory_format=torch.channels_last)[1, 0],
+        content.clone(),
+        content.t().contiguous().t(),
+        content.repeat_interleave(3, dim=1)[:, ::3],
+        content.expand(2, 1, rows, columns).contiguous(memory_format=torch.channels_last)[1, 0],
     ]
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", REDUCED, ids=dtypes.short)
+@sweep(REDUCED)
 def test_all_reduce_sum(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     tensor = of_rank(group.rank, dtype)
     finish(dist.all_reduce(tensor, group=group.handle, async_op=is_async))
-    expected = sum(range(1, group.size + 1)) if dtype != torch.bool else True
-    assert torch.equal(tensor, torch.full((5,), expected).to(dtype))
+    expected = torch.full((5,), group.size * (group.size + 1) // 2).to(dtype)  # of bool, True: the first rank's is
+    assert torch.equal(tensor, expected)
 
 
 def reference(op: str, values: torch.Tensor) -> torch.Tensor:
@@ -62,26 +69,26 @@ def reference(op: str, values: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_all_reduce_ops_on_integers(group: Group, dtype: torch.dtype, op: str) -> None:
-    values = torch.randint(0, 2 if dtype == torch.bool else 5, (group.size, 64), generator=torch.manual_seed(1))
-    values = values.to(dtype)
+# test_matrix.py has every pair on the world, and all of these on `parity` and `staged`.
+REDUCTIONS = [
+    *[(dtype, op) for dtype in FEW for op in ["SUM", "PRODUCT", "MIN", "MAX"]],
+    *[(torch.int64, op) for op in ["BAND", "BOR", "BXOR"]],
+]
+CASES = [
+    *[(kind, *pair) for kind in ("alone", "debug") for pair in REDUCTIONS],
+    *[(kind, dtype, "SUM") for kind in nodes.KINDS for dtype in FEW],  # the others are MPI's there too
+]
+
+
+@pytest.mark.parametrize(("group", "dtype", "op"), CASES, indirect=["group"], ids=str)
+def test_all_reduce_with_every_operation(group: Group, dtype: torch.dtype, op: str) -> None:
+    values = torch.randint(-3, 4, (group.size, 64), generator=torch.manual_seed(1)).to(dtype)  # exact in any order
     tensor = values[group.rank].clone()
     dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group.handle)
     assert torch.equal(tensor, reference(op, values))
 
 
-@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_all_reduce_ops_on_floats(group: Group, dtype: torch.dtype, op: str) -> None:
-    values = torch.randint(-3, 4, (group.size, 64), generator=torch.manual_seed(2)).to(dtype)  # exact in any order
-    tensor = values[group.rank].clone()
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group.handle)
-    assert torch.equal(tensor, reference(op, values))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int32])
+@sweep([torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int32])
 def test_average(group: Group, dtype: torch.dtype) -> None:
     tensor = of_rank(group.rank, dtype)
     dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group.handle)
@@ -89,7 +96,7 @@ def test_average(group: Group, dtype: torch.dtype) -> None:
     assert torch.equal(tensor, torch.full((5,), int(mean) if dtype == torch.int32 else mean).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@sweep([torch.float16, torch.bfloat16, torch.float32, torch.float64], kinds=BY_MPI)
 def test_premultiplied_sum(group: Group, dtype: torch.dtype) -> None:
     source = of_rank(group.rank, dtype)
     tensor, block = source.clone(), torch.empty(5, dtype=dtype)
@@ -98,11 +105,12 @@ def test_premultiplied_sum(group: Group, dtype: torch.dtype) -> None:
     expected = torch.full((5,), 0.5 * group.size * (group.size + 1) / 2).to(dtype)
     assert torch.equal(tensor, expected)
     stacked = source.repeat(group.size)
-    dist.reduce_scatter_single(block, stacked, op, group=group.handle)
+    reduce_scatter_single(block, stacked, op, group=group.handle)
     assert torch.equal(block, expected)
     assert torch.equal(stacked, source.repeat(group.size))
 
 
+@on_groups("world", "staged")
 def test_complex_product(group: Group) -> None:
     tensor = torch.full((3,), 1j, dtype=torch.complex64)
     group.handle.allreduce([tensor], _all_reduce_options(dist.ReduceOp.PRODUCT)).wait()
@@ -119,10 +127,11 @@ def _all_reduce_options(op: dist.ReduceOp) -> object:
 
 @WHEN
 def test_all_reduce_of_every_layout(group: Group, is_async: bool) -> None:
-    for tensor in layouts((4, 6), fill=1.0 + group.rank):
+    content = torch.arange(24.0).view(4, 6)
+    for tensor in layouts(content + group.rank):
         strides = tensor.stride()
         finish(dist.all_reduce(tensor, group=group.handle, async_op=is_async))
-        assert torch.equal(tensor, torch.full((4, 6), group.size * (group.size + 1) / 2))
+        assert torch.equal(tensor, group.size * content + sum(range(group.size)))
         assert tensor.stride() == strides
 
 
@@ -156,7 +165,7 @@ def test_reduce_to_every_root(group: Group, dtype: torch.dtype, is_async: bool) 
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", MOVED, ids=dtypes.short)
+@sweep(MOVED)
 def test_broadcast_from_every_root(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     for root in range(group.size):
         tensor = of_rank(group.rank, dtype)
@@ -165,19 +174,20 @@ def test_broadcast_from_every_root(group: Group, dtype: torch.dtype, is_async: b
 
 
 def test_broadcast_into_every_layout(group: Group) -> None:
-    for tensor in layouts((4, 6), fill=1.0 + group.rank):
+    content = torch.arange(24.0).view(4, 6)
+    for tensor in layouts(content + group.rank):
         dist.broadcast(tensor, group_src=0, group=group.handle)
-        assert torch.equal(tensor, torch.ones(4, 6))
+        assert torch.equal(tensor, content)
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", MOVED, ids=dtypes.short)
+@sweep(MOVED)
 def test_all_gather(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     source = of_rank(group.rank, dtype)
     outputs = [torch.empty_like(source) for _ in range(group.size)]
     finish(dist.all_gather(outputs, source, group=group.handle, async_op=is_async))
     flat = torch.empty(group.size * 5, dtype=dtype)
-    finish(dist.all_gather_single(flat, source, group=group.handle, async_op=is_async))
+    finish(all_gather_single(flat, source, group=group.handle, async_op=is_async))
     for rank, output in enumerate(outputs):
         expected = of_rank(rank, dtype).view(torch.uint8)
         assert torch.equal(output.view(torch.uint8), expected)
@@ -186,6 +196,7 @@ def test_all_gather(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
+@on_groups(*BY_MPI)
 def test_all_gather_of_uneven_sizes(group: Group, is_async: bool) -> None:
     source = torch.full((group.rank, 2), float(group.rank))
     outputs = [torch.empty(rank, 2) for rank in range(group.size)]
@@ -200,7 +211,7 @@ def test_reduce_scatter(group: Group, dtype: torch.dtype, is_async: bool) -> Non
     blocks = [of_rank(group.rank + rank, dtype) for rank in range(group.size)]
     source = torch.cat(blocks)
     mine, also_mine = torch.empty(5, dtype=dtype), torch.empty(5, dtype=dtype)
-    finish(dist.reduce_scatter_single(mine, source, group=group.handle, async_op=is_async))
+    finish(reduce_scatter_single(mine, source, group=group.handle, async_op=is_async))
     finish(dist.reduce_scatter(also_mine, blocks, group=group.handle, async_op=is_async))
     expected = sum(1 + rank + group.rank for rank in range(group.size))
     assert torch.equal(mine, torch.full((5,), expected).to(dtype))
@@ -209,6 +220,7 @@ def test_reduce_scatter(group: Group, dtype: torch.dtype, is_async: bool) -> Non
 
 
 @WHEN
+@on_groups(*BY_MPI)
 def test_gather_and_scatter_with_every_root(group: Group, is_async: bool) -> None:
     for root in range(group.size):
         is_root = group.rank == root
@@ -222,25 +234,12 @@ def test_gather_and_scatter_with_every_root(group: Group, is_async: bool) -> Non
         assert torch.equal(mine, source)
 
 
-@WHEN
-def test_coalesced_all_reduce(group: Group, is_async: bool) -> None:
-    tensors = [torch.full((3,), 1.0 + group.rank), torch.full((2, 2), 2 * group.rank)]
-    with dist._coalescing_manager(group.handle, async_ops=is_async) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=group.handle)
-    if is_async:
-        manager.wait()
-    total = sum(range(group.size))
-    assert torch.equal(tensors[0], torch.full((3,), float(group.size + total)))
-    assert torch.equal(tensors[1], torch.full((2, 2), 2 * total))
-
-
 def test_the_input_may_be_a_part_of_the_output(group: Group) -> None:
     """FSDP gathers in place; MPI forbids it unless it is told so."""
     gathered = torch.zeros(3 * group.size)
     mine = gathered[3 * group.rank : 3 * group.rank + 3]
     mine.fill_(group.rank)
-    dist.all_gather_single(gathered, mine, group=group.handle)
+    all_gather_single(gathered, mine, group=group.handle)
     assert torch.equal(gathered, torch.arange(group.size).repeat_interleave(3).float())
 
 
@@ -248,10 +247,27 @@ def test_the_input_may_be_a_part_of_the_output(group: Group) -> None:
 def test_the_output_may_be_a_part_of_the_input(group: Group, dtype: torch.dtype) -> None:
     source = torch.arange(4 * group.size).to(dtype)
     block = source[4 * group.rank : 4 * group.rank + 4]
-    dist.reduce_scatter_single(block, source, group=group.handle)
+    reduce_scatter_single(block, source, group=group.handle)
     assert torch.equal(block, (group.size * torch.arange(4 * group.rank, 4 * group.rank + 4)).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtypes.short)
+@on_groups("world", "staged", *nodes.KINDS)
+def test_the_output_may_overlap_two_blocks_of_the_input(group: Group, dtype: torch.dtype) -> None:
+    """It begins in the middle of the rank's own block; the last rank's ends behind the input.
+
+    A block is several chunks of the memory that the ranks of a node share.
+    """
+    count = 2**18
+    memory = (torch.arange((group.size + 1) * count) % 61).to(dtype)  # sums are exact
+    source = memory[: group.size * count]
+    expected = group.size * source.view(group.size, count)[group.rank]
+    output = memory[group.rank * count + count // 2 :][:count]
+    reduce_scatter_single(output, source, group=group.handle)
+    assert torch.equal(output, expected)
+
+
+@on_groups("world", "staged", "segment")
 def test_the_default_device_is_the_users_affair(group: Group) -> None:
     """Calls from C++, as DDP's, run with it; the host memory that MPI wants must not follow it."""
     tensor = torch.ones(4, 2).t()
@@ -263,6 +279,39 @@ def test_the_default_device_is_the_users_affair(group: Group) -> None:
     assert torch.equal(tensor, torch.full((2, 4), float(group.size)))
 
 
+LAZY = {
+    "conjugated": lambda numbers: numbers.conj(),
+    "negated": lambda numbers: numbers.conj().imag,
+}
+
+
+@pytest.mark.parametrize("view", LAZY)
+@on_groups("world", "staged", "segment")
+def test_views_that_torch_conjugates_or_negates_when_they_are_read(group: Group, view: str) -> None:
+    """Their memory has other numbers than they have."""
+
+    def of(rank: int) -> torch.Tensor:
+        return LAZY[view](torch.tensor([1 + 2j, 3 - 4j]) * (1 + rank))
+
+    last = group.size - 1
+    mine = of(group.rank)
+    assert mine.is_conj() or mine.is_neg()
+    gathered = [torch.zeros(2, dtype=mine.dtype) for _ in range(group.size)]
+    group.handle.allgather([gathered], [mine]).wait()  # functions of dist refuse such complex tensors
+    for rank, each in enumerate(gathered):
+        assert torch.equal(each, of(rank))
+    group.handle.broadcast([mine], last).wait()
+    assert torch.equal(mine, of(last))
+    if group.rank == last:
+        work = group.handle.send([of(last)], 0)
+    if group.rank == 0:
+        received = of(0)
+        group.handle.recv([received], last).wait()
+        assert torch.equal(received, of(last))
+    if group.rank == last:
+        work.wait()
+
+
 def test_a_tensor_that_a_functional_collective_still_fills(group: Group) -> None:
     from torch.distributed._functional_collectives import all_reduce
 
@@ -272,6 +321,7 @@ def test_a_tensor_that_a_functional_collective_still_fills(group: Group) -> None
     assert torch.equal(result, torch.full((3,), float(group.size**2)))
 
 
+@on_groups("world", "parity", "debug")
 def test_barrier_waits_for_the_last(group: Group, world: object) -> None:
     import time
 
@@ -284,23 +334,6 @@ def test_barrier_waits_for_the_last(group: Group, world: object) -> None:
     left = time.monotonic()
     dist.broadcast(arrived, group_src=last, group=group.handle)
     assert left >= arrived.item()  # the ranks share a host, and with it the clock
-
-
-def test_objects(group: Group) -> None:
-    mine = {"rank": group.rank, "list": list(range(group.rank)), "text": "x" * 1000 * group.rank}
-    everyone: list[dict | None] = [None] * group.size
-    dist.all_gather_object(everyone, mine, group=group.handle)
-    assert [each and each["rank"] for each in everyone] == list(range(group.size))
-    assert [each and len(each["text"]) for each in everyone] == [1000 * rank for rank in range(group.size)]
-    for root in range(group.size):
-        sent = [mine, root] if group.rank == root else [None, None]
-        dist.broadcast_object_list(sent, group_src=root, group=group.handle)
-        assert sent[0]["rank"] == sent[1] == root
-        gathered = [None] * group.size if group.rank == root else None
-        dist.gather_object(mine, gathered, group_dst=root, group=group.handle)
-        received: list[object] = [None]
-        dist.scatter_object_list(received, gathered, group_src=root, group=group.handle)
-        assert received[0] == mine
 
 
 def test_the_autograd_flags_of_parameters_are_left_alone(group: Group) -> None:

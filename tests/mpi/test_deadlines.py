@@ -25,20 +25,15 @@ def raising(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[d
     dist.destroy_process_group(group)
 
 
-def test_a_barrier_waits_for_who_comes_in_time(world: mpicomm.World) -> None:
-    start = time.monotonic()
+def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
+    """All ranks share a host, and so its monotonic clock."""
     time.sleep(0.1 * world.rank)
+    arrived = time.monotonic()
     mpicomm.barrier(timeout=datetime.timedelta(seconds=20))
-    assert time.monotonic() - start >= 0.1 * (world.size - 1)
+    left = time.monotonic()
+    assert left >= max(mpicomm.all_gather_object(arrived))
     mpicomm.barrier(timeout=20.0)
     mpicomm.barrier()
-
-
-def test_a_synchronous_collective_where_timeouts_raise(world: mpicomm.World, raising: dist.ProcessGroup) -> None:
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=raising)
-    dist.all_reduce(tensor, group=raising, async_op=True).wait()
-    assert torch.equal(tensor, torch.full((3,), float(world.size**2)))
 
 
 @pytest.mark.mpi(min_size=2)

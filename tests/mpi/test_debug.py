@@ -72,8 +72,8 @@ def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup,
     with pytest.raises(mpicomm.MismatchError) as caught:
         start(call, group)
     assert caught.value.is_everywhere
-    caught.match(rf"rank 0: .*{shown_first}.*, at test_debug\.py:\d+")
-    caught.match(rf"rank.* 1.*: .*{shown_others}.*, at test_debug\.py:\d+")
+    caught.match(rf"rank 0: #\d+ .*{shown_first}.*, at test_debug\.py:\d+")
+    caught.match(rf"rank.* 1.*: #\d+ .*{shown_others}.*, at test_debug\.py:\d+")
     total = torch.tensor(1.0)
     dist.all_reduce(total, group=group)
     assert total.item() == world.size, "nothing was sent, so the group goes on"
@@ -85,7 +85,10 @@ def test_sizes_that_may_differ(world: mpicomm.World, group: dist.ProcessGroup) -
     dist.all_gather(parts, mine, group=group)
     for rank, part in enumerate(parts):
         assert torch.equal(part, torch.full((1 + rank,), float(rank)))
+        part.fill_(-1.0)
     dist.gather(mine, parts if world.rank == 0 else None, 0, group=group)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, torch.full((1 + rank,), float(rank) if world.rank == 0 else -1.0))
     dist.scatter(
         mine, [torch.full((1 + rank,), 7.0) for rank in range(world.size)] if world.rank == 0 else None, 0, group=group
     )
@@ -94,10 +97,32 @@ def test_sizes_that_may_differ(world: mpicomm.World, group: dist.ProcessGroup) -
 
 def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGroup) -> None:
     """The numbers show it even where the calls look the same."""
+    record = group._engine.record  # type: ignore[attr-defined]
+    record.sequence += world.rank == 0
+    with pytest.raises(mpicomm.MismatchError) as caught:
+        dist.all_reduce(torch.ones(4), group=group)
+    caught.match(rf"rank 0: #{record.sequence if world.rank == 0 else record.sequence + 1} all_reduce")
+    caught.match(rf"rank.* 1.*: #{record.sequence - 1 if world.rank == 0 else record.sequence} all_reduce")
+
+
+def test_a_call_that_is_refused_has_no_number(world: mpicomm.World, group: dist.ProcessGroup) -> None:
     if world.rank == 0:
         with pytest.raises(ValueError, match="no meaning"):
-            dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND, group=group)  # refused here: no call, no number
+            dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND, group=group)
     dist.all_reduce(torch.ones(4), group=group)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_mismatch_names_the_ranks_of_the_job(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_DEBUG", "1")
+    last = [world.size - 2, world.size - 1]
+    part = dist.new_group(last)
+    if world.rank in last:
+        with pytest.raises(mpicomm.MismatchError) as caught:
+            dist.all_reduce(torch.ones(1 + world.rank), group=part)
+        for rank in last:
+            caught.match(rf"rank {rank}: .*float32\[{1 + rank}\]")
+        dist.destroy_process_group(part)
 
 
 def _synchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:

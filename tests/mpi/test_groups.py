@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from tests.worlds import Group
+from mpicomm import mpi
+from mpicomm.backend import c10d
+
+pytestmark = pytest.mark.each_torch("groups")
 
 
+@pytest.mark.each_torch("bootstrap")
 def test_the_world_says_what_mpi_says(world: mpicomm.World) -> None:
     comm = world.comm
     assert (world.rank, world.size) == (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
@@ -26,6 +30,7 @@ def test_the_world_says_what_mpi_says(world: mpicomm.World) -> None:
         world.rank = 5
 
 
+@pytest.mark.each_torch("bootstrap")
 def test_the_environment_says_it_too(world: mpicomm.World) -> None:
     expected = {
         "RANK": world.rank,
@@ -34,20 +39,24 @@ def test_the_environment_says_it_too(world: mpicomm.World) -> None:
         "LOCAL_WORLD_SIZE": world.local_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": world.master_port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_USE_AGENT_STORE": 1,
     }
     assert {name: os.environ[name] for name in expected} == {name: str(value) for name, value in expected.items()}
 
 
+@pytest.mark.each_torch("bootstrap")
 def test_the_communicator_is_the_users_to_use(world: mpicomm.World) -> None:
     assert world.comm.allreduce(world.rank) == sum(range(world.size))
 
 
+@pytest.mark.each_torch("bootstrap")
 def test_the_back_end_by_name(world: mpicomm.World) -> None:
     assert dist.get_backend() == "mpicomm"
     assert dist.is_backend_available("mpicomm")
+    assert dist.Backend.backend_capability["mpicomm"] == (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 
 
+@pytest.mark.each_torch("bootstrap")
 def test_bootstrap_again_gives_the_same_world(world: mpicomm.World) -> None:
     assert mpicomm.bootstrap() is world
 
@@ -76,17 +85,29 @@ def test_ranks_in_a_group_count_from_zero(world: mpicomm.World) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_destroyed_group_is_of_no_use(world: mpicomm.World, is_async: bool) -> None:
+def test_a_destroyed_group_cannot_be_used(world: mpicomm.World, is_async: bool) -> None:
     group = dist.new_group(list(range(world.size)))
-    dist.all_reduce(torch.ones(1), group=group, async_op=True)  # starts its worker, which must end with it
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group, async_op=True)  # starts its worker, which must end with it
     dist.destroy_process_group(group)
+    assert tensor.item() == world.size
+    options = c10d.AllreduceOptions()
+    options.asyncOp = is_async
     with pytest.raises(mpicomm.MpicommError, match="destroyed"):
-        group.allreduce([torch.ones(1)])
+        group.allreduce([torch.ones(1)], options)
 
 
-def test_a_hundred_groups(world: mpicomm.World) -> None:
+def test_a_destroyed_group_frees_its_communicator(world: mpicomm.World) -> None:
+    group = dist.new_group(list(range(world.size)))
+    comm = group._engine.comm
+    assert comm != mpi.api().COMM_NULL
+    dist.destroy_process_group(group)
+    assert comm == mpi.api().COMM_NULL
+
+
+def test_ten_groups(world: mpicomm.World) -> None:
     everyone = list(range(world.size))
-    for _ in range(100):
+    for _ in range(10):
         group = dist.new_group(everyone)
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=group, async_op=True).wait()
@@ -107,12 +128,3 @@ def test_a_device_mesh(world: mpicomm.World) -> None:
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=mesh.get_group("data"))
     assert torch.equal(tensor, torch.full((2,), float(world.size)))
-
-
-def test_functional_collectives(group: Group) -> None:
-    from torch.distributed._functional_collectives import all_reduce
-
-    tensor = torch.full((3,), 1.0 + group.rank)
-    reduced = all_reduce(tensor, "sum", group.handle)
-    assert torch.equal(reduced + 0, torch.full((3,), group.size * (group.size + 1) / 2))
-    assert torch.equal(tensor, torch.full((3,), 1.0 + group.rank))

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import dtypes, reductions, wire
-from tests.worlds import Group
+from mpicomm.backend import dtypes, reductions
+from tests.mpi.counts import limit
+from tests.mpi.sweep import FEW
+from tests.worlds import Group, on_groups
 
 COUNT = 33
 INTEGERS = [
@@ -35,6 +37,14 @@ MEANINGLESS = [
     *[(dtype, op) for dtype in COMPLEX for op in ORDERED],
     *[(dtype, "PREMUL_SUM") for dtype in [torch.bool, *INTEGERS]],
 ]
+SOME = [(dtype, op) for dtype, op in MEANINGFUL if dtype in FEW]
+WHOLE, IN_PARTS = "whole", "in parts"
+# Every dtype with every operation on the world, and some of them on other groups and where MPI's counts are small.
+CASES = [
+    *[("world", WHOLE, *pair) for pair in MEANINGFUL],
+    *[("world", IN_PARTS, *pair) for pair in SOME],
+    *[(kind, counts, *pair) for kind in ("parity", "staged") for counts in (WHOLE, IN_PARTS) for pair in SOME],
+]
 FACTOR = 0.375
 FOLDS: dict[str, Callable] = {
     "SUM": operator.add,
@@ -49,17 +59,12 @@ FOLDS: dict[str, Callable] = {
 }
 
 
-@pytest.fixture(params=["whole", "in parts"], autouse=True)
-def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
     """Let MPI count to 2^31 and beyond, or to seven, and widen little at a time: larger ones go the same way."""
-    if request.param == "in parts":
-        monkeypatch.setattr(wire, "largest_count", lambda: 7)
+    if request.param == IN_PARTS:
+        limit(monkeypatch, group, 7)
         monkeypatch.setattr(reductions, "_PIECE", 10)
-
-
-@pytest.fixture(params=["world", "parity", "staged"])
-def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
-    return groups[request.param]
 
 
 def operation(op: str) -> object:
@@ -75,7 +80,9 @@ def inputs(group: Group, dtype: torch.dtype, op: str, blocks: int) -> torch.Tens
     if not (dtype.is_floating_point or dtype.is_complex):
         width = 8 * dtype.itemsize
         bits = torch.randint(-(2**62), 2**62, shape, generator=generator)
-        if op == "AVG" and width == 64:
+        if op == "AVG" and dtype == torch.uint64:  # the sum is between 2^63 and 2^64
+            bits = bits.abs() // group.size + (2**63 - 1) // group.size + 1
+        elif op == "AVG" and width == 64:
             bits = bits.abs() >> 8  # the sum of larger ones wraps
         signed = getattr(torch, f"int{width}")
         return bits.to(signed).view(dtype)
@@ -126,8 +133,11 @@ def named(pair: object) -> str:
     return dtypes.short(pair) if isinstance(pair, torch.dtype) else str(pair)
 
 
-@pytest.mark.parametrize(("dtype", "op"), MEANINGFUL, ids=named)
-def test_all_reduce_and_reduce(group: Group, dtype: torch.dtype, op: str) -> None:
+each_case = pytest.mark.parametrize(("group", "counts", "dtype", "op"), CASES, indirect=["group", "counts"], ids=named)
+
+
+@each_case
+def test_all_reduce_and_reduce(group: Group, counts: None, dtype: torch.dtype, op: str) -> None:
     values = inputs(group, dtype, op, blocks=1)
     expected, redop, mine = exact(values, op), operation(op), values[group.rank]
     for is_async in (False, True):
@@ -146,8 +156,8 @@ def test_all_reduce_and_reduce(group: Group, dtype: torch.dtype, op: str) -> Non
         check(at_last, expected if group.rank == group.size - 1 else mine.tolist())
 
 
-@pytest.mark.parametrize(("dtype", "op"), MEANINGFUL, ids=named)
-def test_reduce_scatter(group: Group, dtype: torch.dtype, op: str) -> None:
+@each_case
+def test_reduce_scatter(group: Group, counts: None, dtype: torch.dtype, op: str) -> None:
     values = inputs(group, dtype, op, blocks=group.size)
     blocks = values.view(group.size, group.size, COUNT)
     expected, redop = exact(blocks[:, group.rank], op), operation(op)
@@ -171,6 +181,7 @@ def test_reduce_scatter(group: Group, dtype: torch.dtype, op: str) -> None:
     assert torch.equal(source.view(torch.uint8), values[group.rank].clone().view(torch.uint8))
 
 
+@on_groups("world")
 @pytest.mark.parametrize(("dtype", "op"), MEANINGLESS, ids=named)
 def test_what_has_no_meaning_is_refused(group: Group, dtype: torch.dtype, op: str) -> None:
     tensor = torch.ones(2).to(dtype)
@@ -185,6 +196,7 @@ def test_what_has_no_meaning_is_refused(group: Group, dtype: torch.dtype, op: st
             call()
 
 
+@on_groups("world", "staged")
 def test_the_average_of_narrow_integers_does_not_overflow(group: Group) -> None:
     tensor = torch.tensor([200, 255], dtype=torch.uint8)
     dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group.handle)

@@ -10,9 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import mpicomm
+from tests.torches import all_gather_single, reduce_scatter_single
+from tests.worlds import Group
 
+ONES = torch.ones(2)
 SUM = dist.ReduceOp.SUM
 MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
     "op without meaning for floats": (
@@ -66,17 +71,17 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
         "holds int32, but the tensor is float32",
     ),
     "output of another size": (
-        lambda size: dist.all_gather_single(torch.ones(2 * size + 1), torch.ones(2)),
+        lambda size: all_gather_single(torch.ones(2 * size + 1), torch.ones(2)),
         ValueError,
         r"output has \d+ elements, but input has 2",
     ),
     "input of another size": (
-        lambda size: dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * size + 1)),
+        lambda size: reduce_scatter_single(torch.ones(2), torch.ones(2 * size + 1)),
         ValueError,
         r"input has \d+ elements, but output has 2",
     ),
     "output of another dtype": (
-        lambda size: dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * size).double()),
+        lambda size: reduce_scatter_single(torch.ones(2), torch.ones(2 * size).double()),
         ValueError,
         "input holds float64, but the tensor is float32",
     ),
@@ -135,6 +140,13 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
         ValueError,
         r"input_split_sizes=.* does not split \d+ rows",
     ),
+    "negative sizes": (
+        lambda size: dist.all_to_all_single(
+            torch.ones(size), torch.ones(size), None, [size + 1, -1, *[0] * (size - 2)]
+        ),
+        ValueError,
+        r"input_split_sizes=.* does not split \d+ rows",
+    ),
     "all_to_all of other dtypes": (
         lambda size: dist.group.WORLD.alltoall([torch.ones(1).int()] * size, [torch.ones(1)] * size),
         ValueError,
@@ -165,8 +177,49 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
         ValueError,
         "PREMUL_SUM has no meaning for int32",
     ),
+    "wrapper subclass": (
+        lambda size: dist.all_reduce(TwoTensor(torch.ones(2), torch.ones(2))),
+        ValueError,
+        r"all_reduce: expected a tensor with elements in memory, got a TwoTensor of shape \[2\].*\nPass the plain",
+    ),
+    "fake tensor": (lambda size: dist.broadcast(_fake(2), 0), ValueError, "elements in memory, got a FakeTensor"),
+    "storage that was freed": (
+        lambda size: dist.all_reduce(_freed(2)),
+        ValueError,
+        r"got a Tensor of shape \[2\] that has none",
+    ),
+    "one tensor twice": (
+        lambda size: dist.all_reduce_coalesced([ONES, torch.ones(2), ONES]),
+        ValueError,
+        r"tensors\[0\] and tensors\[2\] share memory.*\nPass tensors of their own",
+    ),
+    "outputs that overlap": (
+        lambda size: dist.group.WORLD.all_gather_single_coalesced(
+            [(memory := torch.ones(2 * size + 1))[1:], memory[:-1]], [torch.ones(2), torch.ones(2)]
+        ),
+        ValueError,
+        r"output\[0\] and output\[1\] share memory",
+    ),
+    "output in the input of another pair": (
+        lambda size: dist.group.WORLD.reduce_scatter_single_coalesced(
+            [(memory := torch.ones(2 * size))[:2], torch.ones(2)], [torch.ones(2 * size), memory]
+        ),
+        ValueError,
+        r"output 0 and input 1 share memory",
+    ),
     "no tensor": (lambda size: dist.group.WORLD.allreduce([3.0]), TypeError, "expected a tensor, got float"),
 }
+
+
+def _fake(count: int) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(count)
+
+
+def _freed(count: int) -> torch.Tensor:
+    tensor = torch.ones(count)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _options(root: int) -> object:
@@ -183,3 +236,36 @@ def test_misuse(world: mpicomm.World, name: str) -> None:
     if world.rank == world.size - 1:
         with pytest.raises(kind, match=message):
             call(world.size)
+
+
+def test_an_expanded_entry_of_a_list(groups: dict[str, Group]) -> None:
+    """Among one rank, where it would not wait for others."""
+    with pytest.raises(ValueError, match="is expanded: several elements"):
+        dist.all_gather([torch.ones(1).expand(4)], torch.ones(4), group=groups["alone"].handle)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_tensor_as_several_outputs(world: mpicomm.World) -> None:
+    same = [torch.zeros(2)] * world.size
+    calls = {
+        "all_gather": lambda: dist.all_gather(same, ONES),
+        "gather": lambda: dist.gather(ONES, same, dst=world.rank),
+        "all_to_all": lambda: dist.all_to_all(same, [torch.ones(2)] * world.size),
+        "all_gather_coalesced": lambda: dist.all_gather_coalesced([[same[0]] for _ in range(world.size)], [ONES]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}: .*share memory"):
+            call()
+
+
+def test_the_group_is_usable_after_misuse(world: mpicomm.World) -> None:
+    """One rank alone: the other ranks have not been told of the call."""
+    for value in (TwoTensor(torch.ones(2), torch.ones(2)), _fake(2), _freed(2)):
+        if world.rank == 0:
+            with pytest.raises(ValueError, match="elements in memory"):
+                dist.all_reduce(value)
+            with pytest.raises(ValueError, match="elements in memory"):
+                dist.isend(value, world.size - 1)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world.size] * 2

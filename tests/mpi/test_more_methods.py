@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.backend import c10d, wire
+from mpicomm.backend import c10d, versions, work
+from tests.mpi import test_collectives
+from tests.mpi.counts import limit
+from tests.mpi.sweep import sweep
 from tests.mpi.test_collectives import MOVED, WHEN, finish
-from tests.worlds import Group
+from tests.torches import all_gather_single, reduce_scatter_single
+from tests.worlds import BY_MPI, Group, on_groups
 
 
 def options(kind: str, is_async: bool, **values: object) -> Any:
@@ -24,14 +29,14 @@ def options(kind: str, is_async: bool, **values: object) -> Any:
 
 
 @pytest.fixture(params=["whole", "in parts"])
-def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
     """Let MPI count to 2^31 and beyond, or to two."""
     if request.param == "in parts":
-        monkeypatch.setattr(wire, "largest_count", lambda: 2)
+        limit(monkeypatch, group, 2)
 
 
 def of_rank(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full((count,), 1 + rank, dtype=torch.float32).to(dtype)
+    return test_collectives.of_rank(rank, dtype, count)
 
 
 # -- coalesced -------------------------------------------------------------------------------------------------------
@@ -57,30 +62,29 @@ def test_coalesced_all_gather_of_lists(group: Group, is_async: bool) -> None:
         assert torch.equal(of_one[1], of_rank(rank, 2, torch.bfloat16))
 
 
-@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["at the end", "one by one"])
 @WHEN
-def test_the_coalescing_manager(group: Group, is_async: bool, device: torch.device | None) -> None:
-    """With a device torch lets each call through at once, and asks for the work of all of them at the end."""
+@on_groups("world", "staged")
+def test_the_coalescing_manager_with_a_device(group: Group, is_async: bool) -> None:
+    """Torch lets each call through at once then, and asks for the work of all of them at the end."""
     size = group.size
     summed, gathered, mine = of_rank(group.rank, 4), torch.empty(2 * size), torch.empty(2)
-    with dist._coalescing_manager(group.handle, device, async_ops=is_async) as manager:
-        dist.all_reduce(summed, group=group.handle, async_op=is_async)
-    if is_async:
-        manager.wait()
-    with dist._coalescing_manager(group.handle, device, async_ops=is_async) as manager:
-        dist.all_gather_single(gathered, of_rank(group.rank, 2), group=group.handle, async_op=is_async)
-    if is_async:
-        manager.wait()
-    with dist._coalescing_manager(group.handle, device, async_ops=is_async) as manager:
-        dist.reduce_scatter_single(mine, gathered, group=group.handle, async_op=is_async)
-    if is_async:
-        manager.wait()
+    calls = [
+        lambda: dist.all_reduce(summed, group=group.handle, async_op=is_async),
+        lambda: all_gather_single(gathered, of_rank(group.rank, 2), group=group.handle, async_op=is_async),
+        lambda: reduce_scatter_single(mine, gathered, group=group.handle, async_op=is_async),
+    ]
+    for call in calls:
+        with dist._coalescing_manager(group.handle, torch.device("cpu"), async_ops=is_async) as manager:
+            call()
+        if is_async:
+            manager.wait()
     assert torch.equal(summed, torch.full((4,), size * (size + 1) / 2))
     assert torch.equal(gathered, torch.cat([of_rank(rank, 2) for rank in range(size)]))
     assert torch.equal(mine, size * of_rank(group.rank, 2))
 
 
 @pytest.mark.mpi(min_size=2)
+@on_groups("world")
 def test_a_batch_of_messages_is_one_work(group: Group) -> None:
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     received = torch.empty(3)
@@ -93,6 +97,22 @@ def test_a_batch_of_messages_is_one_work(group: Group) -> None:
     assert work.is_success()
     assert torch.equal(received, of_rank(left, 3))
     assert any(each is received for each in work.get_future().wait())
+
+
+def test_the_works_of_a_batch_have_one_timeout() -> None:
+    waited: list[float] = []
+
+    class Slow(dist.Work):
+        def wait(self, timeout: datetime.timedelta) -> bool:
+            waited.append(timeout.total_seconds())
+            time.sleep(0.02)
+            return True
+
+    assert work.JointWork([Slow(), Slow(), Slow()]).wait(datetime.timedelta(seconds=20))
+    first, second, third = waited
+    assert first <= 20
+    assert second <= first - 0.019
+    assert third <= second - 0.019
 
 
 # -- sparse ----------------------------------------------------------------------------------------------------------
@@ -108,7 +128,7 @@ def sparse_of(rank: int, dtype: torch.dtype, size: int) -> torch.Tensor:
 
 @WHEN
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PREMUL_SUM"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+@sweep([torch.float32, torch.bfloat16, torch.complex64, torch.int64], few=[torch.bfloat16], kinds=BY_MPI)
 @pytest.mark.usefixtures("counts")
 def test_sparse_all_reduce(group: Group, dtype: torch.dtype, op: str, is_async: bool) -> None:
     if op == "PREMUL_SUM" and dtype == torch.int64:
@@ -123,6 +143,7 @@ def test_sparse_all_reduce(group: Group, dtype: torch.dtype, op: str, is_async: 
     assert torch.equal(tensor.to_dense(), (expected.trunc() if dtype == torch.int64 else expected).to(dtype))
 
 
+@on_groups(*BY_MPI)
 def test_sparse_without_entries(group: Group) -> None:
     tensor = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (3, 3))
     if group.rank == group.size - 1:
@@ -135,7 +156,7 @@ def test_sparse_without_entries(group: Group) -> None:
 
 
 @WHEN
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@sweep(MOVED, kinds=BY_MPI)
 @pytest.mark.usefixtures("counts")
 def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     for root in range(group.size):
@@ -148,6 +169,7 @@ def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool
 
 
 @WHEN
+@on_groups(*BY_MPI)
 @pytest.mark.usefixtures("counts")
 def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
     """Rank r has r elements: one of them nothing."""
@@ -163,6 +185,7 @@ def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
 
 
 @WHEN
+@on_groups(*BY_MPI)
 @pytest.mark.usefixtures("counts")
 def test_the_own_part_may_be_what_is_sent(group: Group, is_async: bool) -> None:
     flat = torch.zeros(2 * group.size)
@@ -189,10 +212,11 @@ def test_what_moves_in_parts(group: Group, is_async: bool) -> None:
     finish(dist.broadcast(tensor, group_src=0, group=group.handle, async_op=is_async))
     assert torch.equal(tensor, torch.arange(7))
     flat = torch.empty(7 * group.size, dtype=torch.int64)
-    finish(dist.all_gather_single(flat, tensor + group.rank, group=group.handle, async_op=is_async))
+    finish(all_gather_single(flat, tensor + group.rank, group=group.handle, async_op=is_async))
     assert torch.equal(flat, torch.cat([torch.arange(7) + rank for rank in range(group.size)]))
 
 
+@on_groups("world", "parity", "staged")
 @pytest.mark.usefixtures("counts")
 def test_a_message_that_is_one_element_of_a_long_datatype(group: Group) -> None:
     if group.size == 1:
@@ -213,6 +237,7 @@ def test_a_message_that_is_one_element_of_a_long_datatype(group: Group) -> None:
 # -- the older forms -------------------------------------------------------------------------------------------------
 
 
+@on_groups("world")
 def test_forms_without_options(group: Group) -> None:
     handle, size = group.handle, group.size
     total = size * (size + 1) / 2
@@ -250,7 +275,7 @@ def test_forms_without_options(group: Group) -> None:
 
 
 def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> None:
-    """Only members take part; ranks are the parent's, and come in ascending order."""
+    """Only members take part; ranks are the parent's, and have the order that is given."""
     parent = groups["copy"]
     members = list(range(world.size))[::-2]
     group = parent.handle.split_group(members, group_name=f"split-{world.size}", group_desc="every other rank")
@@ -258,7 +283,7 @@ def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> No
         assert group is None
         return
     assert group.size() == len(members)
-    assert group.rank() == sorted(members).index(world.rank)
+    assert group.rank() == members.index(world.rank)
     assert (group.group_name, group.group_desc) == (f"split-{world.size}", "every other rank")
     tensor = of_rank(world.rank, 2)
     group.allreduce([tensor]).wait()
@@ -303,19 +328,19 @@ def test_the_monitored_barrier_names_who_is_missing(world: mpicomm.World, names_
     group = dist.new_group(list(range(world.size)))
     short, long = datetime.timedelta(seconds=0.3), datetime.timedelta(seconds=20)
     group.monitored_barrier(long)
-    missing = [1, world.size - 1]
-    if world.rank == 0:
-        who = "Ranks 1, 2" if names_all and world.size == 3 else f"Ranks 1, {world.size - 1}" if names_all else "Rank 1"
-        with pytest.raises(RuntimeError, match=f"{who} failed to pass monitoredBarrier"):
-            group.monitored_barrier(short, wait_all_ranks=names_all)
-    elif world.rank not in missing:
-        with pytest.raises(RuntimeError, match=f"Rank {world.rank} successfully reached monitoredBarrier"):
-            group.monitored_barrier(short, wait_all_ranks=names_all)
-    dist.barrier()
-    if world.rank in missing:  # late, it must not pass for early at the next
-        with pytest.raises(RuntimeError, match="successfully reached monitoredBarrier"):
-            group.monitored_barrier(short, wait_all_ranks=names_all)
-    dist.barrier()
+    for missing in ([1, world.size - 1], [1]):  # who is late at the first must not pass for early at the second
+        if world.rank == 0:
+            who = f"Ranks {', '.join(map(str, missing))}" if names_all else "Rank 1"
+            with pytest.raises(RuntimeError, match=f"{who} failed to pass monitoredBarrier"):
+                group.monitored_barrier(short, wait_all_ranks=names_all)
+        elif world.rank not in missing:
+            with pytest.raises(RuntimeError, match=f"Rank {world.rank} successfully reached monitoredBarrier"):
+                group.monitored_barrier(short, wait_all_ranks=names_all)
+        dist.barrier()
+        if world.rank in missing:
+            with pytest.raises(RuntimeError, match="successfully reached monitoredBarrier"):
+                group.monitored_barrier(short, wait_all_ranks=names_all)
+        dist.barrier()
     group.monitored_barrier(long)
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=group)
@@ -343,7 +368,10 @@ def test_the_monitored_barrier_does_not_wait_for_what_is_queued(world: mpicomm.W
 # -- the profiler ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_torch("profiler")
+@pytest.mark.skipif(versions.of_torch() < (2, 12), reason="torch loses spans that end on another thread")
 @WHEN
+@on_groups("world", "parity")
 def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: bool) -> None:
     with torch.profiler.profile(record_shapes=True) as profiler:
         finish(dist.all_reduce(torch.ones(3, 2), group=group.handle, async_op=is_async))
@@ -359,6 +387,18 @@ def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: 
     assert seen == expected
 
 
+@pytest.mark.each_torch("profiler")
+def test_the_profiler_sees_a_synchronous_operation(world: mpicomm.World) -> None:
+    """With older versions of torch too: where the group's thread has nothing to do, it is on the caller's thread."""
+    group = dist.new_group()
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        dist.all_reduce(torch.ones(3, 2), group=group)
+    seen = [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("mpicomm:")]
+    assert seen == [("mpicomm:all_reduce", [[3, 2]])]
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.each_torch("profiler")
 @pytest.mark.mpi(min_size=2)
 def test_the_profiler_keeps_nothing_of_messages_that_are_through(world: mpicomm.World) -> None:
     with torch.profiler.profile():

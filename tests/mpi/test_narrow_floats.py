@@ -6,10 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.worlds import Group
+from tests import nodes
+from tests.torches import reduce_scatter_single
+from tests.worlds import Group, on_groups
+
+pytestmark = pytest.mark.each_torch("bf16")
 
 COUNT = 100_003
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+ALL_WAYS = on_groups("world", *nodes.KINDS)  # there are four ways to add
 
 
 def inputs(group: Group, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -30,6 +35,7 @@ def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @NARROW
+@on_groups("world", "staged", *nodes.KINDS)
 def test_all_reduce(group: Group, dtype: torch.dtype) -> None:
     values = inputs(group, dtype, seed=3)
     tensor = values[group.rank].clone()
@@ -38,6 +44,7 @@ def test_all_reduce(group: Group, dtype: torch.dtype) -> None:
 
 
 @NARROW
+@ALL_WAYS
 def test_average(group: Group, dtype: torch.dtype) -> None:
     values = inputs(group, dtype, seed=4)
     tensor = values[group.rank].clone()
@@ -46,6 +53,7 @@ def test_average(group: Group, dtype: torch.dtype) -> None:
 
 
 @NARROW
+@ALL_WAYS
 def test_reduce(group: Group, dtype: torch.dtype) -> None:
     values = inputs(group, dtype, seed=5)
     tensor = values[group.rank].clone()
@@ -57,14 +65,23 @@ def test_reduce(group: Group, dtype: torch.dtype) -> None:
 
 
 @NARROW
+@ALL_WAYS
 def test_reduce_scatter(group: Group, dtype: torch.dtype) -> None:
     values = torch.stack([inputs(group, dtype, seed=6 + block) for block in range(group.size)], dim=1)
     block = torch.empty(COUNT, dtype=dtype)
-    dist.reduce_scatter_single(block, values[group.rank].reshape(-1), group=group.handle)
+    reduce_scatter_single(block, values[group.rank].reshape(-1), group=group.handle)
     assert_rounded_once(block, values[:, group.rank].to(torch.float64).sum(0))
 
 
+@ALL_WAYS
 def test_a_sum_beyond_the_range_is_infinite_and_not_wrapped(group: Group) -> None:
     tensor = torch.full((3,), 60000.0, dtype=torch.float16)
     dist.all_reduce(tensor, group=group.handle)
     assert torch.equal(tensor.isinf(), torch.full((3,), group.size > 1))
+
+
+@ALL_WAYS
+def test_an_average_whose_sum_is_beyond_the_range(group: Group) -> None:
+    tensor = torch.full((3,), 60000.0, dtype=torch.float16)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group.handle)
+    assert torch.equal(tensor, torch.full((3,), 60000.0, dtype=torch.float16))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm import mpi
 from mpicomm.backend import nodepath
-from mpicomm.node import bysegment, direct, segment
+from mpicomm.node import bysegment, direct, levels, segment
 from tests import nodes
+from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import Group
 
 MIB = 2**20
@@ -26,9 +30,8 @@ Make = Callable[[], dist.ProcessGroup]
 
 
 @pytest.fixture
-def make(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make groups of all ranks, which end with the test, and do not compare their calls."""
-    monkeypatch.setenv("MPICOMM_DEBUG", "0")
+def make(world: mpicomm.World) -> Iterator[Make]:
+    """Make groups of all ranks, which end with the test."""
     made: list[dist.ProcessGroup] = []
 
     def new() -> dist.ProcessGroup:
@@ -42,6 +45,7 @@ def make(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
 
 @pytest.fixture(params=nodes.KINDS)
 def by_node(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
+    nodes.require(request.param)
     return groups[request.param]
 
 
@@ -60,25 +64,37 @@ def path_of(handle: dist.ProcessGroup) -> Any:
     return handle._engine.node  # type: ignore[attr-defined]
 
 
-def is_taken(handle: dist.ProcessGroup) -> bool:
-    return path_of(handle)._node is not None
+def watch(handle: dist.ProcessGroup) -> list[bool]:
+    """Return a list to which each operation that tries this way appends whether it took it."""
+    taken: list[bool] = []
+    path = path_of(handle)
+    go = path._go
+
+    def noted(*arguments: Any) -> bool:
+        taken.append(go(*arguments))
+        return taken[-1]
+
+    path._go = noted
+    return taken
 
 
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["direct", "segment"])
 @pytest.mark.parametrize("count", [1, 3, CHUNK // 4 - 1, 3 * CHUNK // 4 + 5, 2 * MIB + 1])
-def test_the_sum_is_made_in_the_order_of_ranks(groups: dict[str, Group], count: int) -> None:
-    for kind in ("direct", "segment"):
-        group = groups[kind]
-        values = random(group.size, count)
-        tensor = values[group.rank].clone()
-        dist.all_reduce(tensor, group=group.handle)
-        assert torch.equal(tensor, functools.reduce(torch.add, values)), kind
+def test_the_sum_is_made_in_the_order_of_ranks(groups: dict[str, Group], kind: str, count: int) -> None:
+    nodes.require(kind)
+    group = groups[kind]
+    values = random(group.size, count)
+    tensor = values[group.rank].clone()
+    dist.all_reduce(tensor, group=group.handle)
+    assert torch.equal(tensor, functools.reduce(torch.add, values))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
-def test_many_chunks(by_node: Group, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_many_chunks(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(levels, "_PIECE_BYTES", 2**20)  # or no tensor here has more than one piece
     size, rank = by_node.size, by_node.rank
     block = 5 * CHUNK // dtype.itemsize + 3
     table = torch.arange(13)
@@ -94,11 +110,11 @@ def test_many_chunks(by_node: Group, dtype: torch.dtype) -> None:
     assert torch.equal(tensor, total if rank == size - 1 else rows[rank])
 
     out = torch.empty(block, dtype=dtype)
-    dist.reduce_scatter_single(out, rows[rank], group=by_node.handle)
+    reduce_scatter_single(out, rows[rank], group=by_node.handle)
     assert torch.equal(out, total.view(size, block)[rank])
 
     whole = torch.empty(size * block, dtype=dtype)
-    dist.all_gather_single(whole, rows[rank][:block].clone(), group=by_node.handle)
+    all_gather_single(whole, rows[rank][:block].clone(), group=by_node.handle)
     assert torch.equal(whole, torch.cat([row[:block] for row in rows]))
 
     tensor = rows[rank].clone()
@@ -136,8 +152,9 @@ def test_a_tensor_of_inference_outside_of_that_mode(world: mpicomm.World) -> Non
 
 def test_narrow_integers_wrap_around(by_node: Group) -> None:
     for dtype in (torch.uint8, torch.int8, torch.int16):
-        tensor = torch.full((40_000,), 100, dtype=dtype) * torch.iinfo(dtype).max
-        expected = (tensor.to(torch.int64) * by_node.size).to(dtype)
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        values = torch.randint(low, high + 1, (by_node.size, 40_000), generator=torch.manual_seed(7))
+        tensor, expected = values[by_node.rank].to(dtype), values.sum(0).to(dtype)
         dist.all_reduce(tensor, group=by_node.handle)
         assert torch.equal(tensor, expected)
 
@@ -146,7 +163,7 @@ def test_a_result_in_the_midst_of_the_input(by_node: Group) -> None:
     source = torch.arange(by_node.size * 70_000, dtype=torch.float32)
     expected = by_node.size * source.view(by_node.size, -1)[by_node.rank]
     out = source.view(by_node.size, -1)[by_node.rank]
-    dist.reduce_scatter_single(out, source, group=by_node.handle)
+    reduce_scatter_single(out, source, group=by_node.handle)
     assert torch.equal(out, expected)
 
 
@@ -159,10 +176,72 @@ def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
         dist.all_reduce(tensor, group=by_node.handle)
         assert bool((tensor == sum(range(size)) + size * turn).all())
         whole = torch.empty(size * count)
-        dist.all_gather_single(whole, torch.full((count,), float(rank - turn)), group=by_node.handle)
-        assert torch.equal(whole.view(size, count)[:, 0], torch.arange(size) - float(turn))
+        all_gather_single(whole, torch.full((count,), float(rank - turn)), group=by_node.handle)
+        assert torch.equal(whole, (torch.arange(size) - float(turn)).repeat_interleave(count))
         tensor.fill_(-1.0)
         whole.fill_(-1.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_all_gather_waits_for_who_still_reads(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 reads late, while the others would write into their tensors if they did not wait for it."""
+    nodes.require("direct")
+    group = groups["direct"]
+    size, rank = group.size, group.rank
+    dist.all_reduce(torch.ones(1), group=group.handle)  # so that there is a node
+    peers = path_of(group.handle)._node._peers
+    read = peers.read
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.3 / size)
+        read(*arguments)
+
+    if rank == 0:
+        monkeypatch.setattr(peers, "read", late)
+    whole = torch.empty(1000 * size)
+    all_gather_single(whole, torch.full((1000,), float(rank)), group=group.handle)
+    got = whole.clone()
+    whole.fill_(-1.0)
+    assert torch.equal(got, torch.arange(float(size)).repeat_interleave(1000))
+
+
+@pytest.mark.parametrize("kind", ["direct", "segment"])
+def test_the_average_of_two_ranks(world: mpicomm.World, kind: str) -> None:
+    nodes.require(kind)
+    first = world.rank // 2 * 2
+    pairs = [[rank, rank + 1][: world.size - rank] for rank in range(0, world.size, 2)]
+    handle = dist.new_subgroups_by_enumeration(pairs)[0]
+    nodes.lead_by(kind, handle)
+    tensor = torch.full((1000,), float(world.rank))
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=handle)
+    assert torch.equal(tensor, torch.full((1000,), first + (0.5 if first + 1 < world.size else 0.0)))
+    dist.destroy_process_group(handle)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_two_nodes_that_share_memory(make: Make, world: mpicomm.World) -> None:
+    """Within a node, reduce_scatter and all_gather use the halves of the shared memory in turn."""
+    handle = make()
+    nodes.lead_by("two nodes", handle)
+    path_of(handle).connect = nodes.by_segment
+    taken = watch(handle)
+    sizes = (1, 1000, 50_000, 3, 1_000_000)
+    for count in sizes:
+        tensor = torch.arange(float(count)) + world.rank
+        dist.all_reduce(tensor, group=handle)
+        assert torch.equal(tensor, torch.arange(float(count)) * world.size + sum(range(world.size)))
+    assert taken == [world.size % 2 == 0] * len(sizes)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_views_of_shared_memory_do_not_pile_up(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = groups["segment"]
+    monkeypatch.setattr(bysegment, "_MOST_CUTS", 4)
+    for count in range(1, 12):
+        tensor = torch.full((count,), float(group.rank))
+        dist.all_reduce(tensor, group=group.handle)
+        assert torch.equal(tensor, torch.full((count,), float(sum(range(group.size)))))
+    assert len(path_of(group.handle)._node._cuts) <= 4
 
 
 # -- when it is taken --------------------------------------------------------------------------------------------------
@@ -170,20 +249,24 @@ def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
 
 def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.World) -> None:
     handle = make()
+    taken = watch(handle)
     dist.all_reduce(torch.ones(1000), group=handle)
-    assert not is_taken(handle)
+    assert not taken
     tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
-    assert is_taken(handle) == (world.size > 1)
+    assert taken == [True] * (world.size > 1)
     assert bool((tensor == world.size).all())
 
 
 @pytest.mark.parametrize("op", ["MAX", "MIN", "PRODUCT"])
 def test_what_torch_does_otherwise_is_mpis(make: Make, world: mpicomm.World, op: str) -> None:
     handle = make()
+    taken = watch(handle)
     tensor = torch.full((LARGE,), 1.0 + world.rank)
     dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=handle)
-    assert not is_taken(handle)
+    assert not taken
+    expected = {"MAX": world.size, "MIN": 1, "PRODUCT": math.factorial(world.size)}[op]
+    assert torch.equal(tensor, torch.full((LARGE,), float(expected)))
 
 
 def test_one_rank_that_does_not_want_it_keeps_all_from_it(
@@ -192,27 +275,34 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(
     if world.rank == world.size - 1:
         monkeypatch.setenv("MPICOMM_SHARED_MEMORY", "0")
     handle = make()
+    taken = watch(handle)
     tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
-    assert not is_taken(handle)
+    assert taken == [False] * (world.size > 1)
     assert bool((tensor == world.size).all())
 
 
+@pytest.mark.mpi(min_size=2)
 def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that which a GPU's driver has mapped."""
     handle = make()
+    taken = watch(handle)
     tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
     if world.rank == 0:
-        monkeypatch.setattr(direct.Direct, "can_take", lambda _self, _flat: False)
+        monkeypatch.setattr(path_of(handle)._node, "can_take", lambda _flat: False)
     dist.all_reduce(tensor, group=handle)
     monkeypatch.undo()
     dist.all_reduce(tensor, group=handle)
+    assert taken == [True, False, True]
     assert bool((tensor == world.size**3).all())
 
 
 def test_an_address_that_cannot_be_read_is_noticed(world: mpicomm.World) -> None:
-    assert not direct._Peers(world.comm).can_read(world.rank, 8)
+    nodes.require("direct")
+    peers, tensor = direct._Peers(world.comm), torch.ones(1)
+    assert peers.can_read(world.rank, tensor.data_ptr())
+    assert not peers.can_read(world.rank, 8)
 
 
 @pytest.mark.parametrize("takes_turns", [True, False], ids=["at once", "by the worker"])
@@ -229,6 +319,7 @@ def test_unequal_sizes_are_refused_on_all_ranks(make: Make, world: mpicomm.World
         dist.all_reduce(tensor, group=handle)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_leaves_an_operation_in_its_midst_ends_the_group(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,33 +330,41 @@ def test_what_leaves_an_operation_in_its_midst_ends_the_group(
 
     handle = make()
     dist.all_reduce(torch.ones(LARGE), group=handle)
-    if isinstance(path_of(handle)._node, direct.Direct):
-        monkeypatch.setattr(direct.Direct, "reduce", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            dist.all_reduce(torch.ones(LARGE), group=handle)
-        monkeypatch.undo()
-        with pytest.raises(mpicomm.MpicommError, match="left in its midst: KeyboardInterrupt"):
-            dist.all_reduce(torch.ones(LARGE), group=handle)
-        assert nodepath._abandoned.pop().numel() == LARGE
+    monkeypatch.setattr(type(path_of(handle)._node), "reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(torch.ones(LARGE), group=handle)
+    monkeypatch.undo()
+    with pytest.raises(mpicomm.MpicommError, match="was interrupted by KeyboardInterrupt"):
+        dist.all_reduce(torch.ones(LARGE), group=handle)
+    assert nodepath._abandoned.pop().numel() == LARGE
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_read_each_others_memory_where_the_kernel_allows_it(make: Make, world: mpicomm.World) -> None:
+    assert direct.are_possible(world.comm) == nodes.may_read()
+    handle = make()
+    dist.all_reduce(torch.ones(LARGE), group=handle)
+    assert type(path_of(handle)._node) is (direct.Direct if nodes.may_read() else bysegment.BySegment)
 
 
 # -- where ranks cannot get at each other's memory ---------------------------------------------------------------------
 
 
+@pytest.mark.mpi(min_size=2)
 def test_where_reading_is_not_allowed_memory_is_shared(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
+    nodes.require("direct")
     if world.rank == 0:
         monkeypatch.setattr(direct._Peers, "read", refuse)
     handle = make()
     tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
     assert bool((tensor == world.size).all())
-    if world.size > 1:
-        assert isinstance(path_of(handle)._node, bysegment.BySegment)
+    assert isinstance(path_of(handle)._node, bysegment.BySegment)
 
 
 @pytest.mark.parametrize("rank", [0, -1], ids=["who makes it", "who opens it"])
@@ -289,6 +388,56 @@ def test_where_there_is_no_memory_either_mpi_is_enough(
     said = [str(each.message) for each in caught if "cannot share memory" in str(each.message)]
     assert len(said) == (world.rank == 0 and world.size > 1)
     assert all("No space left on device" in each for each in said)
+
+
+class SplitAlone:
+    """A communicator whose `Split` does not wait for other ranks."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Split(self, _color: int, _key: int) -> Any:  # noqa: N802  mpi4py's name
+        return mpi.api().COMM_SELF.Dup()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("why", ["unequal nodes", "no memory on one node"])
+def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, why: str) -> None:
+    """All ranks must find it out, or some would wait for the others."""
+
+    def refuse(_comm: Any) -> None:
+        raise segment.NoSharedMemoryError("there is none")
+
+    handle = make()
+    nodes.lead_by("two nodes", handle)
+    taken, path = watch(handle), path_of(handle)
+    if why == "unequal nodes":
+        path.split_by_node = lambda comm: comm.Split(comm.rank == 0, comm.rank)
+    elif world.size % 2 == 0:
+        path.connect = refuse if world.rank < 2 else nodes.by_segment
+    node_comm = path.split_by_node(path._comm)
+    path.split_by_node = lambda _comm: node_comm
+    comm = path._comm
+    path._comm = SplitAlone(comm)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        path._open()
+    path._comm = comm
+    assert world.comm.allgather(path._levels is None) == [True] * world.size
+    tensor = torch.full((1000,), float(world.rank))
+    dist.all_reduce(tensor, group=handle)
+    assert torch.equal(tensor, torch.full((1000,), float(sum(range(world.size)))))
+    assert taken == [False]
+
+
+def test_shared_memory_is_reserved(world: mpicomm.World) -> None:
+    """Or a rank that touches it could die where there is too little."""
+    descriptor, _memory = segment._create(MIB)
+    assert 512 * os.fstat(descriptor).st_blocks >= MIB
+    os.close(descriptor)
 
 
 def test_another_process_of_that_number_is_no_rank(world: mpicomm.World) -> None:
@@ -315,6 +464,18 @@ def test_nothing_is_left(world: mpicomm.World) -> None:
         found = len(files_in("/proc/self/fd"))
     assert found <= opened
     assert not [name for name in files_in("/dev/shm") - before if "mpicomm" in name]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["segment", "two nodes"])
+def test_communicators_are_freed(world: mpicomm.World, kind: str) -> None:
+    handle = dist.new_group(list(range(world.size)))
+    nodes.lead_by(kind, handle)
+    dist.all_reduce(torch.ones(1), group=handle)
+    comms = list(path_of(handle)._comms)
+    assert len(comms) == (2 if kind == "two nodes" and world.size > 2 and world.size % 2 == 0 else 1)
+    dist.destroy_process_group(handle)
+    assert all(comm == mpi.api().COMM_NULL for comm in comms)
 
 
 def files_in(directory: str) -> set[str]:

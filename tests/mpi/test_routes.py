@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
@@ -13,6 +16,8 @@ from mpicomm.backend import awareness, routes, wire
 from mpicomm.backend.routes import ByAddress
 from mpicomm.backend.staging import Staged
 from mpicomm.settings import Settings
+from tests.movers import FewChunks
+from tests.torches import all_gather_single, reduce_scatter_single
 
 HOST = torch.device("cpu")
 
@@ -96,11 +101,72 @@ def test_the_shortest_chunk_is_everybodys(world: mpicomm.World, monkeypatch: pyt
     assert route._chunk_bytes == 1024
 
 
-def test_expandable_segments_are_warned_of(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_is_not_exported_is_warned_of(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
+) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    with pytest.warns(UserWarning, match="UCX cannot map such memory"):
+    monkeypatch.setenv(name, f"max_split_size_mb:64, {setting}")
+    with pytest.warns(UserWarning, match=rf"has {setting}: UCX cannot map such memory"):
         routes.choose(world.comm, Settings())
+
+
+@pytest.mark.each_mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("says", ["staged", "direct"])
+def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    pretend(monkeypatch, has_gpu=True, is_claimed=says == "direct", failures=[])
+    handle = dist.new_group()
+    engine = handle._engine
+    assert isinstance(engine.route, Staged if says == "staged" else ByAddress)
+    cut: list[torch.Tensor] = []
+    monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
+    quick, done = handle._at_once.all_reduce, []
+    monkeypatch.setattr(handle._at_once, "all_reduce", lambda *args: done.append(quick(*args)) or done[-1])
+    small, large = torch.full((3,), 1.0 + world.rank), torch.full((4 << 20,), 1.0 + world.rank)
+    total = world.size * (world.size + 1) / 2
+    for each in (small, large):
+        dist.all_reduce(each, group=handle)
+        assert torch.equal(each, torch.full_like(each, total))
+    assert not cut
+    assert [work is not None for work in done] == [True, says == "direct"]  # of 3 elements, and of 16 MiB
+    assert engine.node._is_open
+    dist.destroy_process_group(handle)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [1, 6, 7, 1000])
+def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mpicomm.World, count: int) -> None:
+    """Rank 0's tensors count as those of a GPU; chunks have 24 bytes."""
+    handle = dist.new_group()
+    engine = handle._engine
+    all_ranks = functools.partial(routes.on_all_ranks, engine.comm)
+    engine.route = FewChunks(world.size, all_ranks, is_on_gpu=world.rank == 0)
+    size, total = world.size, world.size * (world.size + 1) / 2
+    mine = torch.full((count,), 1.0 + world.rank)
+    for is_async in (False, True):
+        summed, shared, everybodys = mine.clone(), mine.clone(), torch.empty(size * count)
+        spread, swapped = torch.arange(float(size * count)) * (1 + world.rank), torch.empty(size * count)
+        block = torch.empty(count)
+        works = [
+            dist.all_reduce(summed, group=handle, async_op=is_async),
+            dist.broadcast(shared, size - 1, group=handle, async_op=is_async),
+            all_gather_single(everybodys, mine, group=handle, async_op=is_async),
+            reduce_scatter_single(block, spread, group=handle, async_op=is_async),
+            dist.all_to_all_single(swapped, spread, group=handle, async_op=is_async),
+        ]
+        for work in filter(None, works):
+            work.wait()
+        own = torch.arange(float(size * count)).view(size, count)[world.rank]
+        assert torch.equal(summed, torch.full((count,), total))
+        assert torch.equal(shared, torch.full((count,), float(size)))
+        assert torch.equal(everybodys, torch.arange(1.0, size + 1).repeat_interleave(count))
+        assert torch.equal(block, total * own)
+        assert torch.equal(swapped, torch.cat([own * (1 + rank) for rank in range(size)]))
+    dist.destroy_process_group(handle)
 
 
 # -- the test itself, with addresses on the host -----------------------------------------------------------------------
@@ -110,18 +176,37 @@ def test_memory_that_mpi_reaches_stands_the_test(world: mpicomm.World) -> None:
     assert awareness.failures(world.comm, HOST) == []
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all"])
-def test_a_wrong_result_is_found_and_named(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    right = getattr(wire, name)
+OPERATIONS = [name for name in awareness._TESTS if not name.startswith("uneven")]
 
-    def wrong(comm: object, *args: object) -> None:
-        right(comm, *args)
-        written = [each for each in args if isinstance(each, torch.Tensor)][-1]
-        written += 1
 
-    monkeypatch.setattr(wire, name, wrong)
-    found = {failure.split(" of ")[0].removeprefix("uneven ") for failure in awareness.failures(world.comm, HOST)}
-    assert found == {name}
+def found_by_any(world: mpicomm.World) -> set[str]:
+    """Return the operations that fail on some rank."""
+    found = world.comm.allgather(awareness.failures(world.comm, HOST))
+    return {failure.split(" of ")[0] for failures in found for failure in failures}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("writes", ["something wrong", "nothing"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_wrong_result_is_found_and_named(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, writes: str
+) -> None:
+    function = {"message": "receive" if writes == "nothing" else "send"}.get(name, name)
+    right = getattr(wire, function)
+    kept = []  # memory of messages on their way
+
+    def wrong(comm: object, *args: object) -> object:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if writes == "nothing":
+            args = tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in args)
+            kept.append(args)
+        elif tensors:
+            tensors[0] += 1
+        return right(comm, *args)
+
+    monkeypatch.setattr(wire, function, wrong)
+    monkeypatch.setattr(awareness, "_COUNTS", (3,))
+    assert found_by_any(world) == {each for each in awareness._TESTS if each.removeprefix("uneven ") == name}
 
 
 def test_an_error_of_mpi_is_a_failure(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +215,41 @@ def test_an_error_of_mpi_is_a_failure(world: mpicomm.World, monkeypatch: pytest.
 
     monkeypatch.setattr(wire, "gather", refuse)
     assert {failure.split(" of ")[0] for failure in awareness.failures(world.comm, HOST)} == {"gather"}
+
+
+def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: str | None) -> None:
+    """Make up a library without queries, and the kinds of memory that it names."""
+    info = SimpleNamespace(Get=lambda _key: kinds)
+    comm = SimpleNamespace(Get_info=lambda: info)
+    library = SimpleNamespace(description=description, path="")
+    made_up = SimpleNamespace(api=lambda: SimpleNamespace(COMM_WORLD=comm), library=lambda: library)
+    monkeypatch.setattr(awareness, "mpi", made_up)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_claimed"),
+    [
+        (None, False),
+        ("system,mpi", False),
+        ("system,rocm", False),
+        ("system,cuda", True),
+        ("system,cuda:device", True),
+        ("cuda:host:device,system", True),
+    ],
+)
+def test_a_library_that_names_kinds_of_memory(
+    monkeypatch: pytest.MonkeyPatch, kinds: str | None, is_claimed: bool
+) -> None:
+    pretend_library(monkeypatch, "MPICH", kinds)
+    assert awareness.is_claimed({}) == is_claimed
+
+
+@pytest.mark.parametrize("enabled", [None, "0", "1"])
+def test_crays_library_is_believed_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch, enabled: str | None) -> None:
+    pretend_library(monkeypatch, "CRAY MPICH version 8.1", "system,cuda")
+    environ = {} if enabled is None else {"MPICH_GPU_SUPPORT_ENABLED": enabled}
+    assert awareness.is_claimed(environ) == (enabled == "1")
 
 
 def test_the_mpis_of_the_package_index_claim_nothing(world: mpicomm.World) -> None:

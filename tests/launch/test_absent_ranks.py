@@ -1,0 +1,104 @@
+"""A rank that never calls `bootstrap()`: a waiting rank says which one, and what to check, long before the deadline."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Outcome, run_command, run_ranks
+
+SECONDS = {"MPICOMM_HANG_SECONDS": "2"}  # in place of 30
+RANKS = """
+import os, pathlib, signal, sys, time
+variables = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+rank = next(int(os.environ[name]) for name in variables if name in os.environ)
+
+def wait_for(ranks):
+    until = time.monotonic() + 60
+    while not all((here / str(each)).exists() for each in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+
+def end_the_job_after_the_notice(ranks):
+    wait_for(ranks)
+    time.sleep(7)  # less the 2 s above: for an interpreter to start on a busy machine
+    for each in ranks:  # MPICH's launcher takes no notice of a status before MPI_Init
+        os.kill(int((here / str(each)).read_text()), signal.SIGKILL)
+
+def bootstrap_together(ranks, timeout=None):
+    import mpicomm.runtime
+    (here / f'new-{rank}').write_text(str(os.getpid()))
+    (here / f'new-{rank}').rename(here / str(rank))
+    wait_for(ranks)
+    mpicomm.bootstrap(timeout=timeout)
+"""
+
+
+def notices(outcome: Outcome) -> list[str]:
+    """Return every notice in one piece, from its first line to its last."""
+    return re.findall(
+        r"^\[mpicomm\] rank .* has waited 2 s .*\n(?:.*\n)*?(?:Check that|  mpirun) .*", outcome.stderr, re.MULTILINE
+    )
+
+
+@pytest.mark.each_mpi
+def test_ranks_that_exit_or_block_before_bootstrap_are_named_once(tmp_path: Path) -> None:
+    code = f"""{RANKS}
+here = pathlib.Path({str(tmp_path)!r})
+if rank == 0:
+    sys.exit()
+if rank == 3:
+    end_the_job_after_the_notice([1, 2])
+bootstrap_together([1, 2])
+"""
+    program = tmp_path / "train.py"
+    program.write_text(code)
+    outcome = run_ranks(4, [str(program)], env=SECONDS, timeout=100)
+    assert outcome.status != 0, outcome
+    (told,) = notices(outcome)
+    assert re.fullmatch(
+        r"\[mpicomm\] rank 1 of 4 on (\S+) has waited 2 s in bootstrap\(\) \(MPI_Init\) for other ranks\.\n"
+        r"  waiting on \1: ranks 1, 2\n"
+        rf"  rank 3 on \1 has not called bootstrap\(\): process \d+, {sys.executable} .*\n"
+        r"  rank 0: no process on \1; exited early\n"
+        r"The job is aborted after 600 s; bootstrap\(timeout=\.\.\.\) changes this limit\.\n"
+        r"Check that every rank runs this program, and that no rank exits or blocks before mpicomm\.bootstrap\(\)\.",
+        told,
+    ), outcome
+
+
+@pytest.mark.each_mpi
+def test_a_program_on_standard_input_reaches_rank_0_alone(tmp_path: Path) -> None:
+    """As in `cat train.py | mpirun -n 2 python -`, where Open MPI 5 may also keep rank 0 from seeing the end of it."""
+    program, elsewhere = tmp_path / "train.py", tmp_path / "ends.py"
+    program.write_text(f"{RANKS}\nhere = pathlib.Path({str(tmp_path)!r})\nbootstrap_together([0])\n")
+    elsewhere.write_text(f"{RANKS}\nhere = pathlib.Path({str(tmp_path)!r})\nend_the_job_after_the_notice([0])\n")
+    rank = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
+    script = f'case "{rank}" in 0) "$0" - < "$1";; *) "$0" - </dev/null && "$0" "$2";; esac'
+    launcher = str(Path(sys.executable).parent / "mpiexec")
+    command = [launcher, "-n", "2", "sh", "-c", script, sys.executable, str(program), str(elsewhere)]
+    outcome = run_command(command, env=SECONDS, timeout=100)
+    (told,) = notices(outcome)
+    assert told.startswith("[mpicomm] rank 0 of 2 on "), outcome
+    assert told.endswith(
+        "This program comes from standard input, which mpirun passes to rank 0 only. Save it to a file and start\n"
+        "  mpirun -n 2 python FILE"
+    ), outcome
+
+
+def test_torchrun_has_absent_ranks_too(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    here = f"here = pathlib.Path({str(tmp_path)!r})"
+    program.write_text(f"{RANKS}\n{here}\ntime.sleep(600) if rank == 0 else bootstrap_together([1], timeout=6)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    outcome = run_command(command, env=SECONDS, timeout=100)
+    (told,) = notices(outcome)
+    assert re.match(
+        r"\[mpicomm\] rank 1 of 2 on (\S+) has waited 2 s in bootstrap\(\) \(rendezvous\) for other ranks\.\n"
+        r"  waiting on \1: rank 1\n"
+        r"  rank 0 on \1 has not called bootstrap\(\): process \d+, \S*python.*\n",
+        told,
+    ), outcome
+    assert "RendezvousError: bootstrap(): 1 of 2 ranks did not arrive within 6 s: rank 0.\n" in outcome.stderr, outcome

@@ -1,0 +1,48 @@
+"""A call's own timeout, longer than its group's: the watchdog waits for it, and the job goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launching import run_ranks
+
+SIZE = 2
+
+# Rank 1 comes to an operation after the group's timeout, and long before the operation's.
+SCRIPT = """
+import datetime, sys, time
+import torch
+import torch.distributed as dist
+import mpicomm
+from mpicomm.backend import c10d
+
+def all_reduce():
+    options = c10d.AllreduceOptions()
+    options.asyncOp = IS_ASYNC
+    options.timeout = datetime.timedelta(seconds=30)
+    group.allreduce([torch.ones(4)], options).wait()
+
+def barrier():
+    mpicomm.barrier(group, timeout=30)
+
+world = mpicomm.bootstrap(timeout=30)
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
+if world.rank == 1:
+    time.sleep(2)
+CALL()
+sys.stdout.write(f"rank {world.rank} goes on\\n")
+dist.barrier()
+"""
+CALLS = {
+    "barrier": ("barrier", False),
+    "all_reduce": ("all_reduce", False),
+    "async all_reduce": ("all_reduce", True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_has_more_time_than_its_group(call: str) -> None:
+    name, is_async = CALLS[call]
+    outcome = run_ranks(SIZE, SCRIPT.replace("CALL", name).replace("IS_ASYNC", str(is_async)))
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.count(" goes on\n") == SIZE, outcome

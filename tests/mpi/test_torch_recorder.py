@@ -1,0 +1,27 @@
+"""torch's flight recorder, which torch attaches to every group from 2.15 on, knows the groups of this backend."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.backend import versions
+
+pytestmark = [
+    pytest.mark.each_torch("bootstrap"),
+    pytest.mark.skipif(versions.of_torch() < (2, 15), reason="torch attaches no flight recorder"),
+]
+
+
+def test_the_dump_of_the_flight_recorder_lists_world_and_subgroup(world: mpicomm.World) -> None:
+    ranks = list(range(world.size))
+    group = dist.new_group(ranks, group_desc="second")
+    assert group in dist.distributed_c10d._world.pg_flight_recorder_hooks
+    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(backend="mpicomm"))
+    listed = {(each["desc"], each["ranks"]) for each in dump["pg_config"].values()}
+    assert {("default_pg", str(ranks)), ("second", str(ranks))} <= listed
+    dist.destroy_process_group(group)
