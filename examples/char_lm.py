@@ -5,29 +5,25 @@ loss on the last tenth tells whether that was of use. It is cross entropy per ch
 nothing, and 3.0 for one that knows how frequent each character is. End it and start it again: it goes on where it was.
 
     $ mpirun -n 4 python -m mpicomm.examples.char_lm
-    epoch 1/4  step 1  loss -  99 samples/s    2%  1:53 left
-    epoch 1/4  step 34  loss 3.3632  379 samples/s   77%  0:24 left
+    epoch 1/2  step 1  loss -  156 samples/s    2%  0:36 left
+    epoch 1/2  step 42  loss -  488 samples/s   96%  0:06 left
     epoch 1: loss 3.0090  eval_loss 2.5409
-    epoch 2/4  step 66  loss 2.5787  394 samples/s   50%  0:18 left
+    epoch 2/2  step 64  loss 2.6309  395 samples/s   46%  0:04 left
     epoch 2: loss 2.4970  eval_loss 2.3281
-    epoch 3/4  step 101  loss 2.3622  412 samples/s   30%  0:12 left
-    epoch 3: loss 2.2713  eval_loss 2.1056
-    epoch 4/4  step 136  loss 2.1956  422 samples/s    9%  0:06 left
-    epoch 4/4  step 164  loss 2.0791  408 samples/s   73%  0:02 left
-    epoch 4: loss 2.0657  eval_loss 1.9562
-    24,983 characters per second
+    25,401 characters per second
     run
     ┌────────────────┬─────────────────────────────────────────┐
-    │ steps          │ 176 in 4 epochs                         │
-    │ time           │ 0:30, of it evaluation 0:01             │
-    │ samples/s      │ 390 on 4 ranks                          │
-    │ rank 0's steps │ 2% data, 71% compute, 27% communication │
-    │ vm             │ 4 ranks on cpu, at most 359 MiB each    │
+    │ steps          │ 88 in 2 epochs                          │
+    │ time           │ 0:15, of it evaluation 0:00             │
+    │ samples/s      │ 397 on 4 ranks                          │
+    │ rank 0's steps │ 1% data, 80% compute, 20% communication │
+    │ vm             │ 4 ranks on cpu, at most 362 MiB each    │
     └────────────────┴─────────────────────────────────────────┘
-    held-out loss 1.96. It writes:
-    def in arg_inergsse(args)
-    if arltinge od if te cerionn ion as ppntandeptions art ontalg ationg cionctens artionst te):
-    re(arsgedtude):
+    held-out loss 2.33. It writes:
+    def iine alinere veser F)
+    serale t t we ine.s oorge alinide
+    in                  n   ine ap n an = tinis ar n *"
+    in ' urin = taculise tolit simtic al t n  s(e(e, = actre):
 """
 
 from __future__ import annotations
@@ -136,7 +132,7 @@ def main() -> None:
 
 def parse_arguments(about: str | None, directory: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=4, help="how often to go through the text (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="how often to go through the text (%(default)s)")
     parser.add_argument("--characters", type=int, default=200_000, help="the length of the text (%(default)s)")
     parser.add_argument("--dir", default=directory, help="where the run lives (%(default)s)")
     return parser.parse_args()

@@ -69,7 +69,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise ImportError('this example needs scikit-learn: pip install "mpicomm[examples]"') from error
+        raise ImportError("this example needs scikit-learn: pip install scikit-learn") from error
     images, labels = datasets.load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
     x = torch.from_numpy(images)[order].float() / 16  # (1797, 64), from 0 to 1

@@ -5,38 +5,28 @@ of one GPU; so are the optimizer's numbers, of which Adam has two for each param
 parameters into an ordinary model, which then writes. Checkpoints hold the same as without FSDP.
 
     $ mpirun -n 4 python -m mpicomm.examples.fsdp
-    epoch 1/4  step 1  loss -  53 samples/s    2%  3:32 left
-    epoch 1/4  step 19  loss -  189 samples/s   43%  0:53 left
-    epoch 1/4  step 35  loss 3.3632  196 samples/s   80%  0:46 left
+    epoch 1/2  step 1  loss -  209 samples/s    2%  0:27 left
     epoch 1: loss 3.0090  eval_loss 2.5409
-    epoch 2/4  step 47  loss 2.6547  186 samples/s    7%  0:44 left
-    epoch 2/4  step 61  loss 2.5787  183 samples/s   39%  0:40 left
-    epoch 2/4  step 75  loss 2.5787  182 samples/s   71%  0:36 left
+    epoch 2/2  step 83  loss 2.6309  1,007 samples/s   89%  0:00 left
     epoch 2: loss 2.4970  eval_loss 2.3281
-    epoch 3/4  step 95  loss 2.3943  195 samples/s   16%  0:27 left
-    epoch 3/4  step 119  loss 2.3622  210 samples/s   71%  0:17 left
-    epoch 3: loss 2.2713  eval_loss 2.1059
-    epoch 4/4  step 134  loss 2.1956  208 samples/s    5%  0:13 left
-    epoch 4/4  step 155  loss 2.1322  215 samples/s   52%  0:06 left
-    epoch 4/4  step 169  loss 2.0795  211 samples/s   84%  0:02 left
-    epoch 4: loss 2.0659  eval_loss 1.9577
-    13,166 characters per second
+    63,679 characters per second
+    run
+    ┌────────────────┬────────────────────────────────────────┐
+    │ steps          │ 88 in 2 epochs                         │
+    │ time           │ 0:06, of it evaluation 0:00            │
+    │ samples/s      │ 995 on 4 ranks                         │
+    │ rank 0's steps │ 1% data, 97% compute, 3% communication │
+    │ vm             │ 4 ranks on cpu, at most 364 MiB each   │
+    └────────────────┴────────────────────────────────────────┘
+    rank 3 holds 110,336 of 441,344 bytes
+    rank 0 holds 110,336 of 441,344 bytes
     rank 2 holds 110,336 of 441,344 bytes
     rank 1 holds 110,336 of 441,344 bytes
-    rank 3 holds 110,336 of 441,344 bytes
-    run
-    ┌────────────────┬─────────────────────────────────────────┐
-    │ steps          │ 176 in 4 epochs                         │
-    │ time           │ 0:56, of it evaluation 0:01             │
-    │ samples/s      │ 206 on 4 ranks                          │
-    │ rank 0's steps │ 1% data, 88% compute, 11% communication │
-    │ vm             │ 4 ranks on cpu, at most 366 MiB each    │
-    └────────────────┴─────────────────────────────────────────┘
-    rank 0 holds 110,336 of 441,344 bytes
-    held-out loss 1.96. Gathered on rank 0, it writes:
-    def in arg_inergsse(args)
-    if arltinge od if te cerionn ion as ppntandestions arg omeale att ings:
-    re(arsgedtude):
+    held-out loss 2.33. Gathered on rank 0, it writes:
+    def iine alinere veser F)
+    serale t t we ine.s oorge alinide
+    in                  n   ine ap n an = tinis ar n *"
+    in ' urin = taculise tolit simtic al t n  s(e(e, = actre):
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def import_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('--plot needs matplotlib: pip install "mpicomm[plot]"') from error
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     return Figure(figsize=(9, 4), layout="constrained")
 
 

@@ -5,7 +5,7 @@ One does so in a notebook, in a test, or where there is no MPI. It ends at the e
 itself what `mpicomm.bootstrap()` would find out: who is who, where they meet, and who has which device.
 
 The processes talk over Gloo, or over NCCL where each has a GPU of its own. MPI is of no use to them: its ranks are the
-processes that mpirun or srun has started. So under mpirun this program does nothing but say so.
+processes that mpirun or srun has started. So under mpirun this program fails, and says what to do.
 
     $ python -m mpicomm.examples.spawn
     rank 0 of 4: cpu, gloo, sum 10
@@ -13,13 +13,15 @@ processes that mpirun or srun has started. So under mpirun this program does not
     rank 1 of 4: cpu, gloo, sum 10
     rank 2 of 4: cpu, gloo, sum 10
     $ mpirun -n 4 python -m mpicomm.examples.spawn
-    I start processes of my own; start me by `python -m mpicomm.examples.spawn`
+    this program starts its own processes, but a launcher started it on several ranks (OMPI_COMM_WORLD_RANK is set).
+    Run it without mpirun, srun or torchrun: python -m mpicomm.examples.spawn
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,18 +37,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start processes that sum their ranks.")
     parser.add_argument("--processes", type=int, default=4)
     size = parser.parse_args().processes
-    if (rank := rank_by_launcher()) is not None:
-        if rank == 0:
-            print("I start processes of my own; start me by `python -m mpicomm.examples.spawn`", flush=True)
-        return
+    if (name := variable_of_launcher()) is not None:
+        if os.environ[name] != "0":
+            return  # rank 0's status and message are the job's
+        sys.exit(
+            f"this program starts its own processes, but a launcher started it on several ranks ({name} is set).\n"
+            f"Run it without mpirun, srun or torchrun: python -m mpicomm.examples.spawn"
+        )
     with tempfile.TemporaryDirectory() as directory:
         # Returns when all have ended; raises with the traceback of the first that fails, and ends the others.
         torch.multiprocessing.spawn(work, args=(size, Path(directory, "rendezvous")), nprocs=size)
 
 
-def rank_by_launcher() -> int | None:
-    """Return the rank of this process, if a launcher started it as one of several."""
-    return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
+def variable_of_launcher() -> str | None:
+    """Return the variable that holds this process's rank, if a launcher started it as one of several."""
+    return next((name for name in RANKS if name in os.environ), None)
 
 
 def work(rank: int, size: int, file: Path) -> None:

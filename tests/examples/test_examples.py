@@ -20,10 +20,12 @@ PROGRAMS = {
     "python": [sys.executable],
     "mpicomm": [sys.executable, "-m", "mpicomm"],
 }
-# A thread of Gloo's that wants the GIL while Python ends aborts the process: one run in twelve on a loaded machine.
-# bootstrap() waits for that thread at the end; a script without mpicomm has to try again.
+DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
+FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
 FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
+# A thread of Gloo's that wants the GIL while Python ends aborts the process: one run in twelve on a loaded machine.
+# bootstrap() waits for that thread at the end; a script without mpicomm has to try again.
 ABORTED, TRIES = "terminate called without an active exception", 6
 
 
@@ -43,7 +45,7 @@ def run(command: str) -> Outcome:
     words = [word for each in shlex.split(command) for word in PROGRAMS.get(each, [each])]
     args = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
     for _ in range(TRIES if "before.py" in command else 1):
-        outcome = run_command(args, timeout=120)
+        outcome = run_command(args, timeout=240)
         if ABORTED not in outcome.stderr:
             break
     return outcome
@@ -66,16 +68,34 @@ def accuracy(outcome: Outcome) -> float:
     return float(re.search(r"test accuracy ([\d.]+)%", outcome.stdout)[1])
 
 
-@pytest.mark.parametrize(("file", "command", "output"), [pytest.param(*each, id=each[1]) for each in sessions()])
+@pytest.mark.parametrize(
+    ("file", "command", "output"),
+    [
+        pytest.param(*each, id=each[1], marks=pytest.mark.each_mpi if each[0] in DEPENDS_ON_MPI else ())
+        for each in sessions()
+    ],
+)
 def test_does_what_its_docstring_says(file, command, output):
     outcome = run(command)
-    assert outcome.status == (1 if command.startswith("diff") else 0), outcome
-    if file in TRAINED:  # what is printed now and then, and the text that a model writes, are others each time
+    assert outcome.status == (1 if command in FAILING or command.startswith("diff") else 0), outcome
+    if command in FAILING:  # the launcher writes on standard error, too
+        assert set(form(output)) <= set(form(outcome.stderr.replace("PMI_RANK", "OMPI_COMM_WORLD_RANK"))), outcome
+    elif file in TRAINED:  # what is printed now and then, and the text that a model writes, are others each time
         assert [line for line in form(outcome.stdout) if FIGURES.match(line)] == [
             line for line in form(output) if FIGURES.match(line)
         ], outcome
     else:
         assert form(outcome.stdout) == form(output), outcome
+
+
+def test_fsdp_holds_a_part_of_the_parameters_on_each_rank():
+    ranks, outcome = 4, run("mpirun -n 4 python -m mpicomm.examples.fsdp")
+    parts = re.findall(r"^rank (\d) holds ([\d,]+) of ([\d,]+) bytes$", outcome.stdout, re.MULTILINE)
+    assert sorted(int(rank) for rank, _, _ in parts) == list(range(ranks)), outcome
+    (whole,) = {int(each.replace(",", "")) for _, _, each in parts}
+    held = [int(each.replace(",", "")) for _, each, _ in parts]
+    assert sum(held) == whole, outcome
+    assert max(held) < 1.2 * whole / ranks, outcome
 
 
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"])
@@ -87,34 +107,6 @@ def test_docstring_has_the_command_that_starts_the_example(name):
 
 def test_one_copy_is_readable_at_the_top_and_importable():
     assert EXAMPLES.samefile(ROOT / "mpicomm" / "examples")
-
-
-# -- p2p and collectives ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_arrive_on_other_numbers_of_ranks(size):
-    outcome = run_ranks(size, ["-m", "mpicomm.examples.p2p"])
-    assert outcome.status == 0, outcome
-    lines = outcome.stdout.splitlines()
-    assert len(lines) == 7 * (1 + size), outcome  # seven headings, and a line of each rank below each
-    for rank in range(size):
-        assert lines.count(f"rank {rank}: had {rank}, has {(rank - 1) % size} from rank {(rank - 1) % size}") >= 2
-    assert lines.count(f"rank {size - 1}: sits out, the number of ranks is odd") == (4 if size % 2 else 0)
-
-
-def test_one_rank_has_nobody_to_talk_to():
-    outcome = run_alone(["-m", "mpicomm.examples.p2p"])
-    assert outcome.status == 0, outcome
-    assert outcome.stdout.startswith("rank 0: nobody to talk to")
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_collectives_are_right_on_other_numbers_of_ranks(size):
-    outcome = run_ranks(size, ["-m", "mpicomm.examples.collectives"])
-    assert outcome.status == 0, outcome
-    total = size * (size + 1) // 2
-    assert re.search(rf"all_reduce +{' . '.join([str(total)] * size)}$", outcome.stdout, re.MULTILINE), outcome
 
 
 # -- ddp -------------------------------------------------------------------------------------------------------------
@@ -131,7 +123,6 @@ def test_collectives_are_right_on_other_numbers_of_ranks(size):
 def test_ddp_learns_alike_however_it_is_started(command, size):
     outcome = run(command)
     assert outcome.status == 0, outcome
-    assert outcome.seconds < 60
     assert set(re.findall(r"rank (\d+) of", outcome.stdout)) == {str(rank) for rank in range(size)}, outcome
     assert accuracy(outcome) >= 95
     assert "parameters identical on all ranks" in outcome.stdout, outcome
@@ -153,15 +144,16 @@ def test_ddp_mentions_the_other_ways_to_start_it():
 )
 def test_ddp_fails_if_the_training_does(change, line):
     code = f"from mpicomm.examples import ddp\nddp.EPOCHS = 1\n{change}\nddp.main()"
-    outcome = run_ranks(2, code)
+    outcome = run_ranks(2, code, timeout=120)
     assert outcome.status != 0, outcome
     assert line in outcome.stdout, outcome
 
 
 def test_ddp_says_how_to_get_scikit_learn():
-    outcome = run_alone("import sys\nsys.modules['sklearn'] = None\nfrom mpicomm.examples import ddp\nddp.main()")
+    code = "import sys\nsys.modules['sklearn'] = None\nfrom mpicomm.examples import ddp\nddp.main()"
+    outcome = run_alone(code, timeout=120)
     assert outcome.status != 0, outcome
-    assert 'pip install "mpicomm[examples]"' in outcome.stderr, outcome
+    assert "pip install scikit-learn" in outcome.stderr, outcome
 
 
 # -- existing_script -------------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""The README's first commands, as a new user types them: in a fresh checkout, environment and home directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs import documents
+from tests.examples.test_examples import form
+from tests.launching import ROOT, Outcome, almost_empty_environment, run_command
+
+README = documents.read(ROOT / "README.md")
+SECTIONS = ("Quick start", "Install")
+COMMANDS = [
+    command.line
+    for section in README.sections
+    if section.title in SECTIONS
+    for console in section.consoles()
+    for command in console
+]
+SHOWN = next(block.text for block in README.sections[0].blocks if block.language == "text")
+FIRST = "mpicomm run -n 4 train.py"
+# PyTorch's index cannot be reached from CI; the torch of its own index is the one without CUDA.
+CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+GENERATED = (".*", "venv", "build", "dist", "*.egg-info", "__pycache__", "runs", "mpicomm-dumps")
+OF_PIP = re.compile(r"PIP_.*|.*_proxy|.*_PROXY|SSL_.*|.*_CA_BUNDLE")
+
+
+@pytest.fixture(name="checkout")
+def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of this checkout with the README's files; the working directory."""
+    path = tmp_path / "checkout"
+    shutil.copytree(ROOT, path, symlinks=True, ignore=shutil.ignore_patterns(*GENERATED))
+    for name, text in README.files().items():
+        (path / name).write_text(text)
+    monkeypatch.chdir(path)
+    yield path
+    shutil.rmtree(path)  # pytest keeps files of old runs, and torch is large
+
+
+def typed(commands: list[str], home: Path) -> Outcome:
+    """Run commands one after the other in one shell, until one fails, without what else lets tests run MPI anywhere."""
+    script = "\n".join(["set -e", *[f"echo '$ {each}'\n{each}" for each in commands]])
+    python = Path(getattr(sys, "_base_executable", sys.executable)).parent
+    own = {name: value for name, value in os.environ.items() if OF_PIP.fullmatch(name)}
+    own |= {"HOME": str(home), "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin", "PIP_CACHE_DIR": pip_cache()}
+    config = Path.home() / ".config" / "pip" / "pip.conf"
+    if config.exists():
+        own.setdefault("PIP_CONFIG_FILE", str(config))
+    dropped = [word for name in almost_empty_environment().keys() - own.keys() for word in ("-u", name)]
+    added = [f"{name}={value}" for name, value in own.items()]
+    return run_command(["env", *dropped, *added, "bash", "-c", script], timeout=600)
+
+
+def pip_cache() -> str:
+    return os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
+
+
+def test_the_first_commands_work_as_typed(checkout: Path, tmp_path: Path) -> None:
+    assert COMMANDS.count(CPU_TORCH) == COMMANDS.count(FIRST) == 1
+    version = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    commands = [f"pip install {version}" if each == CPU_TORCH else each for each in COMMANDS]
+    outcome = typed([*commands, "python -c 'import sklearn'"], tmp_path)  # which the examples need
+    assert outcome.status == 0, outcome
+    printed = outcome.stdout.partition(f"$ {FIRST}\n")[2].partition("$ ")[0]
+    assert form(printed) == form(SHOWN), outcome
