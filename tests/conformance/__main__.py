@@ -22,7 +22,7 @@ def main() -> int:
         return 0
     runs = {}
     for size in args.ranks or ([3, 4] if args.write else [4]):
-        options = {"limit": args.limit, "pattern": args.k, "shows": args.s}
+        options = {"limit": args.limit, "pattern": args.k, "sample": args.sample, "shows": args.s}
         runs[size] = measure(size, with_gloo=args.write or args.gloo, **options)
         _show(size, runs[size])
     if args.write:
@@ -40,6 +40,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--page", action="store_true", help="make the page of the results that are there")
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds that a test may take (60)")
     parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain this")
+    parser.add_argument("--sample", action="store_true", help="run some tests of each kind only (sample.py)")
     parser.add_argument("-s", action="store_true", help="show what the ranks print")
     return parser.parse_args()
 

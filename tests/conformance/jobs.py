@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpicomm import mpi
@@ -17,12 +17,12 @@ from tests.launching import run_ranks
 
 _JOB_LIMIT = 900.0  # seconds for all the tests of a job
 
-_ENVIRONMENT = {
-    "MPICOMM_DEBUG": "0",  # as users have it: PyTorch's tests also call what does not fit together
+ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONHASHSEED": "0",  # some reasons show sets; all ranks are to say the same
     "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
 }
+"""The variables that the ranks need."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ def run(
     of_torch: bool = False,
     limit: float = 60,
     pattern: str = "",
+    sample: bool = False,
     shows: bool = False,
 ) -> Found:
     """Run PyTorch's tests on `size` ranks.
@@ -49,21 +50,36 @@ def run(
         of_torch: Run torch's own back ends, for comparison.
         limit: Seconds that a test may take.
         pattern: Run the tests whose names contain this.
+        sample: Run the tests of `sample.NAMES` only.
         shows: Show what the ranks print.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
         journal = Journal(Path(scratch, "journal"))
         options = ["--journal", str(journal.path), "--scratch", scratch, "--limit", str(limit), "--pattern", pattern]
-        command = ["-m", "tests.conformance.ranks", *options, *(["--of-torch"] if of_torch else []), *labels]
-        while not journal.is_finished():
-            before = journal.last()
-            output = _start(size, command)
-            if shows or not journal.is_finished():
-                sys.stderr.write(output)
-            if not journal.is_finished():
-                _blame(journal, before, output)
+        flags = [*["--of-torch"] * of_torch, *["--sample"] * sample]
+        command = ["-m", "tests.conformance.ranks", *options, *flags, *labels]
+        until_finished(journal, lambda: _start(size, command), shows=shows)
         return Found({label: journal.verdicts(label) for label in labels}, round(time.monotonic() - start, 1))
+
+
+def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = False) -> None:
+    """Start a job again and again until its journal is finished; the test in which a job ended has failed.
+
+    Args:
+        start: Runs the job, which leaves out the tests in the journal, and returns what it printed.
+        shows: Show what the job printed, also where it finished.
+
+    Raises:
+        RuntimeError: If a job ends before its first test or after its last.
+    """
+    while not journal.is_finished():
+        before = journal.last()
+        output = start()
+        if shows or not journal.is_finished():
+            sys.stderr.write(output)
+        if not journal.is_finished():
+            _blame(journal, before, output)
 
 
 def _start(size: int, command: list[str]) -> str:
@@ -73,7 +89,7 @@ def _start(size: int, command: list[str]) -> str:
     launcher calls that a failure.
     """
     try:
-        outcome = run_ranks(size, command, env=_ENVIRONMENT, timeout=_JOB_LIMIT, mpiexec=mpi.library().mpiexec)
+        outcome = run_ranks(size, command, env=ENVIRONMENT, timeout=_JOB_LIMIT, mpiexec=mpi.library().mpiexec)
     except AssertionError as error:  # it was killed, or left processes behind
         return str(error)
     return outcome.stderr

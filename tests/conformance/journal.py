@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ class Journal:
                 found.setdefault(line["end"], Verdict.parse(line["verdict"]))
         return found
 
+    def labels(self) -> list[str]:
+        """Return the labels under which tests have been started or judged."""
+        return list(dict.fromkeys(line["label"] for line in self._lines() if "label" in line))
+
+    def seconds(self, label: str) -> float:
+        """Return how long the tests under a label took, from the start of each to its verdict."""
+        lines = [line for line in self._lines() if line.get("label") == label]
+        starts = {line["start"]: line["time"] for line in lines if "start" in line}
+        ends = {line["end"]: line["time"] for line in reversed(lines) if "end" in line}
+        return sum(ends[name] - start for name, start in starts.items() if name in ends)
+
     def is_finished(self) -> bool:
         """Tell whether all tests have been run."""
         return any("is_finished" in line for line in self._lines())
@@ -54,7 +66,7 @@ class Journal:
 
     def _write(self, line: dict[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({**line, "time": time.monotonic()}) + "\n")
 
     def _lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []

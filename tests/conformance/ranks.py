@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from tests.conformance import routing, upstream, verdicts
+from tests.conformance import routing, sample, upstream, verdicts
 from tests.conformance.journal import Journal
 from tests.conformance.upstream import Suite
 from tests.conformance.verdicts import Verdict
@@ -40,12 +40,12 @@ class Ranks:
         self._is_ours = is_ours
         self._limit = limit
 
-    def run(self, label: str, pattern: str) -> None:
-        """Run the tests that are not in the journal yet, on all ranks."""
+    def run(self, label: str, is_chosen: Callable[[str], bool]) -> None:
+        """Run the chosen tests that are not in the journal yet, on all ranks."""
         suite = Suite(label, self._comm.rank, self._comm.size)
         done = self._comm.bcast(self._journal.names(label))
         for name in suite.names():
-            if name not in done and pattern in name:
+            if name not in done and is_chosen(name):
                 self._run_one(suite, name)
 
     def _run_one(self, suite: Suite, name: str) -> None:
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--of-torch", action="store_true", help="run torch's own back end, for comparison")
     parser.add_argument("--limit", type=float, default=60, help="seconds that a test may take")
     parser.add_argument("--pattern", default="", help="run the tests whose names contain this")
+    parser.add_argument("--sample", action="store_true", help="run the tests of sample.py only")
     args = parser.parse_args()
     world = mpicomm.bootstrap(None)
     assert world.comm is not None
@@ -134,7 +135,7 @@ def main() -> None:
         routing.route()
     ranks = Ranks(world.comm, Journal(args.journal), args.scratch, is_ours=not args.of_torch, limit=args.limit)
     for label in args.labels:
-        ranks.run(label, args.pattern)
+        ranks.run(label, lambda name: args.pattern in name and (not args.sample or name in sample.NAMES))
     if world.rank == 0:
         Journal(args.journal).finish()
 
