@@ -1,0 +1,106 @@
+"""Environments of the suite: .venv-compat/NAME, made with the standard library and pip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.compat import request
+from tests.compat.mpis import MPI, MPIS
+from tests.compat.request import NEWEST, Request
+from tests.launching import ROOT
+
+_DIRECTORY = ROOT / ".venv-compat"
+_SYSTEM_LIBRARIES = "/usr/lib/*-linux-gnu*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """A virtual environment with the versions of a request."""
+
+    request: Request
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return _DIRECTORY / self.request.name
+
+    @property
+    def python(self) -> str:
+        """Its interpreter."""
+        return str(self.path / "bin" / "python")
+
+    @property
+    def mpiexec(self) -> str:
+        """The launcher of its MPI."""
+        return self._mpi.command("mpiexec", self.path)
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables that a process in it needs."""
+        path = f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        libraries = {"LD_LIBRARY_PATH": str(self.path / "lib")} if self._mpi.library else {}
+        return {"PATH": path, "VIRTUAL_ENV": str(self.path), **self._mpi.environ, **libraries}
+
+    def install(self) -> None:
+        """Make it, or change the packages whose versions differ.
+
+        Raises:
+            subprocess.CalledProcessError: If pip fails.
+        """
+        if not self.path.exists():
+            sys.stdout.write(f"Installing {self.path.relative_to(ROOT)} (minutes, and several GB)\n")
+            sys.stdout.flush()
+            subprocess.run([sys.executable, "-m", "venv", str(self.path)], check=True)
+        self._link_library()
+        extras = ",".join([*[self._mpi.extra] * bool(self._mpi.extra), "examples", "test-minimum"])
+        self._pip(
+            "--upgrade", "-e", f"{ROOT}[{extras}]", self.request.requirement("torch"), self.request.requirement("numpy")
+        )
+        self._install_mpi4py()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the machine and the versions that are loaded in it."""
+        command = [self.python, "-m", "tests.compat.facts"]
+        found = subprocess.run(command, env=self._with_own(), cwd=ROOT, check=True, capture_output=True, text=True)
+        return json.loads(found.stdout)
+
+    @property
+    def _mpi(self) -> MPI:
+        return MPIS[self.request.mpi]
+
+    def _install_mpi4py(self) -> None:
+        """Install it anew, with the MPI that is there now; it may be older than the package allows."""
+        options = ["--force-reinstall", "--no-deps", self.request.requirement("mpi4py")]
+        if self.request.builds_mpi4py:  # without the cache, where a wheel may be compiled with another MPI
+            mpicc = self._mpi.command("mpicc", self.path)
+            quickly = {"MPICC": mpicc, "CFLAGS": "-O0 -g0"}  # minutes less than the flags that Python was built with
+            self._pip("--no-cache-dir", "--no-binary=mpi4py", *options, **quickly)
+        else:
+            self._pip("--only-binary=mpi4py", *options)
+
+    def _pip(self, *arguments: str, **variables: str) -> None:
+        """Run `pip install`, with constraints.txt for the packages whose versions are not chosen."""
+        environ = self._with_own() | variables
+        if self.request.torch == NEWEST:  # a configuration of pip may cap its version
+            environ["PIP_CONFIG_FILE"] = os.devnull
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(request.constraints((ROOT / "constraints.txt").read_text()))
+            file.flush()
+            command = [self.python, "-m", "pip", "install", "-qq", "-c", file.name, *arguments]
+            subprocess.run(command, env=environ, check=True, cwd=ROOT)
+
+    def _link_library(self) -> None:
+        """Give the library the name under which wheels of mpi4py look for it: Debian's MPICH has it under its own."""
+        link = self.path / "lib" / "libmpi.so.12"
+        if self._mpi.library and not link.is_symlink():
+            (found,) = Path("/").glob(f"{_SYSTEM_LIBRARIES[1:]}/{self._mpi.library}")
+            link.symlink_to(found)
+
+    def _with_own(self) -> dict[str, str]:
+        return {**os.environ, **self.environ()}

@@ -1,0 +1,70 @@
+"""The MPI libraries of the suite: from wheels, and from Debian's packages.
+
+`python -m tests.compat.mpis` installs the packages by apt-get, if a launcher is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGES = ("openmpi-bin", "libopenmpi-dev", "mpich", "libmpich-dev")
+"""Debian's packages of the two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MPI:
+    """Where one MPI library is."""
+
+    extra: str = ""
+    """The extra of mpicomm that installs it; empty for that of the system."""
+
+    suffix: str = ""
+    """What the system's commands end in."""
+
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What ranks and mpi4py need to find it."""
+
+    library: str = ""
+    """The file that wheels of mpi4py look for as libmpi.so.12; empty if they find it."""
+
+    def command(self, name: str, environment: Path) -> str:
+        """Return the path of a command such as mpiexec.
+
+        Raises:
+            FileNotFoundError: If the system has none.
+        """
+        if self.extra:
+            return str(environment / "bin" / name)
+        if (found := shutil.which(f"{name}{self.suffix}")) is None:
+            raise FileNotFoundError(
+                f"{name}{self.suffix} is not installed.\nInstall Debian's, as root: python -m tests.compat.mpis"
+            )
+        return found
+
+
+MPIS = {
+    "openmpi": MPI("openmpi"),
+    "mpich": MPI("mpich"),
+    "intel": MPI("intel"),
+    "system-openmpi": MPI(suffix=".openmpi", environ={"MPI4PY_LIBMPI": "libmpi.so.40"}),
+    "system-mpich": MPI(suffix=".mpich", environ={"MPI4PY_LIBMPI": "libmpich.so.12"}, library="libmpich.so.12"),
+}
+
+
+def install() -> None:
+    """Install Debian's packages, unless both launchers are there."""
+    if all(shutil.which(f"mpiexec{mpi.suffix}") for mpi in MPIS.values() if mpi.suffix):
+        return
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+        subprocess.run(["apt-get", "-qq", *command], check=True, env=environ, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    install()

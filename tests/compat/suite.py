@@ -1,0 +1,141 @@
+"""The parts of the suite: the marked tests, a sample of PyTorch's own, and examples, on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.compat.environment import Environment
+from tests.conformance import jobs, verdicts
+from tests.conformance.journal import Journal
+from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
+from tests.launching import ROOT, run_within
+
+RANKS = 2
+EXAMPLES = ("p2p", "collectives", "ddp", "trainer")
+_LABELS = ("mpicomm", "mpi", "gloo")  # each opens tests of PyTorch's that the others do not
+_TEST_SECONDS, _EXAMPLE_SECONDS = 60, 240  # that one may take; a busy machine must not fail it
+_MARK = "each_torch"
+JOURNAL = "COMPAT_JOURNAL"
+"""The variable that names the journal of the marked tests."""
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # torch's wheels bring CUDA; the suite compares what all machines have
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What became of the tests of a part."""
+
+    passed: int
+    skipped: int
+    seconds: float
+    failures: Mapping[str, str]
+    """Why, by test."""
+
+    @classmethod
+    def of(cls, found: Mapping[str, Verdict], seconds: float) -> Part:
+        """Count verdicts."""
+        counts = verdicts.count(found.values())
+        failures = {name: verdict.reason for name, verdict in found.items() if verdict.outcome == FAIL}
+        return cls(counts[PASS], counts[SKIP], round(seconds, 1), failures)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a test passed and none failed."""
+        return self.passed > 0 and not self.failures
+
+    def __str__(self) -> str:
+        counts = {"passed": self.passed, "failed": len(self.failures), "skipped": self.skipped}
+        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no test"
+        return f"{said} ({self.seconds:.0f} s)"
+
+
+class Suite:
+    """Runs the parts in an environment, each within the time that is left."""
+
+    def __init__(self, environment: Environment, seconds: float) -> None:
+        self._environment = environment
+        self._end = time.monotonic() + seconds
+
+    def run(self) -> Iterator[tuple[str, Part]]:
+        """Run all parts, and yield each with its name."""
+        with tempfile.TemporaryDirectory(prefix="compat-") as directory:
+            yield from self._tests(Path(directory))
+            yield from self._conformance(Path(directory))
+            for name in EXAMPLES:
+                yield f"example {name}", self._example(name, Path(directory))
+
+    def _tests(self, directory: Path) -> Iterator[tuple[str, Part]]:
+        """Run the marked tests in one job, as long as none of them ends it."""
+        journal = Journal(directory / "tests")
+        command = [*pytest_command(_TEST_SECONDS), *marked_files()]
+        failure = self._until_finished(journal, command, {JOURNAL: str(journal.path)})
+        for part in journal.labels():
+            yield part, Part.of(journal.verdicts(part), journal.seconds(part))
+        if failure:
+            yield "tests", Part(0, 0, 0.0, {"job": failure})
+
+    def _conformance(self, directory: Path) -> Iterator[tuple[str, Part]]:
+        """Run a sample of PyTorch's tests; one passes if it does under a name of the backend, and fails under none."""
+        journal = Journal(directory / "conformance")
+        options = ["--journal", str(journal.path), "--scratch", str(directory), "--limit", str(_TEST_SECONDS)]
+        command = ["-m", "tests.conformance.ranks", "--sample", *options, *_LABELS]
+        failure = self._until_finished(journal, command, jobs.ENVIRONMENT)
+        found = {label: journal.verdicts(label) for label in _LABELS}
+        names = sorted({name for each in found.values() for name in each})
+        of_tests = {name: verdicts.of_labels({k: v[name] for k, v in found.items() if name in v}) for name in names}
+        if failure:
+            of_tests["job"] = Verdict(FAIL, failure)
+        yield "conformance", Part.of(of_tests, sum(journal.seconds(label) for label in _LABELS))
+
+    def _example(self, name: str, directory: Path) -> Part:
+        arguments = ["--dir", str(directory / "run")] if name == "trainer" else []
+        start = time.monotonic()
+        status, output = self._start(["-m", f"mpicomm.examples.{name}", *arguments], {}, _EXAMPLE_SECONDS)
+        if status != 0:
+            sys.stderr.write(output)
+        reason = "" if status == 0 else "time limit" if status is None else f"exit status {status}"
+        verdict = Verdict(PASS) if status == 0 else Verdict(FAIL, reason)
+        return Part.of({name: verdict}, time.monotonic() - start)
+
+    def _until_finished(self, journal: Journal, arguments: list[str], environ: Mapping[str, str]) -> str:
+        """Run a job until its journal is finished, show what it prints if a test fails, and return why it cannot be."""
+        outputs = []
+
+        def start() -> str:
+            if time.monotonic() > self._end:
+                raise RuntimeError("the time limit of the suite is reached")
+            outputs.append(self._start(arguments, environ, self._end - time.monotonic())[1])
+            return outputs[-1]
+
+        try:
+            jobs.until_finished(journal, start)
+        except RuntimeError as error:
+            return str(error)
+        found = [verdict for label in journal.labels() for verdict in journal.verdicts(label).values()]
+        if any(verdict.outcome == FAIL for verdict in found):
+            sys.stderr.write(outputs[-1])
+        return ""
+
+    def _start(self, arguments: list[str], environ: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
+        """Run Python on the ranks, and return its status, None at its time limit, and its output."""
+        command = [self._environment.mpiexec, "-n", str(RANKS), self._environment.python, *arguments]
+        variables = {**self._environment.environ(), **_NO_GPU, **environ}
+        outcome = run_within(max(1.0, seconds), command, env=variables, cwd=ROOT)
+        return outcome.status, outcome.stdout + outcome.stderr
+
+
+def pytest_command(seconds: float) -> list[str]:
+    """Return the arguments with which Python runs marked tests, each within a time limit."""
+    limits = ["-o", f"faulthandler_timeout={seconds}", "-o", "faulthandler_exit_on_timeout=true"]
+    recording = ["-p", "tests.compat.plugin", "--continue-on-collection-errors"]
+    return ["-m", "pytest", "--with-mpi", "--color=no", *limits, *recording]
+
+
+def marked_files() -> list[str]:
+    """Return the test modules with marked tests: others may need packages that the environment does not have."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in paths if f"mark.{_MARK}(" in path.read_text()]
