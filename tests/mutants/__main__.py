@@ -1,0 +1,80 @@
+"""Do the tests find faults? `python -m tests.mutants`, or `make mutants`.
+
+Each mutant of the table (backend.py and the other modules beside this one) is one fault. It is put into a copy of the
+checkout, alone, and the tests that the table names are run there: at least one of them must fail. Without the fault
+they must pass. Needs the MPI of this environment; docs/results/mutants.json has what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import queue
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mpicomm.bench import machine
+from tests.launching import ROOT
+from tests.mutants.mutant import Mutant
+from tests.mutants.run import Copy, Verdict
+from tests.mutants.table import MUTANTS
+
+_RESULTS = ROOT / "docs" / "results" / "mutants.json"
+
+
+def main() -> None:
+    arguments = _arguments()
+    chosen = [each for each in MUTANTS if arguments.only in f"{each.file}: {each.fault}"]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        rows = _judge(chosen, Path(directory), arguments.jobs)
+    counts = collections.Counter(verdict.kind for _, verdict in rows)
+    seconds = time.monotonic() - start
+    print(f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} in {seconds:.0f} s")
+    if arguments.write:
+        machine.write(_results(rows, seconds), _RESULTS)
+    sys.exit(bool(counts["missed"] or counts["invalid"]))
+
+
+def _judge(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mutant, Verdict]]:
+    """Run the mutants' tests, so many at a time, each in a copy of its own."""
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for number in range(jobs):
+        copies.put(Copy(directory / str(number)))
+
+    def judge(mutant: Mutant) -> Verdict:
+        copy = copies.get()
+        try:
+            verdict = copy.judge(mutant)
+        finally:
+            copies.put(copy)
+        said = f"{verdict.kind}: {mutant.file}: {mutant.fault}\n    {verdict.by} ({verdict.seconds:.0f} s)\n"
+        print(said, end="", flush=True)
+        return verdict
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        return list(zip(mutants, pool.map(judge, mutants), strict=True))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Run mutants of the package.")
+    parser.add_argument("only", nargs="?", default="", help="run the mutants whose file or fault contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (%(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(ROOT)}")
+    return parser.parse_args()
+
+
+def _results(rows: list[tuple[Mutant, Verdict]], seconds: float) -> dict[str, object]:
+    table = [
+        {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
+        for mutant, verdict in rows
+    ]
+    head = machine.described("for each fault, the first test that failed with it")
+    return {**head, "command": "python -m tests.mutants --write", "seconds": round(seconds), "mutants": table}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Faults in the backend: operations, queue, works, reductions."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    # -- atonce.py: the short way of synchronous sums ------------------------------------------------------------------
+    Mutant(
+        "backend/atonce.py",
+        old="            or not tensor.is_contiguous()\n",
+        new="",
+        fault="The short way adds up the memory of a strided tensor as if its elements lay one after the other.",
+        tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/atonce.py",
+        old='recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)',
+        new='recorder.note(self._record, "all_reduce", dtype, count, None, True, True, 3)',
+        fault="An all_reduce on the short way is recorded as a message and does not count in the group's sequence.",
+        tests="tests/launch/test_deadlines.py -k barrier",
+        ranks=0,
+    ),
+    Mutant(
+        "backend/atonce.py",
+        old="""        except BaseException as error:
+            if operation is not None:
+                self._executor.spoil(operation, error)
+            raise
+""",
+        new="""        except BaseException:
+            raise
+""",
+        fault="A group stays usable after an all_reduce on the short way has failed.",
+        tests="tests/mpi/test_nodepath.py -k test_unequal_sizes_are_refused_on_all_ranks",
+        ranks=4,
+    ),
+    # -- repairs -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/executor.py",
+        old="""                call()
+        except BaseException as error:
+""",
+        new="""                call()
+        except Exception as error:
+""",
+        fault="A group stays usable after a KeyboardInterrupt between two parts of an operation.",
+        tests="tests/launch/test_interrupts.py -k between_two_parts",
+        ranks=0,
+    ),
+    Mutant(
+        "backend/checks.py",
+        old="""        if _share(outputs[one], outputs[other]):
+            raise ValueError(
+                f"{what}: {argument}[{min(one, other)}]""",
+        new="""        if False and _share(outputs[one], outputs[other]):
+            raise ValueError(
+                f"{what}: {argument}[{min(one, other)}]""",
+        fault="A tensor that is in a coalesced all_reduce twice is reduced twice.",
+        tests="tests/mpi/test_misuse.py",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/checks.py",
+        old="    if not address and value.numel():",
+        new="    if False:",
+        fault="A tensor without elements in memory is handed to MPI.",
+        tests="tests/mpi/test_misuse.py",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/c10d.py",
+        old="        if not isinstance(group, kind):\n            return torchs(p2p_op_list)",
+        new="        if True:\n            return torchs(p2p_op_list)",
+        fault="NCCL gets the messages of a batch one by one.",
+        tests="tests/mpi/test_routed.py -k batch_of_messages_is_one",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/staging.py",
+        old="            if self._all_ranks(are_on_host):",
+        new="            if are_on_host:",
+        fault="A rank with a CPU tensor sends it whole while another sends that of its GPU in chunks.",
+        tests="tests/mpi/test_routes.py -k take_part_together",
+        ranks=4,
+    ),
+    # -- engine.py -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/engine.py",
+        old="self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))",
+        new="self._put(dense, flat, self.comm.rank * dense.numel())",
+        fault="all_gather of a list puts the own part where it would be if all parts were equally long.",
+        tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/engine.py",
+        old='return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))',
+        new='return self.executor.track("send", MessageWork([tensor], request, tensor, operation, self.executor))',
+        fault="The dense copy of a tensor that is being sent is freed before the message is through.",
+        tests="tests/mpi/test_messages.py -k 'test_ring_of_large_messages and staged'",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/engine.py",
+        old="""        if not self._keep:
+            buffers.unpack(self._packed, self._tensor)
+""",
+        new="",
+        fault="The result of a reduction in pieces is not copied back into a strided tensor.",
+        tests="tests/mpi/test_matrix.py -k 'test_all_reduce_and_reduce and bfloat16'",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/engine.py",
+        old="        result = buffers.apart(result, dense)\n",
+        new="",
+        fault="reduce_scatter through the memory of a node writes its output while other ranks read it as input.",
+        tests="tests/mpi/test_collectives.py -k 'test_the_output_may_overlap_two_blocks_of_the_input and direct'",
+        ranks=4,
+    ),
+    # -- executor.py ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/executor.py",
+        old="return not is_async and (worker is None or worker.is_idle)",
+        new="return not is_async",
+        fault="A synchronous operation runs before the asynchronous ones that were queued earlier.",
+        tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_comes_after and staged'",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/executor.py",
+        old="if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or",
+        new="if (worker is not None and worker.is_current_thread) or",
+        fault="An all_reduce on the short way runs before the asynchronous operations that were queued earlier.",
+        tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_comes_after and world'",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/executor.py",
+        old="if not self._is_simple or not self._is_open:",
+        new="if not self._is_simple:",
+        fault="The short way is open after its group was destroyed, and calls MPI on a freed communicator.",
+        tests="tests/mpi/test_groups.py -k test_a_destroyed_group_cannot_be_used",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/executor.py",
+        old="""        if not self._keeps_communicator:
+            self._comm.Free()
+""",
+        new="",
+        fault="The communicator of a destroyed group is never freed.",
+        tests="tests/mpi/test_groups.py -k test_a_destroyed_group_frees_its_communicator",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/executor.py",
+        old="if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():",
+        new="if poller is not None or work.is_completed() or not mpi.serves_threads():",
+        fault="A poller that sleeps is not woken by a new message, which then advances only while somebody waits.",
+        tests="tests/mpi/test_messages.py -k test_a_large_message_arrives_while_its_rank_does_something_else",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/executor.py",
+        old="        operation.limit = None  # TimeoutError is raised instead\n",
+        new="",
+        fault="The watchdog ends the job at the group's timeout, though a barrier has a longer timeout of its own.",
+        tests="tests/launch/test_own_timeouts.py -k barrier",
+        ranks=0,
+    ),
+    # -- progress.py ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/progress.py",
+        old="queue.SimpleQueue[Job | None] = queue.SimpleQueue()",
+        new="queue.SimpleQueue[Job | None] = queue.LifoQueue()",
+        fault="The worker runs the operation that was queued last first.",
+        tests="tests/mpi/test_async.py -k test_many_at_once",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/progress.py",
+        old="""            self._open.pop(work, None)
+        try:
+            if not is_given_up:
+                work.finish(error)
+        finally:
+            # Only now: what the callbacks call comes before what another thread calls next.
+            with self._count:
+                self._pending -= 1
+                self._count.notify_all()
+""",
+        new="""            self._open.pop(work, None)
+            self._pending -= 1
+            self._count.notify_all()
+        if not is_given_up:
+            work.finish(error)
+""",
+        fault="The queue counts as empty while callbacks run, so another thread's operation may come before theirs.",
+        tests="tests/mpi/test_async.py -k test_what_a_callback_calls_comes_before",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/progress.py",
+        old="""        for callback in after:
+            callback.has_ended.wait()
+""",
+        new="",
+        fault="An operation does not wait for the callbacks of other groups that were added before it.",
+        tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/progress.py",
+        old="lambda: self.is_idle or callback in self._awaited",
+        new="lambda: self.is_idle",
+        fault="A callback of one group waits for an operation of another that waits for the callback.",
+        tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/callbacks.py",
+        old="    return [each for each in _pending if each.thread == thread and each.queue is not queue]",
+        new="    return [each for each in _pending if each.queue is not queue]",
+        fault="Threads with groups of their own wait for each other's callbacks, in orders that differ between ranks.",
+        tests="tests/mpi/test_async.py -k test_threads_do_not_wait",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/callbacks.py",
+        old="    return [each for each in _pending if each.thread == thread and each.queue is not queue]",
+        new="    return []",
+        fault="Callbacks of two groups have no order among them.",
+        tests="tests/mpi/test_async.py -k test_callbacks_of_two_groups",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/progress.py",
+        old="""        for work in self._watched:
+            work.finish()
+""",
+        new="",
+        fault="The future of a message that is not through never completes when its group is destroyed or aborted.",
+        tests="tests/launch/test_aborted_groups.py -k future",
+        ranks=0,
+    ),
+    # -- work.py -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/work.py",
+        old="        return self._status.source\n",
+        new="        return self._operation.group.ranks[self._status.source]\n",
+        fault="source_rank() gives the sender's rank in the job, where torch expects its rank in the group.",
+        tests="tests/mpi/test_messages.py -k test_any_source",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/work.py",
+        old="""        except Exception as error:  # noqa: BLE001  raised by wait(), on the thread that asks
+            self._error = error
+        self._memory = None
+""",
+        new="""        except Exception:  # noqa: BLE001  raised by wait(), on the thread that asks
+            pass
+        self._memory = None
+""",
+        fault="The error of a message that is shorter than its tensor is swallowed, and the tensor keeps old numbers.",
+        tests="tests/mpi/test_messages.py -k test_a_message_of_another_size_is_an_error",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/work.py",
+        old="""        self._operation.finish()
+        self._keeper.forget(self)
+""",
+        new="        self._operation.finish()\n",
+        fault="Messages that are through are kept for ever, and their tensors with them.",
+        tests="tests/mpi/test_messages.py -k test_what_is_through_is_not_kept",
+        ranks=4,
+    ),
+    # -- buffers.py ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/buffers.py",
+        old=(
+            "if not is_dense(each) or each.storage_offset() != place or each.untyped_storage().data_ptr() != storage:"
+        ),
+        new="if not is_dense(each) or each.untyped_storage().data_ptr() != storage:",
+        fault="Parts of one storage with gaps between them, or in another order, are taken for one dense tensor.",
+        tests="tests/mpi/test_matrix.py -k 'test_reduce_scatter and float32'",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/buffers.py",
+        old="return tensor.detach().resolve_conj().resolve_neg().contiguous()",
+        new="return tensor.detach().contiguous()",
+        fault="A tensor that torch conjugates lazily, as x.conj() is, is sent without the conjugation.",
+        tests="tests/mpi/test_collectives.py -k test_views_that_torch_conjugates",
+        ranks=4,
+    ),
+    # -- reductions.py -------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/reductions.py",
+        old='rounding_mode="trunc"',
+        new='rounding_mode="floor"',
+        fault="Negative averages of integers are rounded down instead of toward zero.",
+        tests="tests/mpi/test_matrix.py -k test_the_average_of_narrow_integers_does_not_overflow",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/reductions.py",
+        old="                sums.divide(raw, self.divisor)\n",
+        new="""                dense = raw.to(tensor.dtype)
+                sums.divide(dense, self.divisor)
+""",
+        fault="AVG of narrow floats rounds the sum before it divides: two roundings, and float16 overflows.",
+        tests="tests/mpi/test_narrow_floats.py -k test_an_average_whose_sum_is_beyond_the_range",
+        ranks=4,
+    ),
+    # -- dtypes.py -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/dtypes.py",
+        old='torch.uint32: "UINT32_T"',
+        new='torch.uint32: "INT32_T"',
+        fault="MIN and MAX of uint32 take numbers from 2^31 on for negative ones.",
+        tests="tests/mpi/test_matrix.py -k 'test_all_reduce_and_reduce and uint32'",
+        ranks=4,
+    ),
+    # -- wire.py -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/wire.py",
+        old="return dense.detach().view(-1).split(largest_count())",
+        new="return dense.detach().view(-1).split(largest_count() + 1)",
+        fault="The parts of a tensor that is too long for one call have one element more than MPI can count.",
+        tests="tests/mpi/test_more_methods.py -k test_what_moves_in_parts",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/wire.py",
+        old="    mpi.api().Request.Waitall(requests)\n",
+        new="",
+        fault="An exchange of parts that are too long for one call returns before the messages are through.",
+        tests="tests/mpi/test_all_to_all.py -k test_even_parts",
+        ranks=4,
+    ),
+    # -- process_group.py ----------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/process_group.py",
+        old="self._engine.record.timeout = timeout.total_seconds()",
+        new="self._engine.record.timeout = timeout.seconds",
+        fault="set_timeout() drops the days and the fractions of a second of its timeout.",
+        tests="tests/mpi/test_more_methods.py -k test_a_timeout_of_the_group_set_later",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/process_group.py",
+        old="if output_split_sizes or input_split_sizes:",
+        new="if output_split_sizes and input_split_sizes:",
+        fault="all_to_all_single ignores split sizes that a rank gives for the output or the input alone.",
+        tests="tests/mpi/test_all_to_all.py -k test_uneven_parts_on_one_side",
+        ranks=4,
+    ),
+    # -- c10d.py -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "backend/c10d.py",
+        old="""    if timeout is not None:
+        made.timeout = timeout
+""",
+        new="",
+        fault="The timeout that a call is given is ignored; the group's counts instead.",
+        tests="tests/launch/test_deadlines.py -k own",
+        ranks=0,
+    ),
+    Mutant(
+        "backend/c10d.py",
+        old="        return tensor.wait()\n",
+        new="        return tensor.elem\n",
+        fault="A tensor that a functional collective still fills is read before that has ended.",
+        tests="tests/mpi/test_collectives.py -k test_a_tensor_that_a_functional_collective_still_fills",
+        ranks=4,
+    ),
+]

@@ -1,0 +1,42 @@
+"""One fault: a replacement in one file of the package, and the tests that must fail with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A fault that is put into a copy of the package."""
+
+    file: str
+    """The file, below mpicomm/."""
+
+    old: str = dataclasses.field(kw_only=True)
+    """Text that occurs exactly once in the file."""
+
+    new: str = dataclasses.field(kw_only=True)
+    """What replaces it."""
+
+    fault: str = dataclasses.field(kw_only=True)
+    """What is wrong then, in one sentence."""
+
+    tests: str = dataclasses.field(kw_only=True)
+    """Arguments of pytest that select the tests expected to fail."""
+
+    ranks: int = dataclasses.field(kw_only=True)
+    """The number of ranks under mpirun; 0 for pytest in one process."""
+
+    equivalent: str = dataclasses.field(default="", kw_only=True)
+    """Why no test can tell the difference, where that is so; such a mutant is listed, not run."""
+
+    def applied_to(self, source: str) -> str:
+        """Return the source with the fault.
+
+        Raises:
+            ValueError: If the text to replace does not occur exactly once.
+        """
+        count = source.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.file}: expected {self.old!r} once, found it {count} times.\nUpdate the mutant.")
+        return source.replace(self.old, self.new)

@@ -1,0 +1,94 @@
+"""Runs tests in a copy of the checkout, with and without a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from tests.launching import OTHER_MPI_ENV, ROOT, run_within
+from tests.mutants.mutant import Mutant
+
+_LONGEST = 600.0  # seconds for tests without a fault
+_AT_LEAST, _FACTOR = 30.0, 4.0  # with a fault they get a multiple of what they took without
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
+# In pytest's summary, also of a rank other than 0; and where one rank fails while others wait (tests/verdict.py).
+_FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+\.py(?:::\S+)?)|(tests/\S+) failed here while others wait")
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a mutant."""
+
+    kind: str
+    """`found`, `missed`, `equivalent`, or `invalid` where the tests say nothing about the fault."""
+
+    by: str
+    """The first test that failed, or why the mutant is of another kind."""
+
+    seconds: float = 0.0
+
+
+class Copy:
+    """A copy of the checkout, in which faults are made and removed."""
+
+    def __init__(self, directory: Path) -> None:
+        """Copy what the tests need to a new directory."""
+        self._root = directory
+        shutil.copytree(ROOT, self._root, symlinks=True, ignore=_LEFT_OUT)
+        self._seconds: dict[tuple[str, int], float | None] = {}
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """Run a mutant's tests."""
+        if mutant.equivalent:
+            return Verdict("equivalent", mutant.equivalent)
+        path = self._root / "mpicomm" / mutant.file
+        source = path.read_text()
+        try:
+            faulty = mutant.applied_to(source)
+        except ValueError as error:
+            return Verdict("invalid", str(error))
+        usual = self._usual_seconds(mutant)
+        if usual is None:
+            return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
+        path.write_text(faulty)
+        try:
+            return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
+        finally:
+            path.write_text(source)
+
+    def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
+        outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
+        said = _COLORS.sub("", outcome.stdout + outcome.stderr)
+        if "during collection" in said:
+            return Verdict("invalid", f"the tests cannot even be imported: {mutant.tests}", outcome.seconds)
+        if found := _FAILED.search(said):
+            return Verdict("found", found[1] or found[2], outcome.seconds)
+        if outcome.status is None:
+            return Verdict("found", f"time limit of {limit:.0f} s: {mutant.tests}", outcome.seconds)
+        if outcome.status == 0:
+            return Verdict("missed", mutant.tests, outcome.seconds)
+        if outcome.status < 0 or outcome.status > 128:
+            return Verdict("found", f"crash, status {outcome.status}: {mutant.tests}", outcome.seconds)
+        return Verdict("invalid", f"status {outcome.status}, no failed test: {outcome.stdout[-500:]}", outcome.seconds)
+
+    def _usual_seconds(self, mutant: Mutant) -> float | None:
+        """Return how long a mutant's tests take without the fault; None if they do not pass."""
+        key = mutant.tests, mutant.ranks
+        if key not in self._seconds:
+            outcome = run_within(_LONGEST, self._command(mutant), env=self._environment(), cwd=self._root)
+            self._seconds[key] = outcome.seconds if outcome.status == 0 else None
+        return self._seconds[key]
+
+    def _command(self, mutant: Mutant) -> list[str]:
+        launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(mutant.ranks)] if mutant.ranks else []
+        options = ["-q", "-x", "-rfE", "--no-header", *(["--with-mpi"] if mutant.ranks else [])]
+        return [*launcher, sys.executable, "-m", "pytest", *options, *shlex.split(mutant.tests)]
+
+    def _environment(self) -> dict[str, str]:
+        other = {"OTHER_MPI_ENV": str(Path(OTHER_MPI_ENV).absolute())} if OTHER_MPI_ENV else {}
+        return {"PYTHONPATH": str(self._root), **other}
