@@ -4,11 +4,12 @@
   too: the document's commands find them in their working directory.
 - The first other `python` block of a document is its start: every section begins with it.
 - The other `python` blocks of a `##` section are one program, in their order. All ranks run it: two, or as many as the
-  comment `<!-- ranks: N -->` says below the section's heading.
+  comment `<!-- ranks: N -->` says below the section's heading. `<!-- debug mode -->` there: with `MPICOMM_DEBUG=1`.
 - A `text` block right after `python` blocks is what all ranks together print in them, their lines in any order.
 - `<!-- raises -->` before a `python` block: it raises on every rank, and the `text` block that follows has the message.
-- The commands of a `console` block are run; their output is shown as the README's is. `<!-- fails -->` before it: the
-  command fails, and every line that is shown is among its output. `<!-- elsewhere -->`: it needs a cluster.
+- The commands of a `console` block are run in one working directory, in their order; their output is shown as the
+  README's is. `<!-- fails -->` before it: the command fails, and every line that is shown is among its output.
+  `<!-- elsewhere -->`: it needs a cluster.
 
 In what is shown, `...` stands for anything.
 """
@@ -28,6 +29,7 @@ DOCUMENTS = (GUIDE, SHARP_BITS)
 RANKS = 2  # of a section that does not say how many
 _FENCE = re.compile(r"^```(\w*)$")
 _COMMENT = re.compile(r"^<!-- (.*) -->$")
+_DEBUG_MODE = "debug mode"
 _RANKS = re.compile(r"^ranks: (\d+)$")
 MARKS = ("raises", "fails", "elsewhere")
 
@@ -85,7 +87,12 @@ class Section:
 
     title: str
     ranks: int = RANKS
+    in_debug_mode: bool = False
     blocks: list[Block] = dataclasses.field(default_factory=list)
+
+    def consoles(self) -> list[list[Command]]:
+        """Return the commands of each `console` block."""
+        return [_commands(block) for block in self.blocks if block.language == "console"]
 
     def snippets(self) -> list[Step]:
         """Return the parts of the program, each with the text that follows it."""
@@ -116,18 +123,18 @@ class Document:
         named = {block.file_name: block.text for section in self.sections for block in section.blocks}
         return {name: text for name, text in named.items() if name is not None}
 
+    def consoles(self) -> list[list[Command]]:
+        """Return the commands of each `console` block."""
+        return [console for section in self.sections for console in section.consoles()]
+
     def commands(self) -> list[Command]:
         """Return the commands in their order."""
-        found: list[Command] = []
-        for section in self.sections:
-            for block in section.blocks:
-                if block.language == "console":
-                    found += _commands(block)
-        return found
+        return [command for console in self.consoles() for command in console]
 
-    def with_snippets(self, ranks: int) -> list[Section]:
-        """Return the sections whose programs run on so many ranks."""
-        return [each for each in self.sections if each.ranks == ranks and self.program(each)]
+    def with_snippets(self, ranks: int, *, in_debug_mode: bool) -> list[Section]:
+        """Return the sections whose programs run on so many ranks, in debug mode or not."""
+        way = ranks, in_debug_mode
+        return [each for each in self.sections if (each.ranks, each.in_debug_mode) == way and self.program(each)]
 
     def program(self, section: Section) -> list[Step]:
         """Return a section's own steps: those after the document's start."""
@@ -155,6 +162,8 @@ def read(path: Path) -> Document:
             mark = comment[1] if comment else ""
             if line.startswith("## "):
                 sections.append(Section(line[3:]))
+            elif mark == _DEBUG_MODE:
+                sections[-1].in_debug_mode = True
             elif ranks := _RANKS.match(mark):
                 sections[-1].ranks = int(ranks[1])
     assert language is None, f"{path.name}: the block at line {first_line} has no end"

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tests.compat import results
 from tests.launching import ROOT
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "compatibility.md")
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _SIZES = {4: "4 B", 2**10: "1 KiB", 2**16: "64 KiB", 2**20: "1 MiB", 2**24: "16 MiB", 2**26: "64 MiB"}
@@ -29,8 +30,8 @@ def _result(name: str) -> dict[str, Any]:
     return found
 
 
-def _table(*rows: tuple[str, ...]) -> str:
-    rule = ("---", *["---:"] * (len(rows[0]) - 1))
+def _table(*rows: tuple[str, ...], align: str = "---:") -> str:
+    rule = ("---", *[align] * (len(rows[0]) - 1))
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
 
 
@@ -78,14 +79,31 @@ def _microseconds() -> str:
     )
 
 
+def _compatibility() -> str:
+    found = sorted(results.read_all(), key=results.order)
+    rows = [
+        (v["torch"], v["Python"], " ".join(results.mpi_of(v)), v["mpi4py"], v["NumPy"],
+            results.outcome(result["parts"]), result["date"])
+        for result in found
+        for v in [result["versions"]]
+    ]  # fmt: skip
+    return _table(("torch", "Python", "MPI", "mpi4py", "NumPy", "result", "date"), *rows, align="---")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
     "steps": _steps,
     "microseconds": _microseconds,
+    "compatibility": _compatibility,
 }
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write the tables into the documents."""
     for document in DOCUMENTS:
         document.write_text(written(document.read_text()))
+
+
+if __name__ == "__main__":
+    write()

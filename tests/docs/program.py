@@ -1,11 +1,12 @@
 """The program that a document's snippets are: `mpirun -n 2 python -m tests.docs.program docs/guide.md`.
 
-Runs, on each rank, the sections that are meant for so many ranks. Each has names of its own; the job is the same.
-Tracebacks name the document and its lines.
+Runs, on each rank, the sections that are meant for so many ranks and for this value of MPICOMM_DEBUG. Each has names of
+its own; the job is the same. Tracebacks name the document and its lines.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def main(path: Path) -> None:
     import mpicomm
 
     document = documents.read(path)
-    for section in document.with_snippets(mpicomm.bootstrap(timeout=30).size):
+    in_debug_mode = os.environ.get("MPICOMM_DEBUG") == "1"
+    for section in document.with_snippets(mpicomm.bootstrap(timeout=30).size, in_debug_mode=in_debug_mode):
         run(document, section)
 
 

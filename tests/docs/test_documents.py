@@ -25,14 +25,22 @@ SETTING = re.compile(r"(\w+)=(\S+)")
 # -- snippets --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [(name, ranks) for name, each in READ.items() for ranks in sorted({section.ranks for section in each.sections})],
-)
-def test_the_snippets_do_what_they_say(name: str, ranks: int) -> None:
+def jobs() -> list[object]:
+    """Return each document with the numbers of ranks and the modes in which its sections run."""
+    ways = {(name, each.ranks, each.in_debug_mode) for name, document in READ.items() for each in document.sections}
+    return [
+        pytest.param(*way, marks=pytest.mark.each_mpi if way[0] == "sharp-bits.md" else ())  # shows what MPI does
+        for way in sorted(ways)
+    ]
+
+
+@pytest.mark.parametrize(("name", "ranks", "in_debug_mode"), jobs())
+def test_the_snippets_do_what_they_say(name: str, ranks: int, in_debug_mode: bool) -> None:
     document = READ[name]
-    steps = [step for section in document.with_snippets(ranks) for step in document.program(section)]
-    outcome = run_ranks(ranks, ["-m", "tests.docs.program", str(document.path)], timeout=120)
+    sections = document.with_snippets(ranks, in_debug_mode=in_debug_mode)
+    steps = [step for section in sections for step in document.program(section)]
+    env = {"MPICOMM_DEBUG": "1"} if in_debug_mode else {}
+    outcome = run_ranks(ranks, ["-m", "tests.docs.program", str(document.path)], env=env, timeout=120)
     assert outcome.status == 0, outcome
     shown = [line for step in steps if not step.raises for line in step.shown]
     assert sorted(outcome.stdout.splitlines()) == sorted(shown), outcome
@@ -42,9 +50,10 @@ def test_the_snippets_do_what_they_say(name: str, ranks: int) -> None:
 # -- commands --------------------------------------------------------------------------------------------------------
 
 
-def commands(*, elsewhere: bool) -> list[tuple[str, Command]]:
-    found = [(name, command) for name, each in READ.items() for command in each.commands()]
-    return [(name, command) for name, command in found if (command.mark == "elsewhere") == elsewhere]
+def consoles(*, elsewhere: bool) -> list[tuple[str, list[Command]]]:
+    """Return each document with the commands of one block."""
+    found = [(name, console) for name, each in READ.items() for console in each.consoles()]
+    return [(name, console) for name, console in found if (console[0].mark == "elsewhere") == elsewhere]
 
 
 def run(line: str) -> Outcome:
@@ -68,9 +77,14 @@ def files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [pytest.param(*each, id=each[1].line) for each in commands(elsewhere=False)]
+    ("name", "console"), [pytest.param(*each, id=each[1][0].line) for each in consoles(elsewhere=False)]
 )
-def test_the_commands_do_what_they_say(name: str, command: Command, files: None) -> None:
+def test_the_commands_do_what_they_say(name: str, console: list[Command], files: None) -> None:
+    for command in console:
+        _check(command)
+
+
+def _check(command: Command) -> None:
     outcome = run(command.line)
     if command.mark == "fails":
         assert outcome.status != 0, outcome
@@ -90,9 +104,9 @@ def anywhere(line: str) -> str:
 
 
 def test_the_rest_needs_a_cluster() -> None:
-    programs = {command.line.split()[0] for _, command in commands(elsewhere=True)}
-    assert programs <= OF_CLUSTERS
-    for name, command in commands(elsewhere=True):
+    found = [(name, command) for name, console in consoles(elsewhere=True) for command in console]
+    assert {command.line.split()[0] for _, command in found} <= OF_CLUSTERS
+    for name, command in found:
         assert not command.shown, "nothing has seen this output"
         if command.line.startswith(("sbatch", "qsub")):
             assert command.line.split()[1] in READ[name].files()

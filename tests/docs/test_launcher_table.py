@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 import mpicomm
 from mpicomm.launchers import OPEN_MPI, PMI, TORCHRUN, Launcher
 from tests.docs import launcher_table
@@ -35,6 +37,7 @@ def test_it_has_all_that_the_tables_say() -> None:
         assert [variable for variable in said if f"`{variable}`" not in table] == []
 
 
+@pytest.mark.each_mpi
 def test_this_mpi_sets_what_the_table_says() -> None:
     outcome = run_ranks(SIZE, PROGRAM)
     environ = json.loads(outcome.stdout.splitlines()[0])

@@ -90,8 +90,8 @@ def test_what_is_read(tmp_path: Path) -> None:
         (18, "", ("2",)),
         (27, "raises", ("ValueError: ...",)),
     ]
-    assert [section.title for section in read.with_snippets(4)] == ["One"]
-    assert read.with_snippets(2) == []
+    assert [section.title for section in read.with_snippets(4, in_debug_mode=False)] == ["One"]
+    assert read.with_snippets(2, in_debug_mode=False) == []
     assert read.files() == {"name.py": "# name.py\nimport sys\n", "job.sh": "#!/bin/bash\n# job.sh\ntrue\n"}
     assert [(command.line, command.shown, command.mark) for command in read.commands()] == [
         ("python name.py", ("one", "two"), "fails"),
