@@ -64,7 +64,7 @@ many-ranks: $(ENVS) ## test 48 ranks on four hosts (16 GiB)
 # What torch and the trainer build on the backend depends little on the MPI library: see features-N.
 test-%: $(ENVS) ## test on N ranks, with Open MPI, and what depends on the MPI library with MPICH
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
-	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/mpi tests/verbs tests/programs
+	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/mpi tests/collective_ops tests/programs
 
 features-%: $(ENVS) ## test the features of torch and the trainer on N ranks, with MPICH
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features tests/training tests/bench tests/gpu

@@ -153,7 +153,7 @@ def train(text: Text, arguments: argparse.Namespace, strategy: str = "ddp") -> t
         torch.optim.AdamW(model.parameters(), lr=4e-3),
         lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
         batch_size=16,
-        clip_norm=1.0,
+        max_grad_norm=1.0,
         strategy=strategy,
         checkpoint_dir=arguments.dir,
         logger=tell_speed,

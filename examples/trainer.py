@@ -57,7 +57,7 @@ def main() -> None:
         nn.functional.cross_entropy,
         scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps + 1),
         precision=arguments.precision,
-        clip_norm=1.0,
+        max_grad_norm=1.0,
         checkpoint_dir=arguments.dir,
         seed=0,
     )

@@ -17,21 +17,7 @@ TYPE_CHECKING = False  # the name says it to type checkers; to import it would t
 if TYPE_CHECKING:
     from typing import Any
 
-    from mpicomm.errors import (
-        CheckpointError,
-        DeviceError,
-        LaunchError,
-        MismatchError,
-        MpicommError,
-        MPINotFoundError,
-        RendezvousError,
-        TrainingError,
-    )
-    from mpicomm.runtime import World, bootstrap, dump, shutdown
-    from mpicomm.training.hooks import bf16_compression_hook
-    from mpicomm.training.preemption import Preempted
-    from mpicomm.training.trainer import Trainer
-    from mpicomm.verbs.collectives import (
+    from mpicomm.collective_ops.collectives import (
         all_gather,
         all_gather_object,
         all_reduce,
@@ -45,8 +31,8 @@ if TYPE_CHECKING:
         reduce,
         reduce_scatter,
     )
-    from mpicomm.verbs.handles import Handle, as_completed, wait_all
-    from mpicomm.verbs.pairs import (
+    from mpicomm.collective_ops.handles import Handle, as_completed, wait_all
+    from mpicomm.collective_ops.point_to_point import (
         irecv,
         isend,
         recv,
@@ -57,38 +43,52 @@ if TYPE_CHECKING:
         send_object,
         sendrecv,
     )
+    from mpicomm.errors import (
+        CheckpointError,
+        DeviceError,
+        LaunchError,
+        MismatchError,
+        MpicommError,
+        MPINotFoundError,
+        RendezvousError,
+        TrainingError,
+    )
+    from mpicomm.runtime import World, bootstrap, dump_flight_recorder, shutdown
+    from mpicomm.training.hooks import bf16_compression_hook
+    from mpicomm.training.preemption import Preempted
+    from mpicomm.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "barrier": "mpicomm.verbs.collectives",
-    "all_reduce": "mpicomm.verbs.collectives",
-    "reduce": "mpicomm.verbs.collectives",
-    "reduce_scatter": "mpicomm.verbs.collectives",
-    "broadcast": "mpicomm.verbs.collectives",
-    "gather": "mpicomm.verbs.collectives",
-    "all_gather": "mpicomm.verbs.collectives",
-    "all_to_all": "mpicomm.verbs.collectives",
-    "broadcast_object": "mpicomm.verbs.collectives",
-    "gather_object": "mpicomm.verbs.collectives",
-    "all_gather_object": "mpicomm.verbs.collectives",
-    "all_to_all_object": "mpicomm.verbs.collectives",
-    "send": "mpicomm.verbs.pairs",
-    "isend": "mpicomm.verbs.pairs",
-    "recv": "mpicomm.verbs.pairs",
-    "irecv": "mpicomm.verbs.pairs",
-    "sendrecv": "mpicomm.verbs.pairs",
-    "scatter": "mpicomm.verbs.pairs",
-    "send_object": "mpicomm.verbs.pairs",
-    "recv_object": "mpicomm.verbs.pairs",
-    "scatter_object": "mpicomm.verbs.pairs",
-    "Handle": "mpicomm.verbs.handles",
-    "wait_all": "mpicomm.verbs.handles",
-    "as_completed": "mpicomm.verbs.handles",
+    "barrier": "mpicomm.collective_ops.collectives",
+    "all_reduce": "mpicomm.collective_ops.collectives",
+    "reduce": "mpicomm.collective_ops.collectives",
+    "reduce_scatter": "mpicomm.collective_ops.collectives",
+    "broadcast": "mpicomm.collective_ops.collectives",
+    "gather": "mpicomm.collective_ops.collectives",
+    "all_gather": "mpicomm.collective_ops.collectives",
+    "all_to_all": "mpicomm.collective_ops.collectives",
+    "broadcast_object": "mpicomm.collective_ops.collectives",
+    "gather_object": "mpicomm.collective_ops.collectives",
+    "all_gather_object": "mpicomm.collective_ops.collectives",
+    "all_to_all_object": "mpicomm.collective_ops.collectives",
+    "send": "mpicomm.collective_ops.point_to_point",
+    "isend": "mpicomm.collective_ops.point_to_point",
+    "recv": "mpicomm.collective_ops.point_to_point",
+    "irecv": "mpicomm.collective_ops.point_to_point",
+    "sendrecv": "mpicomm.collective_ops.point_to_point",
+    "scatter": "mpicomm.collective_ops.point_to_point",
+    "send_object": "mpicomm.collective_ops.point_to_point",
+    "recv_object": "mpicomm.collective_ops.point_to_point",
+    "scatter_object": "mpicomm.collective_ops.point_to_point",
+    "Handle": "mpicomm.collective_ops.handles",
+    "wait_all": "mpicomm.collective_ops.handles",
+    "as_completed": "mpicomm.collective_ops.handles",
     "bootstrap": "mpicomm.runtime",
     "shutdown": "mpicomm.runtime",
     "World": "mpicomm.runtime",
-    "dump": "mpicomm.runtime",
+    "dump_flight_recorder": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",
     "Trainer": "mpicomm.training.trainer",
     "Preempted": "mpicomm.training.preemption",
@@ -127,7 +127,7 @@ __all__ = [
     "bootstrap",
     "broadcast",
     "broadcast_object",
-    "dump",
+    "dump_flight_recorder",
     "gather",
     "gather_object",
     "irecv",

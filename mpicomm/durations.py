@@ -10,7 +10,7 @@ from typing import Any
 from mpicomm.arguments import Expected
 
 LONGEST = 1e9
-"""Seconds; a timeout above this is more likely an error than 31 years of patience."""
+"""Seconds; a timeout above this is more likely an error than 31 years."""
 
 _LONGEST_GAP = 1.0  # seconds between two looks at a deadline that count
 

@@ -65,7 +65,7 @@ class TrainingError(MpicommError):
 E = TypeVar("E", bound=MpicommError)
 
 
-def everywhere(error: E) -> E:
+def raised_on_all_ranks(error: E) -> E:
     """Return the error, marked as one that every rank raises."""
     error.is_everywhere = True
     return error

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.durations import Deadline
 from mpicomm.errors import LaunchError, MpicommError, MPINotFoundError
-from mpicomm.launchers import Library
-from mpicomm.startcommand import launcher
+from mpicomm.launch import mpi_launcher
+from mpicomm.launch.detect import Library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -94,17 +94,17 @@ def library() -> Library:
         path=_path_of("libmpi"),
         description=mpi.Get_library_version(),
     )
-    return dataclasses.replace(found, mpiexec=launcher.above(found))
+    return dataclasses.replace(found, mpiexec=mpi_launcher.above(found))
 
 
-def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = False) -> Intracomm:
+def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool = False) -> Intracomm:
     """Initialise MPI if nobody has, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
     Args:
         by_all: All ranks of the job call this, also those on which MPI was initialised before.
         local_size: How many ranks share this node, as far as the launcher told; where they outnumber its cores, MPI is
             asked to leave them to others while it waits.
-        patience: Seconds after which the process ends if the other ranks have not come.
+        wait_limit: Seconds after which the process ends if the other ranks have not come.
 
     Raises:
         MpicommError: In a child process of a rank, where MPI must not be used.
@@ -125,7 +125,7 @@ def initialize(local_size: int = 1, patience: float = 600.0, *, by_all: bool = F
         atexit.register(finalize)  # before anything that uses MPI registers its own end, so that this comes last
         with warnings.catch_warnings():  # launchers.py says the same, with the remedy
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
-            _wait_for_all_ranks_in_mpi_init(patience)
+            _wait_for_all_ranks_in_mpi_init(wait_limit)
         _is_ours = True
     elif by_all:
         _wait_until_all_ranks_have_left_it()
@@ -151,12 +151,12 @@ def _check_connection_to_launcher() -> None:
         ) from None
 
 
-def _wait_for_all_ranks_in_mpi_init(patience: float) -> None:
+def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:
     # MPI_Init waits for absent ranks with the GIL held, so that only a timer in C can end it. What that timer prints
     # is the stack; hence this function's name.
     stream = sys.__stderr__
     if stream is not None:
-        faulthandler.dump_traceback_later(patience, exit=True, file=stream)
+        faulthandler.dump_traceback_later(wait_limit, exit=True, file=stream)
     try:
         api().Init_thread(api().THREAD_MULTIPLE)
     finally:

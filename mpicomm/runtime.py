@@ -26,18 +26,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from mpicomm import launchers, mpi
+from mpicomm import mpi
 from mpicomm.arguments import FLAG, PATH, Expected
-from mpicomm.backend import c10d, compatibility, gpus, groups, plugin
+from mpicomm.backend import compatibility, gpus, groups, plugin, torch_internals
 from mpicomm.durations import in_seconds
-from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
-from mpicomm.faults import abort, files, opening, watchdog
-from mpicomm.faults.watchdog import Watchdog
-from mpicomm.launchers import Launch
+from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
+from mpicomm.launch import detect
+from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backends, devices, notice, open_files, other_group, rendezvous, topology
-from mpicomm.startup.rollcall import Notice, roll_call
+from mpicomm.startup import backend_choice, devices, notice, open_files, other_group, rendezvous, topology
+from mpicomm.startup.startup_barrier import Notice, startup_barrier
 from mpicomm.startup.topology import Topology
+from mpicomm.watchdog import agent, channel_setup, dump, exit_hooks
+from mpicomm.watchdog.agent import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -55,7 +56,7 @@ _DUMPS = "mpicomm-dumps"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # What torch calls a back end that bootstrap knows by another name.
-_TORCH_NAMES = {backends.MPI: plugin.NAME, backends.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
+_TORCH_NAMES = {backend_choice.MPI: plugin.NAME, backend_choice.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,14 +182,14 @@ def bootstrap(
             raise MpicommError(mpi.IN_A_CHILD)
         request.check()
         return _session.world
-    abort.watch_exits(_tell_exit_at_once)
+    exit_hooks.watch_exits(_tell_exit_at_once)
     if abort_on_error:
-        abort.arm(launchers.guess_rank(os.environ), 1, socket.gethostname())
+        exit_hooks.arm(detect.guess_rank(os.environ), 1, socket.gethostname())
     request.check()
     settings = Settings.from_environ(os.environ)
-    launch = launchers.detect(os.environ, settings.launcher)
+    launch = detect.detect(os.environ, settings.launcher)
     if abort_on_error:
-        abort.arm(launch.rank, launch.size, socket.gethostname())
+        exit_hooks.arm(launch.rank, launch.size, socket.gethostname())
     if launch.kind in ("torchrun", "slurm"):
         _session = _join_by_environ(request, launch, settings)
     else:
@@ -215,15 +216,15 @@ def shutdown() -> None:
         _leave(session.watch)
     if dist.is_initialized():
         dist.destroy_process_group()
-    c10d.let_gloo_finish()
+    torch_internals.let_gloo_finish()
     _restore_environ(session)
     mpi.set_job_comm(None)
     if session.world.comm is not None and mpi.is_usable() and not mpi.is_abandoned():
         session.world.comm.Free()
     if session.watch is not None:
         session.watch.stop()
-        watchdog.set_current(None)
-    abort.disarm()
+        agent.set_current(None)
+    exit_hooks.disarm()
     # The store stays until the process ends or boots again: other ranks may not be here yet.
 
 
@@ -235,7 +236,7 @@ def _restore_environ(session: _Session) -> None:
             os.environ[name] = before
 
 
-def dump(directory: str | os.PathLike[str] | None = None) -> Path:
+def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Path:
     """Write this rank's last operations, and the stacks of its threads, to files.
 
     Args:
@@ -249,14 +250,14 @@ def dump(directory: str | os.PathLike[str] | None = None) -> Path:
         TypeError: If the directory is not a path.
         OSError: If the files cannot be written. The job's directory must not be a link or belong to another user.
     """
-    PATH.or_none().check(directory, "directory", "dump")
+    PATH.or_none().check(directory, "directory", "dump_flight_recorder")
     if _session is None:
         raise MpicommError("there is no job whose operations could be written.\nCall mpicomm.bootstrap() first.")
     world = _session.world
     about = {"size": world.size, "host": world.hostname}
     if directory is None and _session.dumps is not None:
-        return files.write(_session.dumps, world.rank, about, is_of_job=True)
-    return files.write(directory or _DUMPS, world.rank, about)
+        return dump.write(_session.dumps, world.rank, about, is_of_job=True)
+    return dump.write(directory or _DUMPS, world.rank, about)
 
 
 def current_world() -> World:
@@ -276,7 +277,7 @@ def _leave(watch: Watchdog) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()  # a launcher may end this rank as soon as another is gone, if MPI cannot be finalized
-    watch.leave(abort.exit_status(), is_stuck=groups.is_stuck(), sends=groups.are_sending())
+    watch.leave(exit_hooks.exit_status(), is_stuck=groups.is_stuck(), sends=groups.are_sending())
     if watch.wait_for_all_to_leave(groups.advance, _LEAVE_PAUSE):
         mpi.abandon()
     watch.take_down()
@@ -309,7 +310,7 @@ class _Request:
             ValueError: If the backend is unknown, the timeout is out of range, or the communicator has no ranks.
             TypeError: If an argument is of a wrong type.
         """
-        backends.check(self.backend)
+        backend_choice.check(self.backend)
         in_seconds(self.timeout, _SHORTEST_TIMEOUT, "30 minutes (operations) and 10 minutes (waiting for ranks)")
         _COMM.check(self.comm, "comm")
         devices.EXPECTED.or_none().check(self.device, "device")
@@ -325,7 +326,7 @@ class _Request:
         return datetime.timedelta(seconds=self.timeout)
 
     @property
-    def patience(self) -> float:
+    def wait_limit(self) -> float:
         """How many seconds to wait for ranks."""
         return _DEFAULT_PATIENCE if self.timeout is None else self.limit.total_seconds()
 
@@ -335,39 +336,39 @@ class _Request:
 
 def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Session:
     by_all = request.comm is None and launch.kind != "single"
-    base = _initialize_mpi(launch, request.patience, settings, by_all=by_all)
+    base = _initialize_mpi(launch, request.wait_limit, settings, by_all=by_all)
     if request.comm is not None:
         base = request.comm
     elif launch.kind == "single":
         base = mpi.api().COMM_SELF
     if request.abort_on_error and base.size > 1:  # who fails from here on must not leave the others waiting
-        abort.arm(base.rank, base.size, socket.gethostname(), base.Abort)
-    roll_call_notice = Notice(_seconds_to_notice(settings, request.patience), abort.say)
+        exit_hooks.arm(base.rank, base.size, socket.gethostname(), base.Abort)
+    startup_notice = Notice(_seconds_to_notice(settings, request.wait_limit), exit_hooks.say)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
-    roll_call(base, "bootstrap()", request.patience, roll_call_notice, hosts)
+    startup_barrier(base, "bootstrap()", request.wait_limit, startup_notice, hosts)
     comm = base.Dup()
     _agree(comm, lambda: _check_launch(launch))
     _agree(comm, lambda: other_group.refuse(request.backend))
-    if warning := launchers.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size):
+    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size):
         warnings.warn(warning, stacklevel=3)
     where = topology.discover(comm)
     of_rank_0 = comm.bcast(request.backend)
     _agree(comm, lambda: _check_alike(of_rank_0, request.backend))
     device, uuids = _seat(comm, where, request)
-    backend = backends.choose(
+    backend = backend_choice.choose(
         request.backend,
         has_mpi=True,
-        gpu_each=backends.gpu_each(uuids, where.hosts),
+        gpu_each=backend_choice.gpu_each(uuids, where.hosts),
         has_nccl=dist.is_nccl_available(),
     )
-    if backends.needs_nccl(backend):
+    if backend_choice.needs_nccl(backend):
         _agree(comm, lambda: devices.refuse_shared(uuids, where.hosts))
-    roll_call(comm, "bootstrap(), after the choice of devices", request.patience, roll_call_notice, where.hosts)
-    meeting = rendezvous.meet(comm, where, os.environ, settings.interface, request.limit)
+    startup_barrier(comm, "bootstrap(), after the choice of devices", request.wait_limit, startup_notice, where.hosts)
+    job_store = rendezvous.meet(comm, where, os.environ, settings.interface, request.limit)
     mpi.set_job_comm(comm)
-    world = _world(comm.rank, comm.size, where, device, backend, launch, meeting.address, meeting.port, comm)
-    session = _Session(world, meeting.store)
-    session.dumps = _dumps(settings, comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{meeting.port}"))
+    world = _world(comm.rank, comm.size, where, device, backend, launch, job_store.address, job_store.port, comm)
+    session = _Session(world, job_store.store)
+    session.dumps = _dumps(settings, comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{job_store.port}"))
     session.watch = _watch(session, comm, where, settings, launch)
     try:
         _export(session)
@@ -382,9 +383,9 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
 
 def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settings, launch: Launch) -> Watchdog | None:
     """Open the side channel and start the watchdog; None if the ranks cannot all connect (collective)."""
-    place = opening.place_of(comm, where)
-    start = opening.Opening(comm, place, session.world.master_addr, settings.seconds_to_lose_host)
-    limits = watchdog.Limits(settings.seconds_to_report, session.dumps, ends_neighbours=launch.step is not None)
+    place = channel_setup.rank_info_of(comm, where)
+    start = channel_setup.ChannelSetup(comm, place, session.world.master_addr, settings.seconds_to_lose_host)
+    limits = agent.Limits(settings.seconds_to_report, session.dumps, ends_local_processes=launch.step is not None)
     prepare = functools.partial(gpus.prepare_thread_for_events, session.world.device)
     watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store, comm.rank), prepare)
     problem = start.connect()
@@ -393,7 +394,7 @@ def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settin
         watch.stop()
         return None
     watch.establish()
-    watchdog.set_current(watch)
+    agent.set_current(watch)
     return watch
 
 
@@ -421,16 +422,16 @@ def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
         asking.start()
         asking.join(_CLAIM_SECONDS)
         if not answers:
-            time.sleep(watchdog.turn_of(rank))  # the rank before ends the job meanwhile
+            time.sleep(agent.turn_of(rank))  # the rank before ends the job meanwhile
         return answers[0] if answers else True  # better twice than never
 
     return is_first
 
 
-def _initialize_mpi(launch: Launch, patience: float, settings: Settings, *, by_all: bool) -> Intracomm:
-    if problem := launchers.problem_before_init(launch, mpi.library(), _command()):
+def _initialize_mpi(launch: Launch, wait_limit: float, settings: Settings, *, by_all: bool) -> Intracomm:
+    if problem := detect.problem_before_init(launch, mpi.library(), _command()):
         raise _launch_error(launch, problem)
-    limit = max(patience, _SHORTEST_INIT)
+    limit = max(wait_limit, _SHORTEST_INIT)
     with notice.after(_seconds_to_notice(settings, limit), launch, "MPI_Init", limit):
         return mpi.initialize(launch.local_size, limit, by_all=by_all)
 
@@ -442,7 +443,7 @@ def _seconds_to_notice(settings: Settings, limit: float) -> float:
 
 def _check_launch(launch: Launch) -> None:
     world = mpi.api().COMM_WORLD
-    problem = launchers.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, _command())
+    problem = detect.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, _command())
     if problem:
         raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
 
@@ -450,7 +451,7 @@ def _check_launch(launch: Launch) -> None:
 def _launch_error(launch: Launch, problem: str) -> LaunchError:
     """Return the error of a rank that MPI did not join; everybody's, if all were told how many they are."""
     error = LaunchError(problem)
-    return everywhere(error) if launch.claims and launch.size > 1 else error
+    return raised_on_all_ranks(error) if launch.claims and launch.size > 1 else error
 
 
 def _check_alike(of_rank_0: str | None, mine: str | None) -> None:
@@ -476,7 +477,7 @@ def _agree(comm: Intracomm, check: Callable[[], Any]) -> Any:
         rank, first = failed[0]
         if len(failed) < comm.size:
             first = type(first)(f"rank {rank}: {first}")
-        raise first if comm.size == 1 else everywhere(first)
+        raise first if comm.size == 1 else raised_on_all_ranks(first)
     return result
 
 
@@ -488,9 +489,9 @@ def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.de
         visible = [visible[wanted.index]]
     everyone = comm.allgather((where.node_rank, visible))
     mates = [uuids for node, uuids in everyone if node == where.node_rank]
-    seat = devices.assign(mates)[where.local_rank]
-    uuid = visible[seat.index] if seat else None
-    device = wanted or (torch.device("cuda", seat.index) if seat else torch.device("cpu"))
+    assignment = devices.assign(mates)[where.local_rank]
+    uuid = visible[assignment.index] if assignment else None
+    device = wanted or (torch.device("cuda", assignment.index) if assignment else torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device, comm.allgather(uuid)
@@ -500,8 +501,8 @@ def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.de
 
 
 def _join_by_environ(request: _Request, launch: Launch, settings: Settings) -> _Session:
-    if backends.needs_mpi(request.backend) or request.comm is not None:
-        raise everywhere(
+    if backend_choice.needs_mpi(request.backend) or request.comm is not None:
+        raise raised_on_all_ranks(
             LaunchError(
                 f"backend={request.backend!r} needs MPI, but this process was started by {launch.title}, without MPI.\n"
                 f"Start with MPI, or leave the back end to bootstrap():\n"
@@ -516,12 +517,12 @@ def _join_by_environ(request: _Request, launch: Launch, settings: Settings) -> _
     other_group.refuse(request.backend)
     if launch.rank == 0:  # where torch opens the store, unless torchrun's agent has
         open_files.allow(launch.size)
-    with notice.after(_seconds_to_notice(settings, request.patience), launch, "rendezvous", request.patience):
-        store, rank, size = _meet_by_environ(launch, request.patience)
-        where = _topology_from_store(store, rank, size, request.patience)
+    with notice.after(_seconds_to_notice(settings, request.wait_limit), launch, "rendezvous", request.wait_limit):
+        store, rank, size = _rendezvous_by_environ(launch, request.wait_limit)
+        where = _topology_from_store(store, rank, size, request.wait_limit)
     device = _device_by_local_rank(request, where)
     has_gpu = device.type == "cuda"
-    backend = backends.choose(request.backend, has_mpi=False, gpu_each=has_gpu, has_nccl=dist.is_nccl_available())
+    backend = backend_choice.choose(request.backend, has_mpi=False, gpu_each=has_gpu, has_nccl=dist.is_nccl_available())
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     world = _world(rank, size, where, device, backend, launch, address, port, None)
     session = _Session(world, store)
@@ -530,10 +531,12 @@ def _join_by_environ(request: _Request, launch: Launch, settings: Settings) -> _
     return session
 
 
-def _meet_by_environ(launch: Launch, patience: float) -> tuple[dist.Store, int, int]:
+def _rendezvous_by_environ(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int]:
     """Open or join the store at MASTER_ADDR, as torch does it (collective)."""
     try:
-        return next(torch_rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=patience)))
+        return next(
+            torch_rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=wait_limit))
+        )
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
         raise RendezvousError(
@@ -543,7 +546,7 @@ def _meet_by_environ(launch: Launch, patience: float) -> tuple[dist.Store, int, 
         ) from None
 
 
-def _topology_from_store(store: dist.Store, rank: int, size: int, patience: float) -> Topology:
+def _topology_from_store(store: dist.Store, rank: int, size: int, wait_limit: float) -> Topology:
     """Find out who shares a node with whom, by what the launcher calls the node or else by host name (collective)."""
     hostname = socket.gethostname()
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or hostname
@@ -554,7 +557,8 @@ def _topology_from_store(store: dist.Store, rank: int, size: int, patience: floa
     except dist.DistError:
         missing = [f"rank {each}" for each in range(size) if not store.check([keys[each]])]
         raise RendezvousError(
-            f"bootstrap(): {len(missing)} of {size} ranks did not arrive within {patience:g} s: {', '.join(missing)}.\n"
+            f"bootstrap(): {len(missing)} of {size} ranks did not arrive within {wait_limit:g} s: "
+            f"{', '.join(missing)}.\n"
             f"Check that every rank calls mpicomm.bootstrap(), or raise bootstrap(timeout=...)."
         ) from None
     return topology.from_nodes(rank, [place[0] for place in places], [place[1] for place in places])
@@ -655,7 +659,7 @@ def _arm_abort(session: _Session) -> None:
             comm.Abort(status)
         os._exit(status)
 
-    abort.arm(world.rank, world.size, world.hostname, end, is_first)
+    exit_hooks.arm(world.rank, world.size, world.hostname, end, is_first)
 
 
 def _shutdown_at_exit() -> None:
@@ -664,7 +668,7 @@ def _shutdown_at_exit() -> None:
 
 
 def _tell_exit_at_once(status: int) -> None:
-    if (watch := watchdog.current()) is not None:
+    if (watch := agent.current()) is not None:
         watch.exit_at_once(status)
 
 

@@ -9,10 +9,10 @@ from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
-TIMEOUTS = ("abort", "raise")
+TIMEOUT_ACTIONS = ("abort", "raise")
 DEBUGS = ("0", "1")
 SHARED_MEMORIES = ("0", "1")
-GPU_TENSORS = ("direct", "staged")
+GPU_AWARE = ("0", "1", "auto")
 HOST_TIMEOUT = 30
 """Seconds without an answer of a host, after which its ranks count as dead."""
 
@@ -32,7 +32,7 @@ class Settings:
     interface: str | None = None
     """The network interface, by name or address, on which rank 0 listens: ib0, 10.1.0.7."""
 
-    timeout: str | None = None
+    on_timeout: str | None = None
     """What an operation does whose timeout passes: end the job with a table of who is where (abort, the default), or
     raise TimeoutError (raise), at the price of a barrier before each synchronous operation."""
 
@@ -49,9 +49,9 @@ class Settings:
     dump_dir: str | None = None
     """Where the ranks write their last operations and stacks when the job ends badly; none: nowhere."""
 
-    gpu_tensors: str | None = None
-    """How tensors on GPUs get to MPI: by their address (direct), or by way of the host (staged); by their address where
-    MPI proves to take it, if unset. NCCL's tensors are not concerned."""
+    gpu_aware: str | None = None
+    """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI): 1, always; 0, never, tensors are staged
+    through host memory; auto (the default), if a test at startup shows that MPI supports it. NCCL is not affected."""
 
     gpu_chunk_kib: str | None = None
     """How much of a tensor is with MPI while the next is copied from the GPU, in KiB; 4096."""
@@ -62,7 +62,7 @@ class Settings:
     @property
     def raises_timeouts(self) -> bool:
         """Whether a timeout is an exception."""
-        return self.timeout == "raise"
+        return self.on_timeout == "raise"
 
     @property
     def compares_calls(self) -> bool:
@@ -109,9 +109,9 @@ class Settings:
                 f"MPICOMM_LAUNCHER={settings.launcher} is not a launcher.\n"
                 f"Set it to one of {', '.join(LAUNCHERS)}, or unset it to let mpicomm find out."
             )
-        settings._check_one_of("timeout", TIMEOUTS)
+        settings._check_one_of("on_timeout", TIMEOUT_ACTIONS)
         settings._check_one_of("debug", DEBUGS)
-        settings._check_one_of("gpu_tensors", GPU_TENSORS)
+        settings._check_one_of("gpu_aware", GPU_AWARE)
         settings._check_one_of("shared_memory", SHARED_MEMORIES)
         settings._check_seconds()
         settings._check_host_timeout()

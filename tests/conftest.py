@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm import launchers, mpi
+from mpicomm import mpi
+from mpicomm.launch import detect
 
 pytest_plugins = ["tests.worlds"]
 # pytest's, what torch exports when DDP first looks at its compiler and when that is used (also by a build for CUDA),
@@ -25,7 +26,7 @@ SET_BY_OTHERS = {
     "KMP_INIT_AT_FORK",
 }
 ENDING_SECONDS = 2.0
-LAUNCH = launchers.detect(os.environ)
+LAUNCH = detect.detect(os.environ)
 
 
 def _is_under_mpi(config: pytest.Config) -> bool:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 import mpicomm
 from mpicomm import mpi
 from mpicomm.backend.work import CompletedWork
-from mpicomm.faults import recorder
+from mpicomm.watchdog import flight_recorder
 from tests import figures
 
 ROUNDS, CALLS = 21, 3000
@@ -53,7 +53,7 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     total: Any = dist.ReduceOp.SUM
 
     def note(_tensors: object, _opts: object) -> CompletedWork:
-        recorder.note(lane._record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
+        flight_recorder.note(lane._record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
         return work
 
     noting: Any = dist.new_group()

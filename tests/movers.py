@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from mpicomm.backend.staging import Event, HostMover, Staged, Use
+from mpicomm.backend.staging import DeviceEvent, HostMover, Staged, Use
 
 Copy = Callable[[], None]
 
@@ -28,8 +28,8 @@ class FewChunks(Staged):
         if is_on_gpu:
             self.whole_bytes = 0
 
-    def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
-        chunks = super()._cut(tensor, use, height)
+    def _cut(self, tensor: torch.Tensor, use: Use, num_blocks: int) -> list[slice]:
+        chunks = super()._cut(tensor, use, num_blocks)
         starts = [chunk.start for chunk in chunks[:: len(chunks) // _MOST_CHUNKS + 1]]
         return [slice(start, end) for start, end in itertools.pairwise([*starts, chunks[-1].stop])]
 
@@ -42,7 +42,7 @@ class Stream:
         self._waiting: collections.deque[tuple[int, Copy]] = collections.deque()
         self._count = 0
 
-    def start(self, copy: Copy) -> Event:
+    def start(self, copy: Copy) -> DeviceEvent:
         self._count += 1
         self._waiting.append((self._count, copy))
         event = _End(self, self._count)
@@ -87,10 +87,10 @@ class LateMover:
         assert mark is not None
         self._here.has_followed = True
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         return self._start(self._fetching, pairs)
 
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         return self._start(self._putting, pairs)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -102,7 +102,7 @@ class LateMover:
         """Whether no copy is on its way."""
         return self._fetching.is_empty and self._putting.is_empty
 
-    def _start(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def _start(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         assert getattr(self._here, "has_followed", False), "a copy does not come after what the caller had queued"
         pairs = list(pairs)
 

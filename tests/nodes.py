@@ -49,7 +49,7 @@ def require(kind: str) -> None:
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
     """Make the tensors of a new group go a certain way; operations fail where that is not possible."""
     handle._at_once.all_reduce = lambda _tensors, _opts: None  # type: ignore[attr-defined]
-    path: Any = handle._engine.node  # type: ignore[attr-defined]
+    path: Any = handle._operations.node  # type: ignore[attr-defined]
     path.is_worth_it = lambda _operation, _nbytes: True
     if kind == "direct":
         path.connect = directly
@@ -60,12 +60,12 @@ def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
 
 
 def directly(node_comm: Any) -> Any:
-    from mpicomm.node import direct
+    from mpicomm.shm import cma
 
-    return direct.Direct(node_comm)
+    return cma.CMACollectives(node_comm)
 
 
 def by_segment(node_comm: Any) -> Any:
-    from mpicomm.node import bysegment, segment
+    from mpicomm.shm import segment
 
-    return bysegment.BySegment(node_comm, segment.make(node_comm, bysegment.segment_bytes(node_comm.size)))
+    return segment.SegmentCollectives(node_comm, segment.make(node_comm, segment.segment_bytes(node_comm.size)))

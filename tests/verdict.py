@@ -22,7 +22,7 @@ import pytest
 
 from mpicomm import mpi
 
-PATIENCE = 5.0  # seconds that a failed rank waits for the others
+WAIT_LIMIT = 5.0  # seconds that a failed rank waits for the others
 PASSED_HERE = "passed here, but failed"
 
 
@@ -65,7 +65,7 @@ class CollectiveVerdict:
         here = zlib.crc32(nodeid.encode())
         flags = array("q", [0, 0] * self.comm.size)  # of each rank: has it failed, and in which test
         request = self.comm.Iallgather(array("q", [has_failed, here]), flags)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WAIT_LIMIT
         while not request.Test():
             if has_failed and time.monotonic() > deadline:
                 self._abort(nodeid, error)

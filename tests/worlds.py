@@ -93,11 +93,11 @@ def _in_debug_mode(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
 
 def _stage(handle: dist.ProcessGroup) -> None:
     """Let a group's tensors go to MPI as those on GPUs do."""
-    from mpicomm.backend import routes
+    from mpicomm.backend import gpu_transport
     from tests.movers import FewChunks
 
-    engine = handle._engine  # type: ignore[attr-defined]
-    engine.route = FewChunks(handle.size(), functools.partial(routes.on_all_ranks, engine.comm))
+    operations = handle._operations  # type: ignore[attr-defined]
+    operations.route = FewChunks(handle.size(), functools.partial(gpu_transport.on_all_ranks, operations.comm))
 
 
 def _describe(handle: dist.ProcessGroup) -> Group:

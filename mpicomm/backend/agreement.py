@@ -7,8 +7,8 @@ from array import array
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
-from mpicomm.errors import MismatchError, everywhere
-from mpicomm.faults import recorder, report
+from mpicomm.errors import MismatchError, raised_on_all_ranks
+from mpicomm.watchdog import flight_recorder, hang_report
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -21,7 +21,7 @@ class Agreement:
         self._comm = comm
         self._ranks = ranks
 
-    def check(self, call: str, operation: recorder.Operation) -> None:
+    def check(self, call: str, operation: flight_recorder.Operation) -> None:
         """Compare this rank's call with the others' (collective).
 
         Only a digest travels where all is well: its least and its greatest value, in one reduction.
@@ -32,20 +32,20 @@ class Agreement:
         Raises:
             MismatchError: On every rank, with the groups of ranks and their calls.
         """
-        said = f"#{operation.sequence} {call}"
-        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
+        signature = f"#{operation.sequence} {call}"
+        digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
         extremes = array("q", [digest, -digest])
         self._comm.Allreduce(mpi.api().IN_PLACE, extremes, mpi.api().MIN)
         if extremes[0] != -extremes[1]:
-            raise everywhere(MismatchError(self._explain(self._comm.allgather((said, operation.where)))))
+            raise raised_on_all_ranks(MismatchError(self._explain(self._comm.allgather((signature, operation.where)))))
 
     def _explain(self, calls: list[tuple[str, str]]) -> str:
         ranks: dict[tuple[str, str], list[int]] = {}
         for rank, call in zip(self._ranks, calls, strict=True):
             ranks.setdefault(call, []).append(rank)
         rows = [
-            f"  {report.called(members)}: {said}, at {where}"
-            for (said, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
+            f"  {hang_report.called(members)}: {signature}, at {where}"
+            for (signature, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
         ]
         return (
             "ranks call different collectives on one group, or one collective with different arguments:\n"

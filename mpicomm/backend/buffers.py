@@ -26,7 +26,7 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def room(tensor: torch.Tensor) -> torch.Tensor:
+def output_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Return dense memory to receive the tensor's content: the tensor itself where it can."""
     if is_dense(tensor):
         return tensor
@@ -58,7 +58,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return start < other_start + other.nbytes and other_start < start + one.nbytes
 
 
-def apart(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+def without_alias(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     """Return a dense tensor's content in memory that `other` does not touch: MPI forbids to read what it writes."""
     return dense.detach().clone() if other is not None and overlap(dense, other) else dense
 

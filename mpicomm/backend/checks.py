@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpicomm.backend import buffers, c10d, dtypes, wire
+from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
 from mpicomm.errors import MpicommError
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def tensor(value: Any, what: str) -> torch.Tensor:
     """Return `value` if it is a tensor that can be sent."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
-    value = c10d.arrived(value)
+    value = torch_internals.arrived(value)
     if value.layout != torch.strided:
         raise ValueError(
             f"{what}: expected a dense tensor, got one of layout {value.layout}.\nConvert it with tensor.to_dense()."
@@ -86,7 +86,7 @@ def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
 
 def outside_of_graphs(value: torch.Tensor) -> None:
     """Check that the tensor's stream runs what it is given, and does not record it."""
-    if c10d.is_capturing(value):
+    if torch_internals.is_capturing(value):
         raise MpicommError(
             "a CUDA graph is being recorded, and MPI cannot be part of one.\n"
             "Call the operation outside of it, or use NCCL (backend='cpu:mpi,cuda:nccl')."
@@ -238,7 +238,7 @@ def rank(value: int, size: int, what: str, argument: str) -> int:
 
 def tag(value: int, what: str) -> int:
     """Return a tag if MPI can carry it."""
-    largest = wire.largest_tag()
+    largest = mpi_calls.largest_tag()
     if not 0 <= value <= largest:
         raise ValueError(f"{what}: tag={value} is not a tag of this MPI.\nPass a number from 0 to {largest}.")
     return value

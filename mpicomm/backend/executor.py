@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import c10d, callbacks, dtypes
+from mpicomm.backend import callbacks, dtypes, torch_internals
 from mpicomm.backend.agreement import Agreement
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.callbacks import OrderedFuture
-from mpicomm.backend.progress import Poller, Worker
 from mpicomm.backend.work import CompletedWork, MessageWork, QueuedWork
+from mpicomm.backend.worker_thread import Poller, Worker
 from mpicomm.errors import MpicommError
-from mpicomm.faults import recorder, report, watchdog
-from mpicomm.faults.recorder import Operation
 from mpicomm.settings import Settings
+from mpicomm.watchdog import agent, flight_recorder, hang_report
+from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
@@ -44,7 +44,7 @@ _abandoned: list[MessageWork] = []
 """Messages of destroyed groups: MPI may still read and write their memory."""
 
 
-class Options(Protocol):
+class CallOptions(Protocol):
     """What torch says of a call beside its tensors; all its classes of options have this."""
 
     asyncOp: bool  # noqa: N815  torch's name
@@ -55,14 +55,16 @@ class Options(Protocol):
 class Executor:
     """Runs the operations of one group, on the group's own communicator."""
 
-    def __init__(self, comm: Intracomm, record: recorder.Group, settings: Settings, let_go: Callable[[], None]) -> None:
+    def __init__(
+        self, comm: Intracomm, record: flight_recorder.Group, settings: Settings, on_close: Callable[[], None]
+    ) -> None:
         """Prepare to run operations.
 
         Args:
             let_go: Called when the group is taken down, before its communicator is freed (collective).
         """
         self._comm = comm
-        self._let_go = let_go
+        self._on_close = on_close
         self._record = record
         self._raises_timeouts = settings.raises_timeouts
         self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
@@ -95,7 +97,7 @@ class Executor:
         name: str,
         call: Callable[[], None],
         results: Tensors,
-        opts: Options,
+        opts: CallOptions,
         subjects: Tensors,
         *,
         root: int | None = None,
@@ -114,22 +116,24 @@ class Executor:
         self._check_open()
         if results and results[0].is_inference():
             call = _inferring(call)
-        if c10d.is_profiling():
+        if torch_internals.is_profiling():
             call = self._profiled(call, name, subjects if inputs is None else inputs)
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
-        said = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
+        signature = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
         runs_here = self._runs_here(opts.asyncOp)
-        # Above this method are one of the engine's, and two of the face's or one and torch's.
-        operation = recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here, 4)
+        # Above this method are one of the operations's, and two of the face's or one and torch's.
+        operation = flight_recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here, 4)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
-        return self._start(operation, call, list(results), opts.asyncOp, said, self._patience(operation), runs_here)
+        return self._start(
+            operation, call, list(results), opts.asyncOp, signature, self._wait_limit(operation), runs_here
+        )
 
-    def barrier(self, opts: Options) -> Any:
+    def barrier(self, opts: CallOptions) -> Any:
         """Wait for every rank, for at most the options' timeout, or the group's."""
         self._check_open()
         runs_here = self._runs_here(opts.asyncOp)
-        operation = recorder.note(self._record, "barrier", None, 0, None, False, runs_here, 3)
+        operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here, 3)
         operation.limit = None  # TimeoutError is raised instead
         seconds = opts.timeout.total_seconds()
         seconds = seconds if seconds > 0 else self._record.timeout
@@ -138,23 +142,23 @@ class Executor:
     def note_own(self, name: str) -> Operation:
         """Record what the caller does with messages of his own, and ends in its own time; it has no number."""
         self._check_open()
-        operation = recorder.note(self._record, name, None, 0, None, True, True, 3)
+        operation = flight_recorder.note(self._record, name, None, 0, None, True, True, 3)
         operation.limit = None
         return operation
 
     def _profiled(self, call: Callable[[], None], name: str, inputs: Tensors) -> Callable[[], None]:
         """Return a call that ends a span of the profiler, which starts here."""
-        event = c10d.start_event(f"{self.title}:{name}", inputs)
+        event = torch_internals.start_event(f"{self.title}:{name}", inputs)
 
         def profiled() -> None:
             try:
                 call()
             finally:
-                c10d.end_event(event)
+                torch_internals.end_event(event)
 
         return profiled
 
-    def _patience(self, operation: Operation) -> float | None:
+    def _wait_limit(self, operation: Operation) -> float | None:
         """Return how long the ranks wait for each other, interruptibly, before it; None: they go straight into it."""
         if self._raises_timeouts:
             return operation.limit
@@ -166,22 +170,22 @@ class Executor:
         call: Callable[[], None],
         results: list[torch.Tensor],
         is_async: bool,
-        said: str,
-        patience: float | None,
+        signature: str,
+        wait_limit: float | None,
         runs_here: bool,
     ) -> Any:
         """Run `call` now, or queue it behind what is queued.
 
         Args:
             said: What all ranks must agree on, where they compare it.
-            patience: Seconds to wait for the other ranks before the call; None to go straight into it.
+            wait_limit: Seconds to wait for the other ranks before the call; None to go straight into it.
             runs_here: Whether `call` is to run now.
 
         Returns:
             The work; finished already if the operation is synchronous.
         """
         if runs_here:
-            self._run(operation, call, said, patience)
+            self._run(operation, call, signature, wait_limit)
             done = CompletedWork()
             done.tensors = results
             return done
@@ -189,7 +193,7 @@ class Executor:
 
         def in_turn() -> None:
             operation.begin()
-            self._run(operation, call, said, patience)
+            self._run(operation, call, signature, wait_limit)
 
         self._keep(work)
         self.remember(work)
@@ -208,23 +212,23 @@ class Executor:
         if all(tensor.numel() <= _FEW for tensor in work.result()):
             self._kept.append(work)
 
-    def _run(self, operation: Operation, call: Callable[[], None], said: str, patience: float | None) -> None:
+    def _run(self, operation: Operation, call: Callable[[], None], signature: str, wait_limit: float | None) -> None:
         """Run a collective in its turn, and note when it ends."""
         try:
             with self._turn:
-                if patience is not None:
-                    self._meet(operation, patience)
+                if wait_limit is not None:
+                    self._wait_for_all(operation, wait_limit)
                 if self._agreement is not None:
-                    self._agreement.check(said, operation)
+                    self._agreement.check(signature, operation)
                 call()
         except BaseException as error:
             if not getattr(error, "is_everywhere", False):
-                self.spoil(operation, error)
+                self.mark_broken(operation, error)
             raise
         finally:
             operation.finish()
 
-    def spoil(self, operation: Operation, error: BaseException) -> None:
+    def mark_broken(self, operation: Operation, error: BaseException) -> None:
         """Note that the group cannot be used any more: the next call of this rank may not match those of the others.
 
         Args:
@@ -233,8 +237,8 @@ class Executor:
         if self._record.broken:
             return
         how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"
-        self._record.broken = f"{report.operation(operation.describe(0.0))} {how}"
-        if (watch := watchdog.current()) is not None:
+        self._record.broken = f"{hang_report.operation(operation.describe(0.0))} {how}"
+        if (watch := agent.current()) is not None:
             watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
 
     def take_turn(self) -> bool:
@@ -244,9 +248,9 @@ class Executor:
             return False
         if not self._is_simple or not self._is_open:
             return False
-        return not self._record.broken and not c10d.is_profiling() and self._try_turn(False)
+        return not self._record.broken and not torch_internals.is_profiling() and self._try_turn(False)
 
-    def _meet(self, operation: Operation, seconds: float) -> None:
+    def _wait_for_all(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank, interruptibly.
 
         Raises:
@@ -268,10 +272,10 @@ class Executor:
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that did not end in time; the group cannot be used any more."""
-        what = report.operation(operation.describe(0.0))
+        what = hang_report.operation(operation.describe(0.0))
         self._record.broken = f"{what} did not end within {seconds:g} s"
         operation.limit = None  # the program hears of it here, and may go on: the watchdog must not end the job as well
-        watch = watchdog.current()
+        watch = agent.current()
         missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not come to it.")
         operation.pause()
         if watch is not None:
@@ -280,7 +284,7 @@ class Executor:
             return TimeoutError(f"{self._record.broken}.\n{table}\nFind out what that rank does.")
         return TimeoutError(
             f"{what}: {len(missing)} of {self._comm.size} ranks did not come within the timeout of {seconds:g} s: "
-            f"{report.called(missing)}.\n{table}\n"
+            f"{hang_report.called(missing)}.\n{table}\n"
             f"Look at what they do there, or allow more time. The group cannot be used any more."
         )
 
@@ -302,7 +306,7 @@ class Executor:
 
     def run_what_is_before(self, work: QueuedWork) -> None:
         """On the worker's own thread, where waiting would wait for itself, run what is queued until `work` is done."""
-        recorder.refuse_children()
+        flight_recorder.refuse_children()
         if self._worker is not None and self._worker.is_current_thread:
             self._worker.run_until(work.is_completed)
 
@@ -311,7 +315,7 @@ class Executor:
     def note_message(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
         """Record a message."""
         self._check_open()
-        operation = recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
+        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
         if self._raises_timeouts:
             operation.limit = None
         return operation
@@ -321,8 +325,8 @@ class Executor:
         if len(self._in_flight) >= self._reap_at:
             self._reap()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
-        if c10d.is_profiling():
-            self._events[work] = c10d.start_event(f"{self.title}:{name}", work.result())
+        if torch_internals.is_profiling():
+            self._events[work] = torch_internals.start_event(f"{self.title}:{name}", work.result())
         self._in_flight.add(work)
         self._let_advance(work)
         self.remember(work)
@@ -343,7 +347,7 @@ class Executor:
         """Let go of a message that is through."""
         self._in_flight.discard(work)
         if self._events:
-            c10d.end_event(self._events.pop(work, None))
+            torch_internals.end_event(self._events.pop(work, None))
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -386,7 +390,7 @@ class Executor:
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
-        operation = recorder.note(self._record, "destroy", None, 0, None, False, True, 2)
+        operation = flight_recorder.note(self._record, "destroy", None, 0, None, False, True, 2)
         try:
             self._take_down()
         finally:
@@ -399,7 +403,7 @@ class Executor:
             return
         self._is_open = False
         self._record.broken = self._record.broken or "it was aborted"
-        if (watch := watchdog.current()) is not None:
+        if (watch := agent.current()) is not None:
             watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")
         if self._poller is not None:
             self._poller.stop()
@@ -431,7 +435,7 @@ class Executor:
         if self._poller is not None:
             self._poller.stop()
         self._finish_messages()
-        self._let_go()
+        self._on_close()
         if not self._keeps_communicator:
             self._comm.Free()
 
@@ -454,7 +458,7 @@ class Executor:
     def _check_open(self) -> None:
         name = self._record.name
         if self._record.broken:
-            recorder.refuse_children()
+            flight_recorder.refuse_children()
             raise MpicommError(f"group {name} cannot be used any more: {self._record.broken}.\nEnd the job.")
         if not self._is_open:
             raise MpicommError(f"group {name} is destroyed.\nMake a new one with torch.distributed.new_group().")
@@ -480,7 +484,7 @@ class Executor:
 
     def _reap(self) -> None:
         for work in list(self._in_flight):
-            work.is_completed()  # one that is through makes the engine forget it
+            work.is_completed()  # one that is through makes the operations forget it
 
     def _finish_messages(self) -> None:
         def all_through() -> bool:

@@ -61,7 +61,7 @@ def _create_stream(ordinal: int) -> ctypes.c_void_p | None:
     return None if is_refused else stream
 
 
-class ThreadsGpu:
+class ThreadDevice:
     """The GPU of a thread that runs operations: that of the first thread that gives it work once CUDA has started.
 
     A thread that has none works on the first GPU, and opens a context there, whose memory belongs to another rank.

@@ -6,7 +6,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
-from mpicomm.backend import wire
+from mpicomm.backend import mpi_calls
 from mpicomm.durations import Deadline
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class MonitoredBarrier:
     def _say(self, rank: int) -> None:
         number = array("q", [self._number])
         self._late = [(request, memory) for request, memory in self._late if not request.Test()]
-        self._late.append((self._comm.Isend(number, rank, wire.tag_of_barrier()), number))
+        self._late.append((self._comm.Isend(number, rank, mpi_calls.tag_of_barrier()), number))
 
     def _hears(self, rank: int, deadline: Deadline) -> bool:
         """Return whether a rank reports before the deadline that it has reached this barrier."""
         number = array("q", [0])
         while number[0] < self._number:
-            request = self._comm.Irecv(number, rank, wire.tag_of_barrier())
+            request = self._comm.Irecv(number, rank, mpi_calls.tag_of_barrier())
             if not mpi.poll(request.Test, deadline):
                 request.Cancel()
                 request.Wait()

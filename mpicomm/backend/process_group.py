@@ -1,6 +1,6 @@
 """The face that torch sees: a `ProcessGroup` over MPI, under the names `mpicomm` and `mpicomm_nccl`.
 
-Every method checks its arguments, on the rank that erred and before anything is sent, and hands them to the engine.
+Every method checks its arguments, on the rank that erred and before anything is sent, and hands them to the operations.
 Both generations of torch's method names are there: `_allgather_base` became `all_gather_single`, and so on.
 """
 
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import c10d, checks, groups, reductions
-from mpicomm.backend.atonce import AtOnce
+from mpicomm.backend import checks, groups, reductions, torch_internals
 from mpicomm.backend.buffers import Tensors
-from mpicomm.backend.engine import Engine
+from mpicomm.backend.fast_path import FastPath
+from mpicomm.backend.operations import Operations
 from mpicomm.backend.work import JointWork
 
 Timeout = datetime.timedelta | None
@@ -33,19 +33,19 @@ class MPIProcessGroup(dist.ProcessGroup):
     takes_gpu_tensors = True
     """Whether tensors on GPUs are for MPI too."""
 
-    def __init__(self, engine: Engine, name: str, backend_name: str, store: dist.Store) -> None:
-        super().__init__(engine.comm.rank, engine.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
+    def __init__(self, operations: Operations, name: str, backend_name: str, store: dist.Store) -> None:
+        super().__init__(operations.comm.rank, operations.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
         self._store = store
-        self._engine = engine
-        self._at_once = AtOnce(engine)
-        engine.executor.title = backend_name
-        self._rank = engine.comm.rank
-        self._size = engine.comm.size
+        self._operations = operations
+        self._at_once = FastPath(operations)
+        operations.executor.title = backend_name
+        self._rank = operations.comm.rank
+        self._size = operations.comm.size
         self._name = name
         self._description = "undefined"
         self._parts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._backend_name = backend_name
-        self._registered = c10d.register_backend(self)
+        self._registered = torch_internals.register_backend(self)
 
     # -- who this is ---------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     @property
     def timeout_seconds(self) -> float:
         """How long an operation may take."""
-        return self._engine.record.timeout
+        return self._operations.record.timeout
 
     def get_group_store(self) -> dist.Store:
         """Return the store that torch gave the group."""
@@ -113,7 +113,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Do nothing: MPI is connected."""
 
     supports_coalescing = False  # messages of a batch need none: MPI starts each at once
-    supports_splitting = c10d.CAN_SPLIT
+    supports_splitting = torch_internals.CAN_SPLIT
     supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002  torch's signature
@@ -122,7 +122,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         """Return how many collectives this rank has called on the group."""
-        return self._engine.record.sequence
+        return self._operations.record.sequence
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the numbers are counted from the start."""
@@ -131,7 +131,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Give every operation that is called from now on so much time."""
-        self._engine.record.timeout = timeout.total_seconds()
+        self._operations.record.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -154,8 +154,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         members = [checks.rank(rank, self._size, "split_group", "ranks") for rank in dict.fromkeys(ranks)]
         if self._rank not in members:
             return None
-        seconds = self._engine.record.timeout if timeout is None else timeout.total_seconds()
-        of_job = [self._engine.record.ranks[rank] for rank in members]
+        seconds = self._operations.record.timeout if timeout is None else timeout.total_seconds()
+        of_job = [self._operations.record.ranks[rank] for rank in members]
         name = group_name or self._name_of_part(members)
         store = dist.PrefixStore(f"{name}/", self._store)
         group = self._make_part(
@@ -171,18 +171,18 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._parts[tuple(members)] += 1
         return f"{self._name}:split:{'-'.join(map(str, members))}:{self._parts[tuple(members)]}"
 
-    def _make_part(self, engine: Engine, name: str, store: dist.Store) -> MPIProcessGroup:
-        return MPIProcessGroup(engine, name, self._backend_name, store)
+    def _make_part(self, operations: Operations, name: str, store: dist.Store) -> MPIProcessGroup:
+        return MPIProcessGroup(operations, name, self._backend_name, store)
 
     # -- several calls as one ------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002  torch's signature
         """Remember what is called from now on."""
-        self._engine.executor.start_batch()
+        self._operations.executor.start_batch()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
         """Return the work of all that was called since."""
-        return JointWork(self._engine.executor.end_batch())
+        return JointWork(self._operations.executor.end_batch())
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
@@ -190,44 +190,47 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Reduce a tensor in place on all ranks; a sparse one (COO) is added up."""
         if timeout is None and op is None and (work := self._at_once.all_reduce(tensors, opts)) is not None:
             return work
-        opts = c10d.options(c10d.AllreduceOptions, opts, timeout, reduceOp=op or opts)
+        opts = torch_internals.options(torch_internals.AllreduceOptions, opts, timeout, reduceOp=op or opts)
         value = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, "all_reduce")
         if getattr(value, "layout", None) == torch.sparse_coo:
             tensor = checks.on_known_device(value, "all_reduce")
             reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "all_reduce", is_sparse=True)
-            return self._engine.all_reduce_sparse(tensor, reduction, opts)
+            return self._operations.all_reduce_sparse(tensor, reduction, opts)
         tensor = checks.written(value, "all_reduce")
         reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "all_reduce")
-        return self._engine.all_reduce(tensor, reduction, opts)
+        return self._operations.all_reduce(tensor, reduction, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in place on all ranks."""
-        what, opts = "all_reduce_coalesced", c10d.options(c10d.AllreduceCoalescedOptions, opts)
+        what, opts = "all_reduce_coalesced", torch_internals.options(torch_internals.AllreduceCoalescedOptions, opts)
         tensors = [checks.written(each, what) for each in checks.some(tensors, what)]
         checks.distinct(tensors, what, "tensors")
-        return self._engine.all_reduce_coalesced(tensors, self._plans(opts.reduceOp, tensors, what), opts)
+        return self._operations.all_reduce_coalesced(tensors, self._plans(opts.reduceOp, tensors, what), opts)
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
         """Reduce a tensor in place on the root."""
         given = opts if root is None else root
-        opts = c10d.options(c10d.ReduceOptions, opts, timeout, rootRank=given, reduceOp=op)
+        opts = torch_internals.options(torch_internals.ReduceOptions, opts, timeout, rootRank=given, reduceOp=op)
         tensor = checks.single_written(tensors, "reduce")
         root = checks.rank(opts.rootRank, self._size, "reduce", "dst")
         reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "reduce")
-        return self._engine.reduce(tensor, root, reduction, opts)
+        return self._operations.reduce(tensor, root, reduction, opts)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, timeout: Timeout = None, *, op: Any = None
     ) -> dist.Work:
         """Reduce a list of tensors, one for each rank, and leave each rank its own; sizes may differ between ranks."""
-        what, opts = "reduce_scatter", c10d.options(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op or opts)
+        what, opts = (
+            "reduce_scatter",
+            torch_internals.options(torch_internals.ReduceScatterOptions, opts, timeout, reduceOp=op or opts),
+        )
         output = checks.single_written(outputs, what)
         sources = checks.one_per_rank(checks.only_list(inputs, what), self._size, what, "input_list")
         self._check_lists(sources, output, what, "input_list")
         reduction = reductions.plan(opts.reduceOp, output.dtype, self._size, what)
-        return self._engine.reduce_scatter_list(output, sources, reduction, opts)
+        return self._operations.reduce_scatter_list(output, sources, reduction, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor of size times the output and leave each rank its block."""
@@ -241,11 +244,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, what: str, outputs: Tensors, sources: Tensors, opts: Any) -> dist.Work:
-        opts = c10d.options(c10d.ReduceScatterOptions, opts)
+        opts = torch_internals.options(torch_internals.ReduceScatterOptions, opts)
         outputs, sources = self._check_blocks(outputs, sources, what)
         for output, source in zip(outputs, sources, strict=True):
             checks.multiple(source, output, self._size, what, "input", "output")
-        return self._engine.reduce_scatter(outputs, sources, self._plans(opts.reduceOp, outputs, what), opts)
+        return self._operations.reduce_scatter(outputs, sources, self._plans(opts.reduceOp, outputs, what), opts)
 
     def _plans(self, op: Any, tensors: Tensors, what: str) -> list[reductions.Reduction]:
         return [reductions.plan(op, each.dtype, self._size, what) for each in tensors]
@@ -257,26 +260,26 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Copy the root's tensor into everybody's."""
         given = opts if root is None else root
-        opts = c10d.options(c10d.BroadcastOptions, opts, timeout, rootRank=given)
+        opts = torch_internals.options(torch_internals.BroadcastOptions, opts, timeout, rootRank=given)
         tensor = checks.single_written(tensors, "broadcast")
         root = checks.rank(opts.rootRank, self._size, "broadcast", "src")
-        return self._engine.broadcast(tensor, root, opts)
+        return self._operations.broadcast(tensor, root, opts)
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
         """Gather every rank's tensor into a list on every rank; sizes may differ between ranks."""
-        what, opts = "all_gather", c10d.options(c10d.AllgatherOptions, opts, timeout)
+        what, opts = "all_gather", torch_internals.options(torch_internals.AllgatherOptions, opts, timeout)
         source = checks.single(inputs, what)
         lists = checks.only_list(outputs, what)
         targets = checks.one_per_rank(lists, self._size, what, "tensor_list", are_written=True)
         checks.distinct(targets, what, "tensor_list")
         self._check_lists(targets, source, what, "tensor_list")
-        return self._engine.all_gather_list([targets], [source], opts)
+        return self._operations.all_gather_list([targets], [source], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Gather several tensors of every rank: `outputs[r]` are those of rank r."""
-        what, opts = "all_gather_coalesced", c10d.options(c10d.AllgatherOptions, opts)
+        what, opts = "all_gather_coalesced", torch_internals.options(torch_internals.AllgatherOptions, opts)
         sources = [checks.tensor(each, what) for each in checks.some(inputs, what)]
         checks.lists_per_rank(outputs, self._size, len(sources), what, "output_tensor_lists")
         targets = [[checks.written(of_rank[i], what) for of_rank in outputs] for i in range(len(sources))]
@@ -285,7 +288,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         checks.unread(flat, sources, what)
         for index, (each, source) in enumerate(zip(targets, sources, strict=True)):
             self._check_lists(each, source, what, f"output_tensor_lists[...][{index}]")
-        return self._engine.all_gather_list(targets, sources, opts)
+        return self._operations.all_gather_list(targets, sources, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into one, on every rank."""
@@ -299,11 +302,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _all_gather(self, what: str, outputs: Tensors, sources: Tensors, opts: Any) -> dist.Work:
-        opts = c10d.options(c10d.AllgatherOptions, opts)
+        opts = torch_internals.options(torch_internals.AllgatherOptions, opts)
         outputs, sources = self._check_blocks(outputs, sources, what)
         for output, source in zip(outputs, sources, strict=True):
             checks.multiple(output, source, self._size, what, "output", "input")
-        return self._engine.all_gather(outputs, sources, opts)
+        return self._operations.all_gather(outputs, sources, opts)
 
     def gather(
         self,
@@ -316,7 +319,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Gather every rank's tensor into a list on the root; sizes may differ between ranks."""
         given = opts if root is None else root
-        what, opts = "gather", c10d.options(c10d.GatherOptions, opts, timeout, rootRank=given)
+        what, opts = "gather", torch_internals.options(torch_internals.GatherOptions, opts, timeout, rootRank=given)
         source = checks.single(inputs, what)
         root = checks.rank(opts.rootRank, self._size, what, "dst")
         targets: Tensors = []
@@ -325,11 +328,11 @@ class MPIProcessGroup(dist.ProcessGroup):
             targets = checks.one_per_rank(lists, self._size, what, "gather_list", are_written=True)
             checks.distinct(targets, what, "gather_list")
             self._check_lists(targets, source, what, "gather_list")
-        return self._engine.gather(targets, source, root, opts)
+        return self._operations.gather(targets, source, root, opts)
 
     def gather_single(self, output: torch.Tensor | None, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into one, on the root; `output` is looked at there alone."""
-        what, opts = "gather_into_tensor", c10d.options(c10d.GatherOptions, opts)
+        what, opts = "gather_into_tensor", torch_internals.options(torch_internals.GatherOptions, opts)
         source = checks.tensor(source, what)
         root = checks.rank(opts.rootRank, self._size, what, "dst")
         targets: Tensors = []
@@ -337,7 +340,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             output = checks.written(output, what)
             checks.multiple(output, source, self._size, what, "output", "input")
             targets = [output]
-        return self._engine.gather_single(targets, source, root, opts)
+        return self._operations.gather_single(targets, source, root, opts)
 
     def scatter(
         self,
@@ -350,14 +353,14 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Send each rank its tensor of the root's list; sizes may differ between ranks."""
         given = opts if root is None else root
-        what, opts = "scatter", c10d.options(c10d.ScatterOptions, opts, timeout, rootRank=given)
+        what, opts = "scatter", torch_internals.options(torch_internals.ScatterOptions, opts, timeout, rootRank=given)
         output = checks.single_written(outputs, what)
         root = checks.rank(opts.rootRank, self._size, what, "src")
         sources: Tensors = []
         if self._rank == root:
             sources = checks.one_per_rank(checks.only_list(inputs, what), self._size, what, "scatter_list")
             self._check_lists(sources, output, what, "scatter_list")
-        return self._engine.scatter(output, sources, root, opts)
+        return self._operations.scatter(output, sources, root, opts)
 
     def all_to_all_single(
         self,
@@ -372,29 +375,29 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         Either all ranks give no sizes at all, for equal parts, or all give some.
         """
-        what, opts = "all_to_all_single", c10d.options(c10d.AllToAllOptions, opts, timeout)
+        what, opts = "all_to_all_single", torch_internals.options(torch_internals.AllToAllOptions, opts, timeout)
         output, source = checks.written(output, what), checks.tensor(source, what)
         checks.same_dtype(output, source, what, "output")
         counts = checks.splits(output_split_sizes, output, self._size, what, "output_split_sizes")
         source_counts = checks.splits(input_split_sizes, source, self._size, what, "input_split_sizes")
         if output_split_sizes or input_split_sizes:
             checks.same_share(counts, source_counts, self._rank, what)
-            return self._engine.all_to_all(output, counts, source, source_counts, opts)
+            return self._operations.all_to_all(output, counts, source, source_counts, opts)
         checks.same_size(output, source, what, "output")
-        return self._engine.all_to_all(output, None, source, None, opts)
+        return self._operations.all_to_all(output, None, source, None, opts)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Send each rank its tensor of a list, and receive everybody's into another; sizes may differ."""
-        what, opts = "all_to_all", c10d.options(c10d.AllToAllOptions, opts)
+        what, opts = "all_to_all", torch_internals.options(torch_internals.AllToAllOptions, opts)
         targets = checks.one_per_rank(outputs, self._size, what, "output_tensor_list", are_written=True)
         sources = checks.one_per_rank(inputs, self._size, what, "input_tensor_list")
         for each in [*targets, *sources]:
             checks.same_dtype(each, sources[0], what, "a list")
         checks.same_share([each.numel() for each in targets], [each.numel() for each in sources], self._rank, what)
         checks.distinct(targets, what, "output_tensor_list")
-        return self._engine.all_to_all_list(targets, sources, opts)
+        return self._operations.all_to_all_list(targets, sources, opts)
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
         """Wait for every rank.
@@ -402,7 +405,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         Raises:
             TimeoutError: If a rank has not come after the options' timeout, or else the group's; it names who has not.
         """
-        return self._engine.barrier(c10d.options(c10d.BarrierOptions, opts, timeout or opts))
+        return self._operations.barrier(torch_internals.options(torch_internals.BarrierOptions, opts, timeout or opts))
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Wait for every rank; rank 0 names those that do not come.
@@ -414,8 +417,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         Raises:
             RuntimeError: If a rank has not come in time. The group can be used on.
         """
-        seconds = self._engine.record.timeout if timeout is None else timeout.total_seconds()
-        self._engine.monitored_barrier(seconds, names_all=wait_all_ranks)
+        seconds = self._operations.record.timeout if timeout is None else timeout.total_seconds()
+        self._operations.monitored_barrier(seconds, names_all=wait_all_ranks)
 
     def _check_lists(self, tensors: Tensors, mine: torch.Tensor, what: str, argument: str) -> None:
         """Check a list with one tensor per rank: one dtype, and this rank's entry as large as its own tensor."""
@@ -443,31 +446,31 @@ class MPIProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor."""
         tensor = checks.single(tensors, "send")
-        return self._engine.send(tensor, checks.rank(dst, self._size, "send", "dst"), checks.tag(tag, "send"))
+        return self._operations.send(tensor, checks.rank(dst, self._size, "send", "dst"), checks.tag(tag, "send"))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Start receiving a tensor."""
         tensor = checks.single_written(tensors, "recv")
-        return self._engine.recv(tensor, checks.rank(src, self._size, "recv", "src"), checks.tag(tag, "recv"))
+        return self._operations.recv(tensor, checks.rank(src, self._size, "recv", "src"), checks.tag(tag, "recv"))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from whichever rank sends first."""
-        return self._engine.recv(checks.single_written(tensors, "recv"), None, checks.tag(tag, "recv"))
+        return self._operations.recv(checks.single_written(tensors, "recv"), None, checks.tag(tag, "recv"))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Finish what is queued and free the communicator (collective)."""
         if mpi.is_usable():
-            self._engine.executor.close()
+            self._operations.executor.close()
 
     def abort(self) -> None:
         """Give the group up at once, whatever is on its way; the other ranks are told, and cannot use it either."""
-        self._engine.executor.abort()
+        self._operations.executor.abort()
 
 
-c10d.hide_from_compiler(MPIProcessGroup)
-c10d.set_timeouts_of(MPIProcessGroup)
+torch_internals.hide_from_compiler(MPIProcessGroup)
+torch_internals.set_timeouts_of(MPIProcessGroup)
 
 
 def barrier_within(group: Any, seconds: float | None) -> None:
@@ -480,7 +483,7 @@ def barrier_within(group: Any, seconds: float | None) -> None:
     if seconds is not None and not isinstance(group, MPIProcessGroup) and dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group, datetime.timedelta(seconds=seconds), wait_all_ranks=True)
         return
-    options = c10d.BarrierOptions()
+    options = torch_internals.BarrierOptions()
     options.asyncOp = False
     if seconds is not None:
         options.timeout = datetime.timedelta(seconds=seconds)

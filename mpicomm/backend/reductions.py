@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import buffers, c10d, dtypes
-from mpicomm.node import sums
+from mpicomm.backend import buffers, dtypes, torch_internals
+from mpicomm.shm import interface
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Op
@@ -94,18 +94,18 @@ class Reduction:
             dense.detach().mul_(self._factor_on(dense.device))
         return dense
 
-    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+    def output_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return dense memory for a result that goes to `tensor`."""
         if self.wide is not None:
             return torch.empty(tensor.shape, dtype=self.wide, device=tensor.device)
-        return buffers.room(tensor)
+        return buffers.output_buffer(tensor)
 
     def store(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
         """Bring the reduced buffer into the caller's tensor, divided and rounded."""
         if self.divisor != 1:
             raw = dense.detach()
             if raw.dtype.is_floating_point or raw.dtype.is_complex:
-                sums.divide(raw, self.divisor)
+                interface.divide(raw, self.divisor)
             elif raw.dtype == torch.uint64:  # torch cannot divide it
                 raw.copy_(torch.from_numpy(raw.cpu().numpy() // self.divisor))
             else:
@@ -131,7 +131,7 @@ def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool =
     Raises:
         ValueError: If the operation has no meaning for the dtype.
     """
-    name = c10d.reduce_op_name(op)
+    name = torch_internals.reduce_op_name(op)
     if is_sparse and name not in _SUMS:
         raise ValueError(f"{what}: {name} has no meaning for sparse tensors.\nFor these there are {', '.join(_SUMS)}.")
     base = _plan(name, dtype, size, what)
@@ -140,7 +140,7 @@ def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool =
 
 def _factor(op: Any) -> Any:
     """Return the factor of a PREMUL_SUM as it is now; a tensor on a GPU is read on the caller's stream."""
-    factor = c10d.premul_factor(op)
+    factor = torch_internals.premul_factor(op)
     return factor.detach().cpu() if isinstance(factor, torch.Tensor) else factor
 
 

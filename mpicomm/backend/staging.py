@@ -34,7 +34,7 @@ class Use:
     """It holds an equal part for each rank."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device."""
 
     def synchronize(self) -> None:
@@ -52,10 +52,10 @@ class Mover(Protocol):
     def follow(self, mark: Any) -> None:
         """Let all copies from now on come after a mark."""
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start to copy from the device: (to, from) each; return the end of it."""
 
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start to copy to the device: (to, from) each; return the end of it."""
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +73,7 @@ class HostMover:
     def follow(self, mark: None) -> None:
         """Do nothing: what was called before has been done."""
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Copy (to, from) each."""
         for to, source in pairs:
             to.copy_(source)
@@ -104,15 +104,15 @@ class CudaMover:
         self._fetching.wait_event(mark)
         self._putting.wait_event(mark)
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start to copy from the GPU: (to, from) each."""
         return self._copy(pairs, self._fetching)
 
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start to copy to the GPU: (to, from) each."""
         return self._copy(pairs, self._putting)
 
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> Event:
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> DeviceEvent:
         with torch.cuda.stream(stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
@@ -162,7 +162,7 @@ class Staged:
         self._mover = functools.cache(make_mover)
         self._mover_of_messages = functools.cache(make_mover)  # whose copies may have to wait for other things
 
-    def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, height: int | None = 1) -> Call:
+    def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
         """Return what runs an operation, which `make` knows how to do on host memory.
 
         Copies come after what the caller's stream holds now, and have ended when the operation has.
@@ -172,7 +172,7 @@ class Staged:
             height: How many parts for ranks a tensor has at the most, on any rank; None if the operation cannot be cut,
                 since not all ranks know its size.
         """
-        chunks = [slice(None)] if height is None else self._cut(tensors[0], uses[0], height)
+        chunks = [slice(None)] if num_blocks is None else self._cut(tensors[0], uses[0], num_blocks)
         are_on_host = all(self._mover(tensor.device).is_host for tensor in tensors)
         if len(chunks) == 1:
             return make(*tensors) if are_on_host else self._in_chunks(make, tensors, uses, chunks)
@@ -207,8 +207,8 @@ class Staged:
         """Return dense host memory to receive a tensor's content, and what brings it from there to the tensor."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
-            room = buffers.room(tensor)
-            return room, functools.partial(buffers.unpack, room, tensor)
+            output_buffer = buffers.output_buffer(tensor)
+            return output_buffer, functools.partial(buffers.unpack, output_buffer, tensor)
         part = self._part(tensor, Use(reads=False, writes=True), mover)
         part.fetch(0, slice(None))
 
@@ -233,10 +233,10 @@ class Staged:
             found.append(tensor.detach().clone() if is_overwritten else tensor)
         return found
 
-    def _cut(self, tensor: torch.Tensor, use: Use, height: int) -> list[slice]:
+    def _cut(self, tensor: torch.Tensor, use: Use, num_blocks: int) -> list[slice]:
         """Return the columns of each chunk. All tensors are as wide as this one, so all ranks come to the same."""
         width = tensor.numel() // (self._size if use.is_spread else 1)
-        step = max(self._chunk_bytes // (height * tensor.itemsize), 1)
+        step = max(self._chunk_bytes // (num_blocks * tensor.itemsize), 1)
         return [slice(start, min(start + step, width)) for start in range(0, max(width, 1), step)]
 
 
@@ -271,17 +271,17 @@ def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:
 class _Part:
     """One tensor of a staged operation: on its device as rows, on the host as some chunks of these."""
 
-    def __init__(self, tensor: torch.Tensor, use: Use, height: int, mover: Mover) -> None:
+    def __init__(self, tensor: torch.Tensor, use: Use, num_blocks: int, mover: Mover) -> None:
         self._tensor = tensor.detach()
         self._use = use
         self._mover = mover
-        self._dense = buffers.pack(self._tensor) if use.reads else buffers.room(self._tensor)
-        self._rows = self._dense.view(height, tensor.numel() // height)
+        self._dense = buffers.pack(self._tensor) if use.reads else buffers.output_buffer(self._tensor)
+        self._rows = self._dense.view(num_blocks, tensor.numel() // num_blocks)
         self._mark = mover.mark()  # on the caller's stream, behind the packing
         self._hosts: list[torch.Tensor] = [self._dense] * _DEPTH
         self._memory: list[torch.Tensor | None] = [None] * _DEPTH
-        self._fetched: list[Event] = [_DONE] * _DEPTH
-        self._put: list[Event] = [_DONE] * _DEPTH
+        self._fetched: list[DeviceEvent] = [_DONE] * _DEPTH
+        self._put: list[DeviceEvent] = [_DONE] * _DEPTH
 
     def start(self) -> None:
         """Let the copies come after what the caller had queued."""

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import c10d, dtypes
+from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.callbacks import OrderedFuture, Queue, all_of
 from mpicomm.durations import Deadline, seconds_of
 from mpicomm.errors import MpicommError
-from mpicomm.faults import recorder
-from mpicomm.faults.recorder import Operation
+from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Request
@@ -28,7 +28,7 @@ _LEAST_SECONDS = 1e-3  # a timeout of zero would mean none
 
 
 class Keeper(Queue, Protocol):
-    """The group's engine, as far as its works need it."""
+    """The group's operations, as far as its works need it."""
 
     @property
     def timeout_of_messages(self) -> float | None:
@@ -92,7 +92,7 @@ class CompletedWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is done."""
-        return c10d.completed_future(self.tensors)
+        return torch_internals.completed_future(self.tensors)
 
 
 class QueuedWork(_Work):
@@ -102,7 +102,7 @@ class QueuedWork(_Work):
         super().__init__(tensors)
         self._operation = operation
         self._keeper = keeper
-        self._future = OrderedFuture(keeper, c10d.gpus_of(tensors))
+        self._future = OrderedFuture(keeper, torch_internals.gpus_of(tensors))
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
@@ -181,7 +181,7 @@ class MessageWork(_Work):
             RuntimeError: If what came in does not fit the tensor.
         """
         if not self._done:
-            recorder.refuse_children()
+            flight_recorder.refuse_children()
             self._operation.begin()
             try:
                 self._wait(_deadline(timeout) or _deadline(self._keeper.timeout_of_messages))
@@ -205,7 +205,7 @@ class MessageWork(_Work):
     def is_completed(self) -> bool:
         """Tell whether the message is through; looking drives it on."""
         if not self._done:
-            recorder.refuse_children()
+            flight_recorder.refuse_children()
         if self._done or not self._lock.acquire(blocking=False):
             return self._done
         try:
@@ -236,7 +236,7 @@ class MessageWork(_Work):
         """Return a future that completes with the message, driven by the group's poller thread."""
         with self._asking:  # not the lock, which whoever waits holds until the message is through
             if self._future is None:
-                self._future = c10d.future_of(self.tensors)
+                self._future = torch_internals.future_of(self.tensors)
                 if self._done:
                     self.finish()
                 else:

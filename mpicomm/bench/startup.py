@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpicomm.errors import LaunchError
-from mpicomm.startcommand.request import Start
+from mpicomm.launch.request import Start
 
-PROGRAM = "mpicomm.bench.first_words"
+PROGRAM = "mpicomm.bench.startup_probe"
 LAUNCH = "launch"  # from the command to the first line of rank 0's program
 _IMPORT = "import time; t = time.perf_counter(); import mpicomm; print(time.perf_counter() - t)"
 _TERM_SECONDS = 5.0
@@ -33,7 +33,7 @@ class Way:
 
     name: str
     kind: str
-    """What `first_words` is told."""
+    """What `startup_probe` is told."""
     start: Callable[[tuple[str, ...], int], Start]
     """From a program and a number of ranks to the start."""
 
@@ -54,7 +54,7 @@ def measure(
     rounds: int,
     *,
     limit: float,
-    said: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Start every number of ranks in every way, in turn, and return the figures of each.
 
@@ -71,7 +71,7 @@ def measure(
     for number in range(rounds):
         for ranks in numbers:
             for way in ways:
-                said(f"round {number + 1} of {rounds}: {ranks} ranks by {way.name}")
+                on_progress(f"round {number + 1} of {rounds}: {ranks} ranks by {way.name}")
                 sample = sample_of(way.start(_program(way), ranks), ranks, limit)
                 samples.setdefault((ranks, way.name), []).append(sample)
     return [{"ranks": ranks, "way": name, **figures_of(each)} for (ranks, name), each in samples.items()]
@@ -105,12 +105,12 @@ def sample_of(start: Start, ranks: int, limit: float) -> Sample:
             start_new_session=True,  # so that what it starts can be ended with it
         )
         with _ended_after(job, limit):
-            said, seconds = _first_words(job, begin)
+            on_progress, seconds = _first_words(job, begin)
             status = job.wait()
-        if status or said is None or said["size"] != ranks:
+        if status or on_progress is None or on_progress["size"] != ranks:
             errors.seek(0)
-            raise LaunchError(_failure(start, ranks, said, status, time.perf_counter() - begin, errors.read()))
-    steps = said["seconds"]
+            raise LaunchError(_failure(start, ranks, on_progress, status, time.perf_counter() - begin, errors.read()))
+    steps = on_progress["seconds"]
     return Sample(seconds, {LAUNCH: seconds - sum(steps.values()), **steps})
 
 
@@ -156,8 +156,10 @@ def _end(job: subprocess.Popen[str]) -> None:
             os.killpg(job.pid, signal.SIGKILL)
 
 
-def _failure(start: Start, ranks: int, said: dict[str, Any] | None, status: int, seconds: float, errors: str) -> str:
-    what = f"status {status}" if said is None or status else f"{said['size']} ranks instead of {ranks}"
+def _failure(
+    start: Start, ranks: int, on_progress: dict[str, Any] | None, status: int, seconds: float, errors: str
+) -> str:
+    what = f"status {status}" if on_progress is None or status else f"{on_progress['size']} ranks instead of {ranks}"
     command = start.shown(os.environ)
     return (
         f"a start of {ranks} ranks ended with {what} after {seconds:.0f} s.\nTry it: {command}\n{errors[-_LAST_WORDS:]}"

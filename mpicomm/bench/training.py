@@ -26,7 +26,7 @@ _COMPUTE, _DATA = "compute", "data"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ModelRow:
     """What came out for one model, strategy and back end: milliseconds of a step of the slowest rank."""
 
     model: str
@@ -49,22 +49,24 @@ def measure(
     groups: Mapping[str, Any],
     bench: Bench,
     device: torch.device,
-    said: Callable[[], None] = lambda: None,
-) -> list[Row]:
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[ModelRow]:
     """Measure each model with each strategy (collective).
 
     Args:
         groups: Process groups by back end.
         said: Called when a model has been measured.
     """
-    found: list[Row] = []
+    found: list[ModelRow] = []
     for model, strategy in itertools.product(models, strategies):
         found += _rows(model, strategy, groups, bench, device)
-        said()
+        on_progress()
     return found
 
 
-def _rows(model: str, strategy: str, groups: Mapping[str, Any], bench: Bench, device: torch.device) -> Iterator[Row]:
+def _rows(
+    model: str, strategy: str, groups: Mapping[str, Any], bench: Bench, device: torch.device
+) -> Iterator[ModelRow]:
     batches = _batches(WIDTHS[model], device)
     alone = _make(model, device)
     calls = {_DATA: lambda: next(batches), _COMPUTE: _step(alone, batches)}
@@ -74,7 +76,7 @@ def _rows(model: str, strategy: str, groups: Mapping[str, Any], bench: Bench, de
     compute = times[_COMPUTE].least / 1e3 - data
     for name in groups:
         whole = times[name].least / 1e3
-        yield Row(
+        yield ModelRow(
             model=model,
             parameters=sum(each.numel() for each in alone.parameters()),
             strategy=strategy,

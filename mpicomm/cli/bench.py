@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.cli import bench_ddp, bench_ratios, bench_startup, in_ranks
-from mpicomm.cli.arguments import among, check_writable, count, png
+from mpicomm.cli import bench_ddp, bench_ratios, bench_startup, ensure_ranks
+from mpicomm.cli.argument_types import among, check_writable, count, png
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.reports import benchmark_plots, benchmarks
 
 if TYPE_CHECKING:
-    from mpicomm.bench.collectives import Found
+    from mpicomm.bench.sweep import Found
     from mpicomm.runtime import World
 
 _OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-_BACKENDS = ("mpi", "gloo", "nccl", "raw")
+_BACKENDS = ("mpi", "gloo", "nccl", "mpi4py")
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 _SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
 _FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -74,8 +74,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, or become the launcher of ranks that do; return the exit status."""
     try:
-        before = _prepare(arguments) if in_ranks.writes() else []
-        in_ranks.be(arguments.ranks)
+        before = _prepare(arguments) if ensure_ranks.writes() else []
+        ensure_ranks.ensure(arguments.ranks)
     except (LaunchError, MPINotFoundError, OSError, ValueError, ImportError) as error:
         return failed("bench", error)
     return _measure(arguments, before)
@@ -94,24 +94,26 @@ def _measure(arguments: argparse.Namespace, before: Sequence[Mapping[str, Any]])
     import torch
 
     from mpicomm import runtime
-    from mpicomm.bench import backends, collectives
+    from mpicomm.bench import compared_backends, sweep
 
     with runtime.bootstrap() as world:
         try:
-            device = backends.device(arguments.device, world)
-            compared = backends.make(arguments.backend or backends.known(world, device, has_raw=True), world)
+            device = compared_backends.device(arguments.device, world)
+            compared = compared_backends.make(
+                arguments.backend or compared_backends.known(world, device, has_raw=True), world
+            )
         except ValueError as error:
             return failed("bench", error) if world.rank == 0 else FAILED
-        plan = collectives.Plan(
+        plan = sweep.Sweep(
             operations=arguments.op,
             sizes=arguments.size,
             dtypes=[getattr(torch, name) for name in arguments.dtype],
             device=device,
             asynchronous=arguments.starts,
         )
-        bench = in_ranks.timing(arguments.rounds, arguments.device)
-        with in_ranks.progress(world, collectives.number_of_cases(plan, world.size)) as advance:
-            found = collectives.measure(plan, compared, bench, world.rank, world.size, advance)
+        bench = ensure_ranks.timing(arguments.rounds, arguments.device)
+        with ensure_ranks.progress(world, sweep.number_of_cases(plan, world.size)) as advance:
+            found = sweep.measure(plan, compared, bench, world.rank, world.size, advance)
         if world.rank == 0:
             return _show(arguments, found, before, world)
     return 0

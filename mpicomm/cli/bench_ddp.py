@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from mpicomm.cli import in_ranks
-from mpicomm.cli.arguments import among, check_writable, count
+from mpicomm.cli import ensure_ranks
+from mpicomm.cli.argument_types import among, check_writable, count
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
 
@@ -49,9 +49,9 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Measure, or become the launcher of ranks that do; return the exit status."""
     try:
-        if arguments.json is not None and in_ranks.writes():
+        if arguments.json is not None and ensure_ranks.writes():
             check_writable(arguments.json)
-        in_ranks.be(arguments.ranks)
+        ensure_ranks.ensure(arguments.ranks)
     except (LaunchError, MPINotFoundError, OSError) as error:
         return failed("bench ddp", error)
     return _measure(arguments)
@@ -61,17 +61,17 @@ def _measure(arguments: argparse.Namespace) -> int:
     import torch
 
     from mpicomm import runtime
-    from mpicomm.bench import backends, machine, training
+    from mpicomm.bench import compared_backends, machine, training
 
     with runtime.bootstrap() as world:
         try:
-            device = backends.device(arguments.device, world)
-            groups = backends.groups(arguments.backend or _all(world, device), world)
+            device = compared_backends.device(arguments.device, world)
+            groups = compared_backends.groups(arguments.backend or _all(world, device), world)
         except ValueError as error:
             return failed("bench ddp", error) if world.rank == 0 else FAILED
         torch.set_num_threads(1)  # what communicates in the background is to have a core
-        with in_ranks.progress(world, len(arguments.model) * len(arguments.strategy)) as advance:
-            bench = in_ranks.timing(arguments.rounds, arguments.device)
+        with ensure_ranks.progress(world, len(arguments.model) * len(arguments.strategy)) as advance:
+            bench = ensure_ranks.timing(arguments.rounds, arguments.device)
             found = training.measure(arguments.model, arguments.strategy, groups, bench, device, advance)
         if world.rank == 0:
             rows = [dataclasses.asdict(row) for row in found]
@@ -84,10 +84,10 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _all(world: World, device: torch.device) -> list[str]:
-    from mpicomm.bench import backends
+    from mpicomm.bench import compared_backends
 
-    known = backends.known(world, device)
-    return [*known, backends.NOTHING] if backends.OURS in known else known
+    known = compared_backends.known(world, device)
+    return [*known, compared_backends.NOTHING] if compared_backends.OURS in known else known
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from mpicomm.bench import machine, ratios
-from mpicomm.cli.arguments import check_writable, count
+from mpicomm.cli.argument_types import check_writable, count
 from mpicomm.cli.console import console, failed
 
 _NOT_MET = 1  # the exit status

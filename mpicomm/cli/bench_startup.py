@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpicomm.bench import machine, startup
-from mpicomm.cli import starts
-from mpicomm.cli.arguments import check_writable, count, counts
+from mpicomm.cli import launch_plan
+from mpicomm.cli.argument_types import check_writable, count, counts
 from mpicomm.cli.console import console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.reports import starts as tables
-from mpicomm.startcommand.request import Request
+from mpicomm.launch.request import Request
+from mpicomm.reports import startup_table as tables
 
 _OURS = "mpicomm"
 _THEIRS = "torchrun + Gloo"
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = machine.described("seconds from the command until the ranks have talked; the fastest of some starts")
         found |= {"rounds": arguments.rounds, "seconds of `import mpicomm`": round(startup.import_seconds(7), 4)}
         found["starts"] = startup.measure(
-            _ways(environ), arguments.ranks, arguments.rounds, limit=arguments.limit, said=_say
+            _ways(environ), arguments.ranks, arguments.rounds, limit=arguments.limit, on_progress=_say
         )
     except (LaunchError, MPINotFoundError, OSError) as error:
         return failed("bench startup", error)
@@ -59,8 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ways(environ: Mapping[str, str]) -> list[startup.Way]:
     return [
-        startup.Way(_OURS, "mpicomm", lambda program, ranks: starts.of(Request(program, ranks), environ)),
-        startup.Way(_THEIRS, "gloo", lambda program, ranks: starts.by_torchrun_of(Request(program, ranks), environ)),
+        startup.Way(_OURS, "mpicomm", lambda program, ranks: launch_plan.build(Request(program, ranks), environ)),
+        startup.Way(
+            _THEIRS, "gloo", lambda program, ranks: launch_plan.build_torchrun(Request(program, ranks), environ)
+        ),
     ]
 
 

@@ -15,7 +15,7 @@ from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import MPINotFoundError
 
 if TYPE_CHECKING:
-    from mpicomm.inventory import Inventory
+    from mpicomm.job_info import JobInfo
     from mpicomm.runtime import World
 
 _NO_MPI = 1  # the exit status
@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the job, and return the exit status."""
-    from mpicomm import inventory, runtime
+    from mpicomm import job_info, runtime
 
     try:
         world = runtime.bootstrap()
@@ -65,13 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.env is not None and not 0 <= arguments.env < world.size:
             why = f"there is no rank {arguments.env}: --env takes 0 to {world.size - 1}"
             return failed("info", why) if world.rank == 0 else FAILED
-        everybodys = inventory.of_all(world)
+        everybodys = job_info.of_all(world)
         if world.rank == 0:
             _show(world, everybodys, arguments)
     return 0
 
 
-def _show(world: World, everybodys: Sequence[Inventory], arguments: argparse.Namespace) -> None:
+def _show(world: World, everybodys: Sequence[JobInfo], arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(_as_json(world, everybodys), indent=2))
         return
@@ -86,7 +86,7 @@ def _show(world: World, everybodys: Sequence[Inventory], arguments: argparse.Nam
         out.print(_variables(everybodys[arguments.env]))
 
 
-def _as_json(world: World, everybodys: Sequence[Inventory]) -> dict[str, object]:
+def _as_json(world: World, everybodys: Sequence[JobInfo]) -> dict[str, object]:
     return {
         "size": world.size,
         "num_nodes": world.num_nodes,
@@ -98,7 +98,7 @@ def _as_json(world: World, everybodys: Sequence[Inventory]) -> dict[str, object]
     }
 
 
-def _ranks(everybodys: Sequence[Inventory]) -> Table:
+def _ranks(everybodys: Sequence[JobInfo]) -> Table:
     table = Table()
     has_gpus = any(each.uuid for each in everybodys)
     for name in ("rank", "host", "node", "local rank", "device", *["GPU", "UUID"] * has_gpus, "processors", "NUMA"):
@@ -110,27 +110,27 @@ def _ranks(everybodys: Sequence[Inventory]) -> Table:
     return table
 
 
-def _software(everybodys: Sequence[Inventory]) -> Table:
-    from mpicomm import inventory
-    from mpicomm.faults import report
+def _software(everybodys: Sequence[JobInfo]) -> Table:
+    from mpicomm import job_info
+    from mpicomm.watchdog import hang_report
 
     table = Table(show_header=False)
-    for name, values in inventory.differences(everybodys).items():
+    for name, values in job_info.differences(everybodys).items():
         for value, ranks in values.items():
             is_everybodys = len(ranks) == len(everybodys)
-            table.add_row(Text(name), Text(value if is_everybodys else f"{value} on {report.called(ranks)}"))
+            table.add_row(Text(name), Text(value if is_everybodys else f"{value} on {hang_report.called(ranks)}"))
     return table
 
 
-def _variables(which: Inventory) -> Table:
+def _variables(which: JobInfo) -> Table:
     """Return the table of variables: for each fact, what each party calls it and says."""
-    from mpicomm import inventory
+    from mpicomm import job_info
 
     table = Table()
     for name in ("", "says", "variable", f"of rank {which.rank}"):
         table.add_column(name)
     for fact in _FACTS:
-        named = [(party, getattr(party, fact)) for party in inventory.tables_of_variables(which.environment)]
+        named = [(party, getattr(party, fact)) for party in job_info.tables_of_variables(which.environment)]
         shown = fact
         for party, name in named:
             if name is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpicomm.cli.console import FAILED, failed
-from mpicomm.jobscript import JobSpec, script, shell
-from mpicomm.jobscript.spec import MAIL_TYPES, MPIS, SCHEDULERS
+from mpicomm.launch.jobscript import JobSpec, script, shell
+from mpicomm.launch.jobscript.spec import MAIL_TYPES, MPIS, SCHEDULERS
 
 _SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm import launchers
+from mpicomm.launch import detect
 
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _NOT_RUN = 127
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a rank's program with its output in a file; return its exit status where a copy is made."""
     directory, shown, *command = arguments
     os.environ["TERM"] = "dumb"  # what is shown is logged, too: no colours, and no bar that moves
-    rank = launchers.guess_rank(os.environ)
+    rank = detect.guess_rank(os.environ)
     path = Path(directory) / f"rank_{rank:03d}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm.cli.arguments import png
+from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed
 from mpicomm.reports import figures, plots, runs, tables
 from mpicomm.reports.figures import Figures

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import run_line, starts
-from mpicomm.cli.arguments import count
+from mpicomm.cli import launch_plan, run_line
+from mpicomm.cli.argument_types import count
 from mpicomm.cli.console import failed
 from mpicomm.cli.parser import Parser
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.startcommand import hosts, request
-from mpicomm.startcommand.request import Node, Request
+from mpicomm.launch import hosts, request
+from mpicomm.launch.request import Node, Request
 
 _PORT = 29500  # torchrun's
 _DESCRIPTION = """\
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (note := run_line.note(arguments.parser.line)) is not None:
         print(f"mpicomm run: note: {note}", file=sys.stderr)
     try:
-        start = starts.of(_request(arguments), before)
+        start = launch_plan.build(_request(arguments), before)
         if arguments.dry_run:
             print(start.shown(before))
             return 0

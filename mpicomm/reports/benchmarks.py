@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-OURS, RAW = "mpi", "raw"
+OURS, MPI4PY = "mpi", "mpi4py"
 _UNKNOWN = "-"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 Rows = Sequence[Mapping[str, Any]]
@@ -60,8 +60,8 @@ def _table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {}
     if has_overlap:
         shown["hidden"] = lambda row: f"{row['overlap']:.0f} %"
-    if RAW in backends and backends != {RAW}:
-        shown["- raw us"] = lambda row: _difference(row["us"], us.get((row["nbytes"], RAW)))
+    if MPI4PY in backends and backends != {MPI4PY}:
+        shown["- mpi4py us"] = lambda row: _difference(row["us"], us.get((row["nbytes"], MPI4PY)))
     if OURS in backends and backends != {OURS}:
         shown["/ mpi"] = lambda row: _ratio(row["us"], us.get((row["nbytes"], OURS)))
     if earlier:

@@ -17,7 +17,7 @@ from mpicomm.errors import DeviceError
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class GPUAssignment:
     """The GPU that one rank was given."""
 
     index: int
@@ -34,7 +34,7 @@ def visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
-def assign(visible: Sequence[Sequence[str]]) -> list[Seat | None]:
+def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
     """Give every rank of a node a GPU of its own where that is possible.
 
     A maximum matching of ranks to GPUs (Kuhn, 1955: augmenting paths), so that ranks that see only some of the node's
@@ -55,7 +55,7 @@ def assign(visible: Sequence[Sequence[str]]) -> list[Seat | None]:
             chosen[rank] = uuids[rank % len(uuids)]
     users = collections.Counter(chosen.values())
     return [
-        Seat(index=list(uuids).index(chosen[rank]), shared=users[chosen[rank]] > 1) if uuids else None
+        GPUAssignment(index=list(uuids).index(chosen[rank]), shared=users[chosen[rank]] > 1) if uuids else None
         for rank, uuids in enumerate(visible)
     ]
 

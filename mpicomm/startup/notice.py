@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from mpicomm.launchers import Launch
+from mpicomm.launch.detect import Launch
 from mpicomm.startup import absent
 from mpicomm.startup.absent import Waiting
 

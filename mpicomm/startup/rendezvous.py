@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from mpicomm.errors import LaunchError, MpicommError, RendezvousError, everywhere
+from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
 from mpicomm.startup import open_files
 from mpicomm.startup.topology import Topology
 
@@ -40,7 +40,7 @@ _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class JobStore:
     """The job's store and where it listens."""
 
     store: dist.Store
@@ -54,7 +54,7 @@ def meet(
     environ: Mapping[str, str],
     interface: str | None,
     timeout: datetime.timedelta,
-) -> Meeting:
+) -> JobStore:
     """Open the job's store on rank 0 and connect every rank to it (collective).
 
     The address is MASTER_ADDR if rank 0 has it, loopback on a single node, otherwise the first of rank 0's addresses at
@@ -74,7 +74,7 @@ def meet(
     chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners or [], places)
     address, port = places[chosen]
     store = _open_store(comm, listeners, chosen, address, port, timeout)
-    return Meeting(store, address, port)
+    return JobStore(store, address, port)
 
 
 def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
@@ -93,7 +93,7 @@ def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
         except Exception as caught:  # noqa: BLE001  whatever it is, the others must not wait
             error = RendezvousError(f"rank 0 could not open the job's store: {caught}")
     if (error := comm.bcast(error)) is not None:
-        raise everywhere(error)
+        raise raised_on_all_ranks(error)
     return result
 
 
@@ -264,7 +264,7 @@ def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], 
     if comm.rank == 0:
         answering.join()
     if not common:
-        raise everywhere(RendezvousError(_nowhere(places, by_rank, topology)))
+        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, topology)))
     return common[0]
 
 

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mpicomm import mpi
 from mpicomm.backend.process_group import MPIProcessGroup
-from mpicomm.errors import CheckpointError, everywhere
-from mpicomm.training import agreed, files
+from mpicomm.collective_ops import collectives
+from mpicomm.errors import CheckpointError, raised_on_all_ranks
+from mpicomm.training import files, rank_sync
 from mpicomm.training.preemption import is_of_all_ranks
-from mpicomm.verbs import collectives
 
 _MARK = "COMPLETE"
 _ASIDE = ".partial"
@@ -100,9 +100,9 @@ class Checkpoints:
 
     def _agree(self, act: Callable[[], object]) -> None:
         """Do something that may fail, and fail everywhere if it fails on any rank (collective)."""
-        failure = agreed.first_failure(act, OSError)
+        failure = rank_sync.first_failure(act, OSError)
         if failure is not None:
-            raise everywhere(
+            raise raised_on_all_ranks(
                 CheckpointError(
                     f"rank {failure[0]} cannot use {self.directory} for checkpoints: {failure[1]}.\n"
                     f"Give a directory that all hosts share, in which this user may write."
@@ -163,7 +163,7 @@ class Checkpoints:
         if self._rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         last = f"The last complete one is {self.newest}." if self.newest else "There is no complete one yet."
-        raise everywhere(
+        raise raised_on_all_ranks(
             CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.directory}: {told[0]}\n{last} "
                 f"Make room there, and start the run again."
@@ -224,9 +224,11 @@ class Checkpoints:
         reader, contents = dcp.FileSystemReader(self.newest), {}
         # Not every torch can unpickle the metadata of a later one: torch 2.15 writes six properties of a tensor, and
         # torch 2.13 expects five. What is raised depends on the class.
-        failure = agreed.first_failure(lambda: contents.update(reader.read_metadata().state_dict_metadata), Exception)
+        failure = rank_sync.first_failure(
+            lambda: contents.update(reader.read_metadata().state_dict_metadata), Exception
+        )
         if failure is not None:
-            raise everywhere(CheckpointError(_unreadable(self.newest, *failure)))
+            raise raised_on_all_ranks(CheckpointError(_unreadable(self.newest, *failure)))
         return contents
 
     def objects(self) -> dict[str, Any]:
@@ -247,7 +249,7 @@ class Checkpoints:
             dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest), process_group=self._group)
         except CheckpointException as error:
             rank, (why, _) = min(error.failures.items())
-            raise everywhere(
+            raise raised_on_all_ranks(
                 CheckpointError(
                     f"{self.newest} cannot be read: rank {rank}: {why}\n"
                     f"Is the model, or the optimizer, another one? Remove that directory to go on from the one before."
@@ -276,7 +278,7 @@ class Checkpoints:
         if here == there:
             return
         first = next(name for name in {**here, **there} if here.get(name) != there.get(name))
-        raise everywhere(
+        raise raised_on_all_ranks(
             CheckpointError(
                 f"{self.directory} holds a run of another model: {first} is {_shown(there.get(first))} there, and "
                 f"{_shown(here.get(first))} in this one.\n"

@@ -70,7 +70,7 @@ class Step:
         return dataclasses.replace(self, batches=[*self.batches[:number], *more])
 
 
-class Feed(Protocol):
+class DataSource(Protocol):
     """The data of a run, as one rank takes them."""
 
     is_counted: bool
@@ -99,13 +99,13 @@ class Feed(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LoaderOptions:
     """How data are loaded."""
 
     batch_size: int = 32
     """Samples per rank that go through the model at once."""
 
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     """Batches per step."""
 
     num_workers: int = 0
@@ -117,14 +117,14 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DataRank:
     """Which of the ranks this is."""
 
     rank: int
     size: int
 
 
-def feed(data: Any, options: Options, place: Place) -> Feed:
+def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSource:
     """Return the data of a run as this rank takes them.
 
     Args:
@@ -139,9 +139,9 @@ def feed(data: Any, options: Options, place: Place) -> Feed:
     if isinstance(data, DataLoader):
         return _feed_of_loader(data, options, place)
     if isinstance(data, IterableDataset):
-        return Stream(data, options, place)
+        return IterableSource(data, options, place)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Sharded(data, options, place)
+        return IndexedSource(data, options, place)
     raise TypeError(
         f"expected a dataset (with __getitem__ and __len__, or an IterableDataset) or a DataLoader, got a "
         f"{type(data).__name__}.\n"
@@ -149,9 +149,9 @@ def feed(data: Any, options: Options, place: Place) -> Feed:
     )
 
 
-def _feed_of_loader(loader: DataLoader[Any], options: Options, place: Place) -> Feed:
+def _feed_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: DataRank) -> DataSource:
     if isinstance(loader.dataset, IterableDataset) or not _is_usual(loader):
-        return OwnLoader(loader, options.accumulate)
+        return LoaderSource(loader, options.grad_accum_steps)
     assert loader.batch_size is not None
     options = dataclasses.replace(
         options,
@@ -168,7 +168,7 @@ def _feed_of_loader(loader: DataLoader[Any], options: Options, place: Place) -> 
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
     }
-    return Sharded(loader.dataset, options, place, drop_last=loader.drop_last, **more)
+    return IndexedSource(loader.dataset, options, place, drop_last=loader.drop_last, **more)
 
 
 def _is_usual(loader: DataLoader[Any]) -> bool:
@@ -183,14 +183,14 @@ def _is_usual(loader: DataLoader[Any]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class EpochPartition:
     """How an epoch is cut into steps, and these into the batches of the ranks."""
 
     length: int
     """The number of samples in an epoch."""
 
     batch_size: int
-    accumulate: int
+    grad_accum_steps: int
     size: int
     """The number of ranks."""
 
@@ -202,7 +202,7 @@ class Cut:
         The last step is smaller than the others; if it had fewer samples than there are ranks, it is one with the step
         before, so that every rank takes part in every step.
         """
-        whole = self.size * self.batch_size * self.accumulate
+        whole = self.size * self.batch_size * self.grad_accum_steps
         while consumed < self.length:
             end = min(consumed + whole, self.length)
             if self.length - end < self.size and not self.drop_last:
@@ -219,7 +219,7 @@ class Cut:
         """
         mine = len(range(start + rank, end, self.size))
         least = (end - start) // self.size
-        number = max(1, min(self.accumulate, -(-(end - start) // (self.size * self.batch_size)), least))
+        number = max(1, min(self.grad_accum_steps, -(-(end - start) // (self.size * self.batch_size)), least))
         edges = [mine * each // number for each in range(number + 1)]
         first = start + rank
         return [
@@ -228,13 +228,13 @@ class Cut:
         ]
 
 
-class Sharded:
+class IndexedSource:
     """A dataset with indices, of which each rank takes its part."""
 
     is_counted = is_shared = True
 
     def __init__(
-        self, dataset: Any, options: Options, place: Place, *, drop_last: bool = False, **loading: Any
+        self, dataset: Any, options: LoaderOptions, place: DataRank, *, drop_last: bool = False, **loading: Any
     ) -> None:
         """Share a dataset.
 
@@ -247,11 +247,11 @@ class Sharded:
         length = len(dataset)
         if not length:
             raise ValueError("the dataset has no samples.\nLook at where it is read from.")
-        self.cut = Cut(length, options.batch_size, options.accumulate, place.size, drop_last)
-        if drop_last and not any(True for _ in self.cut.bounds(0)):
+        self.partition = EpochPartition(length, options.batch_size, options.grad_accum_steps, place.size, drop_last)
+        if drop_last and not any(True for _ in self.partition.bounds(0)):
             raise ValueError(
-                f"drop_last leaves no step of {length} samples: one takes {options.batch_size} x {options.accumulate} "
-                f"of {place.size} ranks.\nMake the batches smaller, or do not drop the last."
+                f"drop_last leaves no step of {length} samples: one takes {options.batch_size} x "
+                f"{options.grad_accum_steps} of {place.size} ranks.\nMake the batches smaller, or do not drop the last."
             )
         self._rank = place.rank
         self._seed, self._shuffle = options.seed, options.shuffle
@@ -279,7 +279,7 @@ class Sharded:
 
     def total(self) -> int:
         """Return the number of samples in an epoch, of all ranks."""
-        return max(end for _, end in self.cut.bounds(0))
+        return max(end for _, end in self.partition.bounds(0))
 
     def first(self) -> Step:
         """Return nothing: every rank has a part of every step."""
@@ -288,11 +288,11 @@ class Sharded:
     def order(self, epoch: int) -> torch.Tensor:
         """Return the order of an epoch's samples, the same on all ranks."""
         if not self._shuffle:
-            return torch.arange(self.cut.length)
+            return torch.arange(self.partition.length)
         generator = torch.Generator().manual_seed(_mixed(self._seed, epoch, 0))
-        return torch.randperm(self.cut.length, generator=generator)
+        return torch.randperm(self.partition.length, generator=generator)
 
-    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
         """Return what is left of an epoch for this rank."""
         self._plan.make = lambda: self._planned(epoch, consumed)
         loaded = self._loaded = iter(self._loader)
@@ -306,8 +306,8 @@ class Sharded:
 
     def _planned(self, epoch: int, consumed: int) -> Iterator[Indices]:
         order = self.order(epoch).numpy()  # whose slices take half the time of a tensor's
-        for start, end in self.cut.bounds(consumed):
-            batches = self.cut.batches(start, end, self._rank)
+        for start, end in self.partition.bounds(consumed):
+            batches = self.partition.batches(start, end, self._rank)
             for number, each in enumerate(batches, start=1):
                 samples = order[each].tolist()
                 total = end - start if number == len(batches) else None
@@ -397,16 +397,16 @@ def _mixed(seed: int, epoch: int, sample: int) -> int:
 # -- datasets without indices ------------------------------------------------------------------------------------------
 
 
-class Stream:
+class IterableSource:
     """A dataset without indices: every rank reads all of it, and takes each n-th batch."""
 
     is_counted, is_shared = False, True
 
-    def __init__(self, dataset: IterableDataset[Any], options: Options, place: Place) -> None:
+    def __init__(self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank) -> None:
         self._share = _Share(dataset, options.batch_size, place)
         self._seed = options.seed
         self._generator = torch.Generator()  # of the workers' seeds; the program's own is left alone
-        self._accumulate = options.accumulate
+        self._grad_accum_steps = options.grad_accum_steps
         self._loader: DataLoader[Any] = DataLoader(
             self._share,
             options.batch_size,
@@ -425,13 +425,13 @@ class Stream:
         except TypeError:
             return None
 
-    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
         """Return what is left of an epoch for this rank."""
         self._share.start = consumed
         self._generator.manual_seed(_mixed(self._seed, epoch, 0))
         _set_epoch(self._share.dataset, epoch)
         self._loaded = iter(self._loader)
-        return _grouped(self._loaded, self._accumulate)
+        return _grouped(self._loaded, self._grad_accum_steps)
 
     def first(self) -> Step:
         """Return the stream's first samples."""
@@ -446,7 +446,7 @@ class Stream:
 class _Share(IterableDataset[Any]):
     """A rank's samples of a stream: batch by batch in turn, and each batch by one worker."""
 
-    def __init__(self, dataset: IterableDataset[Any], batch_size: int, place: Place) -> None:
+    def __init__(self, dataset: IterableDataset[Any], batch_size: int, place: DataRank) -> None:
         self.dataset = dataset
         self.start = 0
         self.batch_size = batch_size
@@ -461,25 +461,25 @@ class _Share(IterableDataset[Any]):
                 yield sample
 
 
-class OwnLoader:
+class LoaderSource:
     """A DataLoader of the user's, taken as it is."""
 
     is_counted = is_shared = False
 
-    def __init__(self, loader: DataLoader[Any], accumulate: int) -> None:
+    def __init__(self, loader: DataLoader[Any], grad_accum_steps: int) -> None:
         self._loader = _counting(loader)
-        self._accumulate = accumulate
+        self._grad_accum_steps = grad_accum_steps
         self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> None:
         """Return None: what the other ranks load is not known."""
 
-    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in Feed
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
         """Return what is left of an epoch for this rank; what went before is loaded and left out."""
         for part in (self._loader.sampler, self._loader.batch_sampler, self._loader.dataset):
             _set_epoch(part, epoch)
         self._loaded = iter(self._loader)
-        grouped = _grouped(self._loaded, self._accumulate)
+        grouped = _grouped(self._loaded, self._grad_accum_steps)
         for _ in range(steps):
             next(grouped, None)
         return grouped

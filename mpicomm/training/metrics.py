@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mpicomm.arguments import Expected
 from mpicomm.errors import TrainingError
-from mpicomm.training import agreed
+from mpicomm.training import rank_sync
 from mpicomm.training.data import Batch
 
 Metric = Callable[[Any, Any], Any]
@@ -95,7 +95,7 @@ class Losses:
     def take(self) -> tuple[float, int]:
         """Return the sum over all ranks and the number of samples, and begin again (collective)."""
         self.look()
-        total, count = agreed.reduced([float(self.total), self.count])
+        total, count = rank_sync.reduced([float(self.total), self.count])
         self.total, self.count = 0.0, 0
         return total, int(count)
 
@@ -104,8 +104,8 @@ def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> Train
     which = "of unknown place" if indices is None else ", ".join(map(str, indices))
     return TrainingError(
         f"the loss of step {step} is {value} on rank {dist.get_rank()}, for the samples {which}.\n"
-        f"Look at these samples, set clip_norm, or leave such steps out by if_not_finite='skip'. A lower learning rate "
-        f"needs a checkpoint_dir of its own: a run that goes on has that of its checkpoint."
+        f"Look at these samples, set max_grad_norm, or skip such steps with on_nonfinite='skip'. A lower learning "
+        f"rate needs a checkpoint_dir of its own: a run that goes on has that of its checkpoint."
     )
 
 
@@ -139,7 +139,7 @@ class Averages:
     def take(self) -> tuple[dict[str, float], int]:
         """Return the means and the number of samples, of all ranks (collective)."""
         sums = [each.item() for each in self._sums.values()]
-        *totals, count = agreed.reduced([*sums, self.count])
+        *totals, count = rank_sync.reduced([*sums, self.count])
         return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
 
 

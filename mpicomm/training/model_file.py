@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mpicomm.arguments import PATH
-from mpicomm.errors import CheckpointError, everywhere
-from mpicomm.training import agreed, files
+from mpicomm.errors import CheckpointError, raised_on_all_ranks
+from mpicomm.training import files, rank_sync
 
 
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -25,10 +25,10 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         CheckpointError: On every rank, if a rank cannot read the file, or it does not fit the model.
     """
     PATH.check(path, "weights")
-    failure = agreed.first_failure(lambda: _load(model, path), Exception)
+    failure = rank_sync.first_failure(lambda: _load(model, path), Exception)
     if failure is not None:
         rank, why = failure
-        raise everywhere(
+        raise raised_on_all_ranks(
             CheckpointError(
                 f"rank {rank} cannot load the weights in {os.fspath(path)!r}: {why}\n"
                 f"Pass a file that all hosts see, written for this model by trainer.export(path) or "
@@ -54,9 +54,9 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     PATH.check(path, "path", "export")
     is_writer = dist.get_rank() == 0
     content = _whole_state(model, keeps=is_writer)
-    failure = agreed.first_failure(lambda: _save(content, Path(path)) if is_writer else None, Exception)
+    failure = rank_sync.first_failure(lambda: _save(content, Path(path)) if is_writer else None, Exception)
     if failure is not None:
-        raise everywhere(
+        raise raised_on_all_ranks(
             CheckpointError(
                 f"rank 0 cannot write the weights to {os.fspath(path)!r}: {failure[1]}\n"
                 f"Pass a path on a disk with room for them, where this user may write."

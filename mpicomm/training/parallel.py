@@ -21,25 +21,31 @@ STRATEGIES = ("ddp", "fsdp")
 HOOKS = ("bf16", "fp16", "powersgd")
 
 
-class Replicated:
+class DDPModel:
     """The whole model on every rank; gradients are averaged while the backward pass runs."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, hook: str | None, *, find_unused: bool, is_compiled: bool
+        self,
+        model: nn.Module,
+        device: torch.device,
+        grad_compression: str | None,
+        *,
+        find_unused_parameters: bool,
+        is_compiled: bool,
     ) -> None:
         self.inner = model.to(device)
         devices = [device.index] if device.type == "cuda" else None
         self._ddp = DistributedDataParallel(
-            self.inner, device_ids=devices, find_unused_parameters=find_unused, gradient_as_bucket_view=True
+            self.inner, device_ids=devices, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
         )
         # What is compiled is DDP itself: its compiler leaves gaps between the buckets, where they are sent.
         self.model: Any = torch.compile(self._ddp) if is_compiled else self._ddp
         self._alone: Any = torch.compile(self.inner) if is_compiled else self.inner
-        self._hook = hook
+        self._hook = grad_compression
         self.hook_state: Any = None
-        """What the hook remembers from step to step."""
+        """What the communication hook remembers from step to step."""
 
-        if hook == "powersgd":
+        if grad_compression == "powersgd":
             self.hook_state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
 
     @contextlib.contextmanager
@@ -81,7 +87,7 @@ class Replicated:
         self._ddp.register_comm_hook(state, hook)
 
 
-class Sharded:
+class FSDPModel:
     """Every rank holds its part of each parameter, and gets the rest for as long as it computes with it."""
 
     def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None, *, is_compiled: bool) -> None:
@@ -138,18 +144,18 @@ class Sharded:
         """Do nothing: what FSDP does in a step does not depend on those before."""
 
 
-def spread(
+def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     *,
     strategy: str,
-    hook: str | None,
+    grad_compression: str | None,
     low: torch.dtype | None,
     sync_batchnorm: bool,
-    find_unused: bool,
+    find_unused_parameters: bool,
     is_compiled: bool,
-) -> Replicated | Sharded:
+) -> DDPModel | FSDPModel:
     """Spread a model over the ranks, and let the optimizer know its parameters (collective).
 
     Args:
@@ -164,8 +170,10 @@ def spread(
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if strategy == "ddp":
-        return Replicated(model, device, hook, find_unused=find_unused, is_compiled=is_compiled)
-    spread_out = Sharded(model, device, low, is_compiled=is_compiled)
+        return DDPModel(
+            model, device, grad_compression, find_unused_parameters=find_unused_parameters, is_compiled=is_compiled
+        )
+    spread_out = FSDPModel(model, device, low, is_compiled=is_compiled)
     here = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [here[names[each]] for each in group["params"]]
@@ -188,17 +196,20 @@ def share_buffers(model: nn.Module) -> None:
         dist.broadcast(buffer.detach(), src=0)
 
 
-def check_arguments(strategy: str, hook: str | None) -> None:
-    """Refuse a strategy or hook that there is not.
+def check_arguments(strategy: str, grad_compression: str | None) -> None:
+    """Check the strategy and the gradient compression.
 
     Raises:
         TypeError: If one is not a str.
-        ValueError: If a name is unknown, or a hook is passed with strategy='fsdp'.
+        ValueError: If a name is unknown, or grad_compression is passed with strategy='fsdp'.
     """
     arguments.one_of(*STRATEGIES).check(strategy, "strategy")
-    arguments.one_of(*HOOKS).or_none().check(hook, "hook")
-    if hook is not None and strategy != "ddp":
-        raise ValueError(f"hook={hook!r} is for strategy='ddp'.\nWith 'fsdp', precision='bfloat16' halves the bytes.")
+    arguments.one_of(*HOOKS).or_none().check(grad_compression, "grad_compression")
+    if grad_compression is not None and strategy != "ddp":
+        raise ValueError(
+            f"grad_compression={grad_compression!r} is for strategy='ddp'.\n"
+            f"With 'fsdp', precision='bfloat16' halves the bytes."
+        )
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -47,15 +47,15 @@ class Precision:
         """Run the backward pass."""
         (self.scaler.scale(loss) if self._scales else loss).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, clip_norm: float | None) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, max_grad_norm: float | None) -> bool:
         """Take a step of the optimizer with clipped gradients, and tell whether it was taken.
 
         It is not where scaled gradients overflow; the scale is then reduced. All ranks have the same gradients, or with
         FSDP the same maximum of what they found, and so the same answer.
         """
-        if clip_norm is not None:
+        if max_grad_norm is not None:
             self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         if not self._scales:
             optimizer.step()
             return True

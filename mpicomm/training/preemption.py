@@ -42,7 +42,7 @@ def is_of_all_ranks(error: BaseException | None) -> bool:
     return error is None or isinstance(error, Preempted) or getattr(error, "is_everywhere", False)
 
 
-class Wish:
+class StopRequest:
     """Whether this rank wants to leave, and why."""
 
     def __init__(self) -> None:
@@ -50,23 +50,23 @@ class Wish:
         self._since: dict[int, float] = {}
 
     @contextlib.contextmanager
-    def listening(self, margin: float | None, *, asks: bool) -> Iterator[None]:
+    def listening(self, stop_margin: float | None, *, asks: bool) -> Iterator[None]:
         """Notice signals within the block and, on the rank that asks, the end of the allocation.
 
         SIGUSR1 and SIGUSR2 stay harmless afterwards, where nothing else handles them: a scheduler's warning must not
         end a program that has done its work.
 
         Args:
-            margin: Seconds before the end of the allocation to leave, but never in the first half of what is left now;
-                None never to.
+            stop_margin: Seconds before the end of the allocation to leave, but never in the first half of what is left
+                now; None never to.
         """
         self.why = None
         self._since.clear()
         before = self._take_over()
         done = threading.Event()
-        clock = remaining_seconds(os.environ) if asks and margin is not None else None
+        clock = remaining_seconds(os.environ) if asks and stop_margin is not None else None
         if clock is not None:
-            watch = threading.Thread(target=self._watch_clock, args=(clock, margin, done), daemon=True)
+            watch = threading.Thread(target=self._watch_clock, args=(clock, stop_margin, done), daemon=True)
             watch.name = "mpicomm-time-left"
             watch.start()
         try:
@@ -89,16 +89,16 @@ class Wish:
             os.kill(os.getpid(), number)
         self.why = self.why or signal.Signals(number).name
 
-    def _watch_clock(self, clock: Callable[[], float | None], margin: float, done: threading.Event) -> None:
+    def _watch_clock(self, clock: Callable[[], float | None], stop_margin: float, done: threading.Event) -> None:
         wait, is_first = 0.0, True
         while not done.wait(wait):
             left = clock()
             if left is not None and is_first:
-                margin, is_first = min(margin, left / 2), False  # each run of a short job is to come further
-            if left is not None and left <= margin:
+                stop_margin, is_first = min(stop_margin, left / 2), False  # each run of a short job is to come further
+            if left is not None and left <= stop_margin:
                 self.why = self.why or f"{left:.0f} s are left of the allocation"
                 return
-            wait = _ASK_SECONDS if left is None else min(_ASK_SECONDS, max(1.0, left - margin))
+            wait = _ASK_SECONDS if left is None else min(_ASK_SECONDS, max(1.0, left - stop_margin))
 
 
 def _take_no_note(_number: int, _frame: types.FrameType | None) -> None:

@@ -15,14 +15,14 @@ import torch
 
 from mpicomm import arguments
 from mpicomm.arguments import FLAG, Expected
+from mpicomm.collective_ops import collectives
 from mpicomm.runtime import World
-from mpicomm.training import progress
-from mpicomm.training.data import Options
+from mpicomm.training import progress_display
+from mpicomm.training.data import LoaderOptions
 from mpicomm.training.metrics import FILE, Journal, tensorboard
-from mpicomm.training.progress import Display
+from mpicomm.training.progress_display import Display, shown_seconds
 from mpicomm.training.state import Position
-from mpicomm.training.timing import Clock
-from mpicomm.verbs import collectives
+from mpicomm.training.step_timing import Clock
 
 Logger = Callable[[dict[str, Any]], None]
 _SHOW_SECONDS = 0.1
@@ -36,7 +36,7 @@ _LOGGER = Expected(
 ).or_none()
 
 
-def check_arguments(show: str, logger: Logger | str | None, *, rank_logs: bool, checkpoint_dir: object) -> None:
+def check_arguments(progress: str, logger: Logger | str | None, *, rank_logs: bool, checkpoint_dir: object) -> None:
     """Refuse what means nothing.
 
     Raises:
@@ -47,7 +47,7 @@ def check_arguments(show: str, logger: Logger | str | None, *, rank_logs: bool, 
     _LOGGER.check(logger, "logger")
     if logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise ImportError('logger="tensorboard" needs TensorBoard.\nInstall it: pip install tensorboard')
-    arguments.one_of(*progress.STYLES).check(show, "show")
+    arguments.one_of(*progress_display.STYLES).check(progress, "progress")
     FLAG.check(rank_logs, "rank_logs")
     if rank_logs and checkpoint_dir is None:
         raise ValueError("rank_logs are written to checkpoint_dir, and there is none.\nGive one.")
@@ -68,7 +68,7 @@ class Reporter:
         self._busy: list[int] = []
         self._parts = dict.fromkeys(self.clock.parts, 0.0)
 
-    def begin(self, position: Position, options: Options, *, is_complete: bool) -> None:
+    def begin(self, position: Position, options: LoaderOptions, *, is_complete: bool) -> None:
         """Tell where the run starts, and set the clocks."""
         about = {"ranks": self._world.size, "device": str(self._world.device), **dataclasses.asdict(options)}
         self.note("resume" if position.step else "start", position, **about)
@@ -156,12 +156,12 @@ class Reporter:
         parts = sum(self._parts.values()) or 1.0
         shown = {
             "steps": f"{position.step:,} in {position.epoch} epochs",
-            "time": f"{progress.shown_seconds(seconds)}, of it evaluation {progress.shown_seconds(self._aside)}",
-            "samples/s": f"{self._rate():,.0f} on {progress.shown_ranks(self._world.size)}",
+            "time": f"{shown_seconds(seconds)}, of it evaluation {shown_seconds(self._aside)}",
+            "samples/s": f"{self._rate():,.0f} on {progress_display.shown_ranks(self._world.size)}",
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }
         self._display.close()
-        self._display.show_table(progress.summary(shown, everybodys))
+        self._display.show_table(progress_display.summary(shown, everybodys))
 
     def _say_epoch(self, position: Position) -> None:
         known = {"epoch", "step", "samples", "eval_samples"}
@@ -176,7 +176,7 @@ class Reporter:
 def opened(
     world: World,
     directory: Path | None,
-    show: str,
+    progress: str,
     logger: Logger | str | None,
     rank_logs: bool,
     epochs: int,
@@ -192,11 +192,11 @@ def opened(
     log = directory / f"rank_{world.rank:03d}.log" if rank_logs and directory is not None else None
     file = directory / FILE if speaks and directory is not None else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(progress.rank_log(log))
+        stack.enter_context(progress_display.rank_log(log))
         if logger == "tensorboard" and speaks:
             logger = stack.enter_context(tensorboard(directory or Path("runs")))
         journal = Journal(file, logger if speaks and callable(logger) else None)
-        display = Display(show, epochs, total, speaks=speaks)
+        display = Display(progress, epochs, total, speaks=speaks)
         try:
             yield Reporter(world, journal, display)
         finally:

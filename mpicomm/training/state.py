@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from mpicomm.errors import CheckpointError, everywhere
+from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.runtime import World
 from mpicomm.training import checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
-from mpicomm.training.data import Feed
+from mpicomm.training.data import DataSource
 from mpicomm.training.metrics import Losses
-from mpicomm.training.parallel import Replicated, Sharded
+from mpicomm.training.parallel import DDPModel, FSDPModel
 
 History = list[dict[str, float]]
 
@@ -81,7 +81,7 @@ class Position:
 class Parts:
     """What has a state."""
 
-    spread: Replicated | Sharded
+    wrapped: DDPModel | FSDPModel
     optimizer: torch.optim.Optimizer
     scheduler: Any
     scaler: torch.amp.GradScaler
@@ -92,7 +92,7 @@ class Parts:
 
 def collect(parts: Parts) -> State:
     """Return what a checkpoint holds, copied, since training goes on while it is written."""
-    model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer)
+    model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     tensors = _copied({"model": model, "optimizer": optimizer})
     shared = {
         "position": dataclasses.asdict(parts.position),
@@ -104,12 +104,12 @@ def collect(parts: Parts) -> State:
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
-        "hook": parts.spread.hook_state,
+        "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
 
 
-def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
+def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     """Go back to the newest checkpoint (collective).
 
     Raises:
@@ -120,7 +120,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
     position = Position(**run["position"])
     name = type(parts.optimizer).__name__
     if run["optimizer"] != name:
-        raise everywhere(
+        raise raised_on_all_ranks(
             CheckpointError(
                 f"{checkpoints.directory} holds a run with {run['optimizer']}, and this one has {name}.\n"
                 f"Give this run a checkpoint_dir of its own, or that optimizer."
@@ -128,7 +128,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
         )
     is_regrouped = run["ranks"] != parts.world.size
     if is_regrouped and position.consumed and not train.is_shared:
-        raise everywhere(
+        raise raised_on_all_ranks(
             CheckpointError(
                 f"the run stopped within an epoch on {run['ranks']} ranks, whose DataLoaders were their own; "
                 f"what {parts.world.size} ranks have left is not known.\nGo on with {run['ranks']} ranks, or pass the "
@@ -137,14 +137,14 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
         )
     model: Any
     optimizer: Any
-    model, optimizer = get_state_dict(parts.spread.inner, parts.optimizer)
+    model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     checkpoints.check_model(model)
     with_state = checkpoints.parameters_with_state()
     optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
     content: State = {"model": model, "optimizer": optimizer}
     checkpoints.load(content)
     set_state_dict(
-        parts.spread.inner,
+        parts.wrapped.inner,
         parts.optimizer,
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
@@ -161,7 +161,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: Feed) -> None:
     else:
         own = owns[parts.world.rank]
         randomness.restore(own["random"], parts.world.device)
-        parts.spread.hook_state = own["hook"]
+        parts.wrapped.hook_state = own["hook"]
         parts.losses.total, parts.losses.count = own["losses"]
 
 

@@ -15,23 +15,23 @@ from mpicomm import arguments, runtime
 from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
 from mpicomm.errors import MpicommError
 from mpicomm.training import (
-    agreed,
     batches,
     checkpoint,
     model_file,
     optimizers,
     parallel,
     randomness,
+    rank_sync,
     reporting,
     state,
 )
-from mpicomm.training.agreed import Ballot
 from mpicomm.training.batches import LossFunction
 from mpicomm.training.checkpoint import Checkpoints
-from mpicomm.training.data import Batch, Feed, Options, Place, Step, feed
+from mpicomm.training.data import Batch, DataRank, DataSource, LoaderOptions, Step, make_source
 from mpicomm.training.metrics import Averages, Losses, Metric, check_metrics
 from mpicomm.training.precision import Precision
-from mpicomm.training.preemption import Preempted, Wish
+from mpicomm.training.preemption import Preempted, StopRequest
+from mpicomm.training.rank_sync import StopVote
 from mpicomm.training.state import History, Position
 
 _NOTHING = Step([])
@@ -40,21 +40,21 @@ _EXPECTED = {
     "weights": PATH.or_none(),
     "target_key": TEXT,
     "batch_size": POSITIVE,
-    "accumulate": POSITIVE,
-    "clip_norm": arguments.number("a positive number", lambda value: value > 0).or_none(),
+    "grad_accum_steps": POSITIVE,
+    "max_grad_norm": arguments.number("a positive number", lambda value: value > 0).or_none(),
     "sync_batchnorm": FLAG,
-    "find_unused": FLAG,
+    "find_unused_parameters": FLAG,
     "compile_model": FLAG,
     "deterministic": FLAG,
     "checkpoint_dir": PATH.or_none(),
     "save_every": POSITIVE.or_none(),
-    "keep": POSITIVE,
+    "keep_checkpoints": POSITIVE,
     "log_every": POSITIVE,
     "seed": arguments.integer(),
     "num_workers": arguments.integer(0),
-    "if_not_finite": arguments.one_of("stop", "skip"),
+    "on_nonfinite": arguments.one_of("stop", "skip"),
     "check_every": POSITIVE.or_none(),
-    "margin": arguments.number("seconds from 0", lambda value: value >= 0).or_none(),
+    "stop_margin": arguments.number("seconds from 0", lambda value: value >= 0).or_none(),
 }
 """The arguments of `Trainer` that depend on no other; the others are checked where they are used."""
 
@@ -95,24 +95,24 @@ class Trainer:
         monitor: str | None = None,
         precision: str = "float32",
         batch_size: int = 32,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
+        grad_accum_steps: int = 1,
+        max_grad_norm: float | None = None,
         strategy: str = "ddp",
-        hook: str | None = None,
+        grad_compression: str | None = None,
         sync_batchnorm: bool = False,
-        find_unused: bool = False,
+        find_unused_parameters: bool = False,
         compile_model: bool = False,
         deterministic: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
-        keep: int = 3,
+        keep_checkpoints: int = 3,
         log_every: int = 50,
         seed: int = 0,
         num_workers: int = 0,
-        if_not_finite: str = "stop",
+        on_nonfinite: str = "stop",
         check_every: int | None = None,
-        margin: float | None = 120.0,
-        show: str = "auto",
+        stop_margin: float | None = 120.0,
+        progress: str = "auto",
         logger: Callable[[dict[str, Any]], None] | str | None = None,
         rank_logs: bool = False,
     ) -> None:
@@ -134,27 +134,27 @@ class Trainer:
                 "eval_loss", or "loss" where there is no eval_data.
             precision: "float32", "bfloat16" or "float16" (with scaled gradients).
             batch_size: Samples per rank that go through the model at once; a DataLoader's own counts instead.
-            accumulate: Batches per step. A step takes `batch_size` x `accumulate` x ranks samples.
-            clip_norm: What the norm of all gradients is cut down to.
+            grad_accum_steps: Batches per step. A step takes `batch_size` x `grad_accum_steps` x ranks samples.
+            max_grad_norm: What the norm of all gradients is cut down to.
             strategy: "ddp", the whole model on each rank, or "fsdp", a part of each parameter on each (FSDP2).
-            hook: How DDP sends gradients: "bf16", "fp16" or "powersgd".
+            grad_compression: How DDP sends gradients: "bf16", "fp16" or "powersgd".
             sync_batchnorm: Normalize over the batches of all ranks.
-            find_unused: Some parameters take no part in some steps (DDP).
+            find_unused_parameters: Some parameters take no part in some steps (DDP).
             compile_model: Use torch.compile: for the whole model, or with "fsdp" for each of its repeated layers.
             deterministic: Use repeatable algorithms on GPUs too: `torch.use_deterministic_algorithms`, no choice of
                 convolutions by trial, CUBLAS_WORKSPACE_CONFIG=:4096:8. Make the trainer before GPUs are used, then.
             checkpoint_dir: A directory of this run's own that all hosts share. None for no checkpoints.
             save_every: Steps between checkpoints; after each epoch if left out. The end of a run is always saved.
-            keep: How many checkpoints to keep.
+            keep_checkpoints: How many checkpoints to keep.
             log_every: Steps between entries of the metrics file; each takes one more all-reduce of two numbers.
             seed: Of the order of samples and of all random numbers.
             num_workers: Processes per rank that load data.
-            if_not_finite: "stop" ends the run at a loss that is not finite, with its samples; "skip" leaves such steps
+            on_nonfinite: "stop" ends the run at a loss that is not finite, with its samples; "skip" leaves such steps
                 out, for one more all-reduce of a number in each step.
             check_every: Steps between comparisons of all ranks' parameters (DDP).
-            margin: Seconds before the end of the allocation (Slurm, PBS) to leave, or half of what is left at the start
-                if that is less. None never to.
-            show: "bar", "lines" or "none"; "auto" is a bar on terminals, and lines elsewhere.
+            stop_margin: Seconds before the end of the allocation (Slurm, PBS) at which to save and exit, or half of the
+                remaining time at the start if that is less; None to ignore the end.
+            progress: "bar", "lines" or "none"; "auto" is a bar on terminals, and lines elsewhere.
             logger: Called on rank 0 with each entry of the metrics file; or "tensorboard".
             rank_logs: Write what each rank prints to rank_000.log and so on, in checkpoint_dir.
 
@@ -167,11 +167,11 @@ class Trainer:
         self.world = runtime.current_world()
         if not dist.is_initialized():
             raise MpicommError("there is no process group.\nCall mpicomm.bootstrap() with a back end.")
-        parallel.check_arguments(strategy, hook)
+        parallel.check_arguments(strategy, grad_compression)
         optimizers.check_optimizer(model, optimizer)
         batches.check_loss_function(loss_fn)
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
-        reporting.check_arguments(show, logger, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
+        reporting.check_arguments(progress, logger, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
@@ -179,36 +179,36 @@ class Trainer:
         self.precision = Precision(precision, device, casts=strategy == "ddp")
         self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
         self.position = Position()
-        self._monitor, self._target_key, self._clip_norm = monitor, target_key, clip_norm
-        self._options = Options(batch_size, accumulate, num_workers, device.type == "cuda", seed)
-        self._place = Place(self.world.rank, self.world.size)
-        self._checkpoint_dir, self._save_every, self._keep = checkpoint_dir, save_every, keep
-        self._skips, self._check_every, self._margin = if_not_finite == "skip", check_every, margin
-        self._log_every, self._show, self._logger, self._rank_logs = log_every, show, logger, rank_logs
+        self._monitor, self._target_key, self._max_grad_norm = monitor, target_key, max_grad_norm
+        self._options = LoaderOptions(batch_size, grad_accum_steps, num_workers, device.type == "cuda", seed)
+        self._place = DataRank(self.world.rank, self.world.size)
+        self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
+        self._skips, self._check_every, self._stop_margin = on_nonfinite == "skip", check_every, stop_margin
+        self._log_every, self._progress, self._logger, self._rank_logs = log_every, progress, logger, rank_logs
         if deterministic:
             randomness.make_repeatable()
         if weights is not None:
             model_file.load(model, weights)
-        self.spread = parallel.spread(
+        self.wrapped = parallel.wrap(
             model,
             optimizer,
             device,
             strategy=strategy,
-            hook=hook,
+            grad_compression=grad_compression,
             low=self.precision.dtype,
             sync_batchnorm=sync_batchnorm,
-            find_unused=find_unused,
+            find_unused_parameters=find_unused_parameters,
             is_compiled=compile_model,
         )
         self._losses = Losses(device, stops=not self._skips)
-        self._wish = Wish()
+        self._stop_request = StopRequest()
         self._checkpoints: Checkpoints | None = None
         self._reporter = reporting.silent(self.world)
         self._saved: str | None = None
         self._is_warm = self._is_checked = False
         self._monitored = "loss"
         self._last_step = _NOTHING
-        self._ballot: Ballot
+        self._stop_vote: StopVote
 
     # -- the loops ---------------------------------------------------------------------------------------------------
 
@@ -246,8 +246,12 @@ class Trainer:
         if self._schedule == optimizers.ON_METRIC:
             self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
         with contextlib.ExitStack() as stack:
-            train = _opened(stack, feed(train_data, self._options, self._place))
-            test = _opened(stack, feed(eval_data, self._for_evaluation, self._place)) if eval_data is not None else None
+            train = _opened(stack, make_source(train_data, self._options, self._place))
+            test = (
+                _opened(stack, make_source(eval_data, self._for_evaluation, self._place))
+                if eval_data is not None
+                else None
+            )
             self._open(stack, train, epochs)
             while True:
                 if test is not None and not self.position.is_evaluated:
@@ -271,7 +275,7 @@ class Trainer:
         """
         check_metrics(metrics, "evaluate")
         with contextlib.ExitStack() as stack:
-            test = _opened(stack, feed(data, self._for_evaluation, self._place))
+            test = _opened(stack, make_source(data, self._for_evaluation, self._place))
             means, count = self._evaluate(test, metrics or {})
         return {**means, "samples": count}
 
@@ -287,10 +291,10 @@ class Trainer:
         Raises:
             CheckpointError: On every rank, if it cannot be written.
         """
-        model_file.export(self.spread.inner, path)
+        model_file.export(self.wrapped.inner, path)
 
-    def _train_epoch(self, train: Feed) -> None:
-        self.spread.model.train()
+    def _train_epoch(self, train: DataSource) -> None:
+        self.wrapped.model.train()
         clock = self._reporter.clock
         position = self.position
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
@@ -300,12 +304,12 @@ class Trainer:
             clock.add("data")
             count = step.total
             if count is None:
-                count = 0 if train.is_counted else agreed.total(step.count)
+                count = 0 if train.is_counted else rank_sync.total(step.count)
                 clock.add("communication")
             if not count:
                 return
             if not train.is_counted:
-                step = (step if step.batches else self._stand_in(train)).of_length(agreed.most(len(step.batches)))
+                step = (step if step.batches else self._stand_in(train)).of_length(rank_sync.most(len(step.batches)))
             self._warm_up(step.batches[0])
             self._take_step(step, count)
             position.advance(count)
@@ -316,31 +320,31 @@ class Trainer:
         """Take one step of the optimizer, by the mean loss of `count` samples of all ranks."""
         clock = self._reporter.clock
         is_finite = True
-        self.spread.begin_step()
-        buffers = [buffer.clone() for buffer in self.spread.inner.buffers()] if self._skips else []
+        self.wrapped.begin_step()
+        buffers = [buffer.clone() for buffer in self.wrapped.inner.buffers()] if self._skips else []
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
-            with _SYNCHRONIZED if is_last else self.spread.unsynchronized():
-                loss = self._loss_of(batch, self.spread.model)
+            with _SYNCHRONIZED if is_last else self.wrapped.unsynchronized():
+                loss = self._loss_of(batch, self.wrapped.model)
                 is_finite = self._losses.add(self.position.step, batch, loss) and is_finite
                 # The gradients of all ranks are averaged, whatever their share of the samples.
                 weight = batch.count * self._place.size / count
                 self.precision.backward(loss if weight == 1 else loss * weight)
             clock.add_backward(is_synchronized=is_last)
         if not self._last_step.batches:  # the first step
-            self.spread.check_backward()
+            self.wrapped.check_backward()
         self._open_ballot()
-        if not self._skips or agreed.everybody(is_finite):
+        if not self._skips or rank_sync.everybody(is_finite):
             self._last_step = step
             self._update()
         else:
             self._put_back(buffers)
-            self._reporter.note("skipped", self.position, rank_samples=agreed.samples(step, is_finite))
+            self._reporter.note("skipped", self.position, rank_samples=rank_sync.samples(step, is_finite))
         self.optimizer.zero_grad(set_to_none=True)
         clock.add("compute")
 
     def _update(self) -> None:
-        is_taken = self.precision.step(self.optimizer, self.spread.model, self._clip_norm)
+        is_taken = self.precision.step(self.optimizer, self.wrapped.model, self._max_grad_norm)
         if is_taken and self.scheduler is not None and self._schedule == "step":
             self.scheduler.step()
 
@@ -351,7 +355,7 @@ class Trainer:
         """Return the mean loss of a batch, the model's outputs and the targets."""
         call = batches.call_of(batches.moved(batch.content, self.world.device), self._expected_key)
         if not self._is_checked:
-            batches.check_call(self.spread.inner, call)
+            batches.check_call(self.wrapped.inner, call)
             self._is_checked = True
         with self.precision.arithmetic():
             outputs = model(*call.args, **call.kwargs)
@@ -368,7 +372,7 @@ class Trainer:
         if position.step % self._log_every == 0:
             self._log()
         if self._check_every is not None and position.step % self._check_every == 0:
-            agreed.check_parameters(self.spread, position.step)
+            rank_sync.check_parameters(self.wrapped, position.step)
         if self._save_every is not None and position.step % self._save_every == 0:
             self._save()
         if is_leaving:
@@ -376,7 +380,7 @@ class Trainer:
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
         self._log()
-        parallel.share_buffers(self.spread.inner)
+        parallel.share_buffers(self.wrapped.inner)
         if self.scheduler is not None and self._schedule == "epoch":
             self.scheduler.step()
         self.position.end_epoch(is_evaluated=is_evaluated)
@@ -391,7 +395,7 @@ class Trainer:
         if self._save_every is None:
             self._save()
 
-    def _evaluate_epoch(self, test: Feed, metrics: Mapping[str, Metric]) -> None:
+    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, Metric]) -> None:
         states = randomness.states(self.world.device)
         with self._reporter.aside():
             means, count = self._evaluate(test, metrics, lambda: randomness.restore(states, self.world.device))
@@ -403,10 +407,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(
-        self, test: Feed, metrics: Mapping[str, Metric], before_leaving: Callable[[], None] | None = None
+        self, test: DataSource, metrics: Mapping[str, Metric], before_leaving: Callable[[], None] | None = None
     ) -> tuple[dict[str, float], int]:
         averages = Averages(metrics, self.world.device)
-        with self.spread.evaluating() as model:
+        with self.wrapped.evaluating() as model:
             for step in self._steps_of_evaluation(test):
                 for batch in step.batches:
                     loss, outputs, targets = self._forward(batch, model)
@@ -419,16 +423,16 @@ class Trainer:
                         self._leave()
         return averages.take()
 
-    def _steps_of_evaluation(self, test: Feed) -> Iterator[Step]:
+    def _steps_of_evaluation(self, test: DataSource) -> Iterator[Step]:
         """Return equally many steps of equally many batches on all ranks (collective)."""
         steps = test.steps(0, 0, 0)
         last = _NOTHING
         while True:
             step = next(steps, _NOTHING)
-            if not (step.total if test.is_counted else agreed.total(step.count)):
+            if not (step.total if test.is_counted else rank_sync.total(step.count)):
                 return
             if not test.is_counted:
-                number = agreed.most(len(step.batches))
+                number = rank_sync.most(len(step.batches))
                 step = (step if step.batches else last.stand_in()).of_length(number)
                 self._check_has_data(step)
             last = step
@@ -438,7 +442,7 @@ class Trainer:
 
     def _open_ballot(self) -> None:
         if self._checkpoints is not None:  # without, nobody leaves before the end
-            self._ballot.open(self._wish.why is not None, self._checkpoints.has_failed)
+            self._stop_vote.open(self._stop_request.why is not None, self._checkpoints.has_failed)
 
     def _is_time_to_leave(self) -> bool:
         """Tell whether a rank wishes to leave.
@@ -448,19 +452,19 @@ class Trainer:
         """
         if self._checkpoints is None:
             return False
-        wish, has_failed = self._ballot.close()
+        stop_request, has_failed = self._stop_vote.close()
         if has_failed:
             self._checkpoints.wait()
-        return wish
+        return stop_request
 
     def _leave(self) -> None:
-        why = agreed.reasons(self._wish.why)
+        why = rank_sync.reasons(self._stop_request.why)
         self._save(wait=True)
         self._reporter.note("preempted", self.position, why=why)
         self._reporter.say(f"{why}: leaving at step {self.position.step} with a checkpoint; start again to go on")
         raise Preempted(why)
 
-    def _stand_in(self, train: Feed) -> Step:
+    def _stand_in(self, train: DataSource) -> Step:
         """Return what this rank goes through a step with that others have samples for, and it has none.
 
         Raises:
@@ -481,7 +485,7 @@ class Trainer:
         Raises:
             ValueError: If the model is in parts, which all ranks call equally often, and this rank has no sample to.
         """
-        if not step.batches and isinstance(self.spread, parallel.Sharded):
+        if not step.batches and isinstance(self.wrapped, parallel.FSDPModel):
             raise self._no_data()
 
     def _no_data(self) -> ValueError:
@@ -489,7 +493,7 @@ class Trainer:
 
     def _put_back(self, buffers: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            for buffer, before in zip(self.spread.inner.buffers(), buffers, strict=True):
+            for buffer, before in zip(self.wrapped.inner.buffers(), buffers, strict=True):
                 buffer.copy_(before)
 
     def _warm_up(self, batch: Batch) -> None:
@@ -498,8 +502,8 @@ class Trainer:
             return
         self._is_warm = True
         states = randomness.states(self.world.device)
-        buffers = [buffer.clone() for buffer in self.spread.inner.buffers()]
-        self.spread.warm_up(lambda model: self._loss_of(batch, model))
+        buffers = [buffer.clone() for buffer in self.wrapped.inner.buffers()]
+        self.wrapped.warm_up(lambda model: self._loss_of(batch, model))
         self._put_back(buffers)
         randomness.restore(states, self.world.device)
         self._reporter.clock.start()
@@ -511,15 +515,15 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _open(self, stack: contextlib.ExitStack, train: Feed, epochs: int) -> None:
+    def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
         """Get ready to train: from the newest checkpoint, or from the start."""
         if self._checkpoint_dir is not None:
             self._checkpoints = stack.enter_context(
-                checkpoint.opened(self._checkpoint_dir, self._keep, self.world.device)
+                checkpoint.opened(self._checkpoint_dir, self._keep_checkpoints, self.world.device)
             )
             stack.callback(setattr, self, "_checkpoints", None)
-            stack.enter_context(self._wish.listening(self._margin, asks=self.world.rank == 0))
-            self._ballot = stack.enter_context(Ballot(self.world.comm))
+            stack.enter_context(self._stop_request.listening(self._stop_margin, asks=self.world.rank == 0))
+            self._stop_vote = stack.enter_context(StopVote(self.world.comm))
         if self._checkpoints is not None and self._checkpoints.newest is not None:
             state.restore(self._checkpoints, self._parts(), train)
             self._saved = self.position.name
@@ -527,14 +531,16 @@ class Trainer:
             randomness.seed_all(self._options.seed, self.world.rank)
         directory = self._checkpoints.directory if self._checkpoints is not None else None
         self._reporter = stack.enter_context(
-            reporting.opened(self.world, directory, self._show, self._logger, self._rank_logs, epochs, train.total())
+            reporting.opened(
+                self.world, directory, self._progress, self._logger, self._rank_logs, epochs, train.total()
+            )
         )
         is_complete = self.position.epoch >= epochs and self.position.is_evaluated
         self._reporter.begin(self.position, self._options, is_complete=is_complete)
 
     def _parts(self) -> state.Parts:
         return state.Parts(
-            self.spread, self.optimizer, self.scheduler, self.precision.scaler, self.position, self._losses, self.world
+            self.wrapped, self.optimizer, self.scheduler, self.precision.scaler, self.position, self._losses, self.world
         )
 
     def _save(self, *, wait: bool = False) -> None:
@@ -543,7 +549,7 @@ class Trainer:
             return
         if self._saved != self.position.name:
             self._losses.look()  # what is not finite must not be kept
-            parallel.share_buffers(self.spread.inner)  # any rank may write what all have
+            parallel.share_buffers(self.wrapped.inner)  # any rank may write what all have
             self._saved = self.position.name
             self._reporter.note("checkpoint", self.position)
             content = state.collect(self._parts())
@@ -552,11 +558,13 @@ class Trainer:
             self._checkpoints.wait()
 
     @property
-    def _for_evaluation(self) -> Options:
+    def _for_evaluation(self) -> LoaderOptions:
         options = self._options
-        return Options(options.batch_size, 1, options.num_workers, options.pin_memory, options.seed, shuffle=False)
+        return LoaderOptions(
+            options.batch_size, 1, options.num_workers, options.pin_memory, options.seed, shuffle=False
+        )
 
 
-def _opened(stack: contextlib.ExitStack, opened: Feed) -> Feed:
+def _opened(stack: contextlib.ExitStack, opened: DataSource) -> DataSource:
     stack.callback(opened.close)
     return opened

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.bench import backends, collectives, values
-from mpicomm.bench.collectives import Found, Plan
-from mpicomm.bench.operations import OPERATIONS, Case, Operation
+from mpicomm.bench import compared_backends, known_inputs, sweep
+from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
+from mpicomm.bench.sweep import Found, Sweep
 from mpicomm.bench.timing import Bench
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ ODD_SIZE = 4 * 1025  # neither a multiple of the ranks nor of the patterns
 
 @pytest.fixture(scope="module", name="compared")
 def _compared(world: mpicomm.World) -> dict[str, Any]:
-    return backends.make(["mpi", "gloo", "raw"], world)
+    return compared_backends.make(["mpi", "gloo", "mpi4py"], world)
 
 
 def loads(size: int) -> dict[str, float]:
@@ -32,9 +32,9 @@ def loads(size: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def measured(world: mpicomm.World, plan: Plan, compared: dict[str, Any]) -> Found:
+def measured(world: mpicomm.World, plan: Sweep, compared: dict[str, Any]) -> Found:
     bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, rounds=2, seconds=1e-4)
-    return collectives.measure(plan, compared, bench, world.rank, world.size)
+    return sweep.measure(plan, compared, bench, world.rank, world.size)
 
 
 @pytest.mark.mpi
@@ -46,7 +46,7 @@ def measured(world: mpicomm.World, plan: Plan, compared: dict[str, Any]) -> Foun
     ids=str,
 )
 def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    found = measured(world, Plan([name], [4, ODD_SIZE], [dtype], CPU), compared)
+    found = measured(world, Sweep([name], [4, ODD_SIZE], [dtype], CPU), compared)
     assert [row.wrong for row in found.rows] == [0] * len(found.rows)
     ours = [row for row in found.rows if row.backend == "mpi"]
     assert len(ours) == 2 * len(OPERATIONS[name].places)
@@ -57,7 +57,7 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
     refusers = {key.rpartition(", ")[2] for key in found.refusals}
     assert "mpi" not in refusers
     is_beyond_mpi = dtype is torch.bfloat16 and OPERATIONS[name].reduces
-    assert ("raw" in refusers) == (is_beyond_mpi or name == "reduce_scatter")
+    assert ("mpi4py" in refusers) == (is_beyond_mpi or name == "reduce_scatter")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -66,10 +66,10 @@ def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, An
     """Also where the result of the backend before would be right."""
 
     class Idle:
-        def call(self, _: Operation) -> Any:
+        def call(self, _: MeasuredOperation) -> Any:
             return lambda: None
 
-    found = measured(world, Plan([name], [4096], [torch.float32], CPU), {"mpi": compared["mpi"], "idle": Idle()})
+    found = measured(world, Sweep([name], [4096], [torch.float32], CPU), {"mpi": compared["mpi"], "idle": Idle()})
     assert [(row.backend, row.wrong > 0) for row in found.rows] == [
         ("mpi", False),
         ("idle", True),
@@ -78,7 +78,7 @@ def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, An
 
 @pytest.mark.mpi(min_size=2)
 def test_collectives_of_the_backend_none_do_nothing(world: mpicomm.World) -> None:
-    group = backends.groups([backends.NOTHING], world)[backends.NOTHING]
+    group = compared_backends.groups([compared_backends.NOTHING], world)[compared_backends.NOTHING]
     one, whole = torch.full((2,), 3.0), torch.full((2 * world.size,), 5.0)
     dist.all_reduce(one, group=group)
     dist.all_gather_into_tensor(whole, one, group=group)
@@ -90,7 +90,7 @@ def test_collectives_of_the_backend_none_do_nothing(world: mpicomm.World) -> Non
 
 @pytest.mark.mpi
 def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    plan = Plan(["all_reduce"], [4096], [torch.float32], CPU, asynchronous=True)
+    plan = Sweep(["all_reduce"], [4096], [torch.float32], CPU, asynchronous=True)
     found = measured(world, plan, compared)
     assert [row.backend for row in found.rows] == ["mpi", "gloo"]
     assert all(row.overlap is not None for row in found.rows)  # how much: tests/unit/test_benchmarks.py
@@ -100,24 +100,24 @@ def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
 @pytest.mark.mpi
 def test_a_back_end_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) -> None:
     class Refuses:
-        def call(self, _: Operation) -> Any:
+        def call(self, _: MeasuredOperation) -> Any:
             if world.rank == world.size - 1:
                 raise RuntimeError("not today\nnor tomorrow")
             return lambda: None
 
-    found = measured(world, Plan(["broadcast"], [4], [torch.float32], CPU), {"one": Refuses()})
+    found = measured(world, Sweep(["broadcast"], [4], [torch.float32], CPU), {"one": Refuses()})
     assert found == Found([], {"broadcast, float32, in place, one": "not today"})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.float32], ids=str)
 def test_sums_are_exact_in_any_order(size: int, dtype: torch.dtype) -> None:
-    rows = [values.pattern(rank, 5, size).to(dtype) for rank in range(size)]
+    rows = [known_inputs.pattern(rank, 5, size).to(dtype) for rank in range(size)]
     for order in (rows, rows[::-1], rows[::2] + rows[1::2]):
         total = torch.zeros_like(rows[0])
         for row in order:
             total += row
-        assert torch.equal(total.long(), values.summed(5, size))
+        assert torch.equal(total.long(), known_inputs.summed(5, size))
 
 
 @pytest.mark.parametrize("name", list(OPERATIONS))
@@ -140,14 +140,14 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16, 30])
 def test_what_belongs_to_others_is_seen(size: int) -> None:
-    rows = [values.pattern(rank, part, size) for rank in range(size) for part in range(min(size, 6))]
-    assert all(values.POISON not in row for row in rows)
+    rows = [known_inputs.pattern(rank, part, size) for rank in range(size) for part in range(min(size, 6))]
+    assert all(known_inputs.POISON not in row for row in rows)
     for rank, part in ((0, 0), (size - 1, 1)):
-        own = values.pattern(rank, part, size)
-        assert not torch.equal(own, values.pattern((rank + 1) % size, part, size))
-        assert not torch.equal(own, values.pattern(rank, part + 1, size))
-    total = values.summed(0, size)
-    assert not torch.equal(total, values.summed(1, size))
+        own = known_inputs.pattern(rank, part, size)
+        assert not torch.equal(own, known_inputs.pattern((rank + 1) % size, part, size))
+        assert not torch.equal(own, known_inputs.pattern(rank, part + 1, size))
+    total = known_inputs.summed(0, size)
+    assert not torch.equal(total, known_inputs.summed(1, size))
     assert all(not torch.equal(total, total.roll(shift)) for shift in range(1, len(total)))
 
 
@@ -158,7 +158,7 @@ def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbyte
     class Shifts:
         """Does the operation, and then moves every part of the result by one."""
 
-        def call(self, operation: Operation) -> Any:
+        def call(self, operation: MeasuredOperation) -> Any:
             def call() -> None:
                 operation.by_torch(dist.group.WORLD)
                 if operation.receive.numel() == operation.count:
@@ -169,28 +169,28 @@ def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbyte
 
             return call
 
-    found = measured(world, Plan([name], [nbytes], [torch.float32], CPU), {"shifts": Shifts()})
+    found = measured(world, Sweep([name], [nbytes], [torch.float32], CPU), {"shifts": Shifts()})
     assert all(row.wrong > 0 for row in found.rows)
 
 
 @pytest.mark.mpi
 def test_each_size_is_measured_once(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    plan = Plan(["all_gather"], [1, 4, 4 * world.size], [torch.float32], CPU)
+    plan = Sweep(["all_gather"], [1, 4, 4 * world.size], [torch.float32], CPU)
     found = measured(world, plan, {"mpi": compared["mpi"]})
     assert [row.nbytes for row in found.rows] == [4 * world.size] * 2
 
 
 @pytest.mark.mpi
 def test_what_there_is_no_memory_for_is_left_out(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    found = measured(world, Plan(["broadcast"], [4, 2**60], [torch.float32], CPU), compared)
+    found = measured(world, Sweep(["broadcast"], [4, 2**60], [torch.float32], CPU), compared)
     assert {row.nbytes for row in found.rows} == {4}
     assert list(found.refusals) == [f"broadcast, float32, {2**60} B"]
 
 
 def test_wrong_elements_are_counted() -> None:
     tensor = torch.zeros(10)
-    rows = [values.pattern(0, 0, 4), values.pattern(1, 0, 4)]
-    values.fill(tensor, rows)
-    assert values.wrong(tensor, rows) == 0
+    rows = [known_inputs.pattern(0, 0, 4), known_inputs.pattern(1, 0, 4)]
+    known_inputs.fill(tensor, rows)
+    assert known_inputs.wrong(tensor, rows) == 0
     tensor[[0, 4, 9]] += 1
-    assert values.wrong(tensor, rows) == 3
+    assert known_inputs.wrong(tensor, rows) == 3

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.faults import watchdog
+from mpicomm.watchdog import agent
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         "launcher": world.launcher,
         "master_addr": world.master_addr,
         "has_mpi": world.comm is not None,
-        "is_watched": watchdog.current() is not None,
+        "is_watched": agent.current() is not None,
         "sum_of_ranks": total.item(),
         "label": " ".join(sys.argv[1:]),
     }

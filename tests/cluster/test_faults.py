@@ -18,7 +18,7 @@ import pytest
 from tests.cluster import hosts, processes
 from tests.cluster.layout import Layout
 from tests.cluster.running import SECONDS, Cluster, Flavour
-from tests.faults import ways
+from tests.failures import ways
 from tests.launching import Outcome
 
 DEADLINE = 60.0  # from the fault to the end of the job

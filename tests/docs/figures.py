@@ -43,7 +43,7 @@ def _all_reduce() -> str:
     result = _result("all-reduce-2-openmpi")
     us = {(row["nbytes"], row["backend"]): row["us"] for row in result["rows"] if row["in_place"]}
     rows = [
-        (size, *(_us(us[nbytes, backend]) for backend in ("mpi", "gloo", "raw")),
+        (size, *(_us(us[nbytes, backend]) for backend in ("mpi", "gloo", "mpi4py")),
             f"{us[nbytes, 'gloo'] / us[nbytes, 'mpi']:.1f}")
         for nbytes, size in _SIZES.items()
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The guide's table of launchers' variables, made of the tables in `mpicomm.launchers`.
+"""The guide's table of launchers' variables, made of the tables in `mpicomm.launch.detect`.
 
 `python -m tests.docs.launcher_table` prints it, `python -m tests.docs.launcher_table --write` puts it into the guide.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import sys
 
-from mpicomm import launchers
-from mpicomm.launchers import Launcher
+from mpicomm.launch import detect
+from mpicomm.launch.detect import Launcher
 from tests.docs.documents import GUIDE
 
 BEGIN = "<!-- made by python -m tests.docs.launcher_table --write -->"
@@ -27,15 +27,15 @@ FACTS = {
     "master port": "master_port",
 }
 COLUMNS: dict[str, Launcher] = {
-    "PyTorch, `torchrun`": launchers.TORCHRUN,
-    "Slurm: `srun`": launchers.SLURM,
-    "Open MPI: `mpirun`": launchers.OPEN_MPI,
-    "MPICH, Intel MPI: `mpiexec` (PMI)": launchers.PMI,
-    "PBS on Cray: `mpiexec` (PALS)": launchers.PALS,
+    "PyTorch, `torchrun`": detect.TORCHRUN,
+    "Slurm: `srun`": detect.SLURM,
+    "Open MPI: `mpirun`": detect.OPEN_MPI,
+    "MPICH, Intel MPI: `mpiexec` (PMI)": detect.PMI,
+    "PBS on Cray: `mpiexec` (PALS)": detect.PALS,
 }
 # PBS itself describes the job, not a process of it.
 PBS = {
-    "size": f"the lines of the file `{launchers.PBS_HOSTS}`",
+    "size": f"the lines of the file `{detect.PBS_HOSTS}`",
     "num_nodes": "the different lines of that file",
 }
 NOTHING = "-"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomm.backend.routes import AS_THEY_ARE
+from mpicomm.backend.gpu_transport import NO_TRANSPORT
 from mpicomm.errors import MpicommError
 from tests.worlds import Group
 
@@ -47,7 +47,7 @@ SIZES = pytest.mark.parametrize("count", COUNTS)
 
 
 def test_tensors_do_not_go_as_they_are(group: Group) -> None:
-    assert group.handle._engine.route is not AS_THEY_ARE
+    assert group.handle._operations.transport is not NO_TRANSPORT
 
 
 @WHEN

@@ -27,8 +27,8 @@ def main() -> None:
             raise DeviceError("there is no GPU.\nRun this where there is one.")
         found = {f"{size} MiB": _measure(size, world.device) for size in MEBIBYTES}
         if world.rank == 0:
-            route = type(dist.group.WORLD._engine.route).__name__
-            machine = f", {torch.cuda.get_device_name(world.device)}, {route}"
+            transport = type(dist.group.WORLD._operations.transport).__name__
+            machine = f", {torch.cuda.get_device_name(world.device)}, {transport}"
             figures.write(f"gpu-{world.size}", world.size, "tests.gpu.throughput", machine, gibibytes_per_second=found)
 
 

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpicomm.durations import Deadline
-from mpicomm.faults import channel as channels
-from mpicomm.faults import neighbours, recorder
-from mpicomm.faults.channel import TOKEN_BYTES, Channel
-from mpicomm.faults.connection import Connection
-from mpicomm.faults.watchdog import Limits, Place, Watchdog
 from mpicomm.startup import open_files
+from mpicomm.watchdog import channel as channels
+from mpicomm.watchdog import flight_recorder, local_processes
+from mpicomm.watchdog.agent import Limits, RankInfo, Watchdog
+from mpicomm.watchdog.channel import TOKEN_BYTES, Channel
+from mpicomm.watchdog.connection import Connection
 
 HOST = "127.0.0.1"
 CONNECT_SECONDS = 60.0
@@ -42,7 +42,7 @@ TARGET_RANKS, TARGET_NODES = 10_000, 1_250
 
 _PR_SET_PDEATHSIG = 1
 
-Event = dict[str, Any]
+ChannelEvent = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def hubs(self) -> list[int]:
-        """The hub of every rank, as `mpicomm.faults.opening.place_of` has it."""
+        """The hub of every rank, as `mpicomm.watchdog.channel_setup.rank_info_of` has it."""
         first = [node * self.per_node for node in self.nodes]
         return [0 if first[rank] == rank else first[rank] for rank in range(self.size)]
 
@@ -100,7 +100,7 @@ class Noted(Watchdog):
                 return True
             return False
 
-        super().__init__(Place(rank, job.hosts, job.nodes, job.hubs), channel, Limits(seconds, None), end, claim)
+        super().__init__(RankInfo(rank, job.hosts, job.nodes, job.hubs), channel, Limits(seconds, None), end, claim)
         self._job = job
 
     def speak(self, text: str) -> None:
@@ -112,12 +112,12 @@ class Noted(Watchdog):
 
 
 def be_a_rank(job: Job, rank: int) -> NoReturn:
-    """Open the channel as `mpicomm.faults.opening` does, start the watchdog, and do nothing else."""
+    """Open the channel as `mpicomm.watchdog.channel_setup` does, start the watchdog, and do nothing else."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    group = recorder.Group("0", range(job.size), NEVER, is_world=True)
+    group = flight_recorder.Group("0", range(job.size), NEVER, is_world=True)
 
     def call(number: int, frame: object) -> None:
-        recorder.note(group, "all_reduce", "torch.float32", 1024, None, False, True, 1)
+        flight_recorder.note(group, "all_reduce", "torch.float32", 1024, None, False, True, 1)
 
     signal.signal(signal.SIGUSR1, call)
     channel = Channel(rank, job.token)
@@ -162,7 +162,7 @@ class Children:
             connection.is_trusted = True
             (challenge,) = channels._next_messages(connection, deadline)
             proof = channels._proof(self.job.token, bytes.fromhex(challenge["nonce"]), rank)
-            own = neighbours.this_process()
+            own = local_processes.this_process()
             connection.send({"rank": rank, "pid": own.pid, "birth": own.birth, "proof": proof})
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
@@ -244,7 +244,7 @@ class Crowd:
         self.job = job
         self.started = time.monotonic()
         self.pids: list[int] = []
-        self._events: list[Event] = []
+        self._events: list[ChannelEvent] = []
         self._offset = 0
 
     def start(self, rank: int, be: Callable[[], NoReturn]) -> None:
@@ -258,7 +258,7 @@ class Crowd:
                 os._exit(1)
         self.pids.append(pid)
 
-    def events(self, event: str) -> list[Event]:
+    def events(self, event: str) -> list[ChannelEvent]:
         with (self.job.folder / "log").open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -267,7 +267,7 @@ class Crowd:
         assert not (failed := [each for each in self._events if each["event"] == "failed"]), failed
         return [each for each in self._events if each["event"] == event]
 
-    def wait(self, event: str, number: int = 1) -> Event:
+    def wait(self, event: str, number: int = 1) -> ChannelEvent:
         """Wait until something has happened so often, and return the last time."""
         deadline = time.monotonic() + SECONDS
         while len(found := self.events(event)) < number:

@@ -67,7 +67,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
         (name, size, backend, 0)
         for name in ("all_reduce", "broadcast")
         for size in (4, 1024)
-        for backend in ("mpi", "gloo", "raw")
+        for backend in ("mpi", "gloo", "mpi4py")
     ]
     assert len(files["csv"].read_text().splitlines()) == 1 + len(found["rows"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")

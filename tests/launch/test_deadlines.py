@@ -35,7 +35,7 @@ def wait_until_unusable():
     until = time.monotonic() + 15
     while time.monotonic() < until:
         try:
-            group._engine.executor._check_open()
+            group._operations.executor._check_open()
         except mpicomm.MpicommError:
             return
         time.sleep(0.05)
@@ -53,7 +53,7 @@ CALLS = {
 world = mpicomm.bootstrap(timeout=40)
 for case in sys.argv[1:]:
     # A group reads these variables when it is made.
-    os.environ["MPICOMM_TIMEOUT"] = "raise" if "raise" in case else "abort"
+    os.environ["MPICOMM_ON_TIMEOUT"] = "raise" if "raise" in case else "abort"
     os.environ["MPICOMM_DEBUG"] = "1" if "debug" in case else "0"
     group = dist.new_group(list(range(world.size)), timeout=datetime.timedelta(seconds=1))
     tensor = torch.ones(4)

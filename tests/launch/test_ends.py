@@ -46,8 +46,8 @@ dist.new_group(list(range(world.size)))
 """
 
 CAUGHT_EXIT = """
-from mpicomm.faults import watchdog
-watchdog.PATIENCE = 1.0
+from mpicomm.watchdog import agent
+agent.WAIT_LIMIT = 1.0
 world = mpicomm.bootstrap(timeout=60)
 if world.rank == 0:
     dist.all_reduce(torch.ones(1))
@@ -88,7 +88,7 @@ def test_a_caught_exit_is_not_the_status_of_the_job() -> None:
 
 # Rank 2 cannot connect: the job runs without the channel.
 NO_CHANNEL = """
-from mpicomm.faults import channel
+from mpicomm.watchdog import channel
 if "2" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     def refuse(*_arguments):
         raise OSError("no route to host")
@@ -101,8 +101,8 @@ sys.stdout.write(f"done {world.rank}\\n")
 
 # The program's end is not the end of what its threads do, the first of which calls no operation for a while.
 THREADS = """
-from mpicomm.faults import watchdog
-watchdog.PATIENCE = 1.0
+from mpicomm.watchdog import agent
+agent.WAIT_LIMIT = 1.0
 world = mpicomm.bootstrap()
 def train():
     time.sleep(2.5 + world.rank)
@@ -116,8 +116,8 @@ threading.Thread(target=train).start()
 UNFINISHED = """
 import warnings
 from mpicomm.backend import executor
-from mpicomm.faults import watchdog
-executor._LAST_MESSAGES_SECONDS, watchdog._TAKE_DOWN_SECONDS = 0.5, 2.0
+from mpicomm.watchdog import agent
+executor._LAST_MESSAGES_SECONDS, agent._TAKE_DOWN_SECONDS = 0.5, 2.0
 warnings.simplefilter("ignore")
 world = mpicomm.bootstrap()
 works = [dist.irecv(torch.ones(1), (world.rank + 1) % 3, group=dist.new_group()) for _ in range(8)]
@@ -180,7 +180,7 @@ def monitored(group):
 ways = [in_parts, by_handle, message, raising, monitored, dist.barrier]
 groups = []
 for way in ways:
-    os.environ["MPICOMM_TIMEOUT"] = "raise" if way is raising else "abort"
+    os.environ["MPICOMM_ON_TIMEOUT"] = "raise" if way is raising else "abort"
     groups.append(dist.new_group(timeout=limit))
 def run(way, group):
     try:

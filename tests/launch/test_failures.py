@@ -152,7 +152,7 @@ def test_one_rank_is_missing() -> None:
 def test_one_rank_never_starts_mpi() -> None:
     """The others sit in MPI_Init with the GIL held; the stack that a timer in C prints says so."""
     code = OWN_RANK + (
-        "from mpicomm import mpi\nif rank == 2:\n    time.sleep(600)\nmpi.initialize(patience=5)\nprint('came through')"
+        "from mpicomm import mpi\nif rank == 2:\n    time.sleep(600)\nmpi.initialize(wait_limit=5)\nprint('came through')"
     )
     outcome = run_ranks(3, code)
     assert outcome.status != 0, outcome

@@ -22,7 +22,7 @@ def imported(code: str) -> set[str]:
     [
         "import mpicomm",
         "import mpicomm; dir(mpicomm); mpicomm.LaunchError",
-        "import mpicomm.launchers, mpicomm.settings",
+        "import mpicomm.launch.detect, mpicomm.settings",
     ],
 )
 def test_neither_torch_nor_mpi_is_imported(code: str) -> None:

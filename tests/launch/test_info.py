@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm import inventory
+from mpicomm import job_info
 from mpicomm.startup import rendezvous
 from tests.launching import Outcome, run_alone, run_command, run_ranks
 
@@ -44,7 +44,7 @@ def test_the_same_as_json() -> None:
     assert [(each["rank"], each["local_rank"], each["uuid"]) for each in found["ranks"]] == [(0, 0, ""), (1, 1, "")]
     for each in found["ranks"]:
         assert (each["environment"]["RANK"], each["environment"]["WORLD_SIZE"]) == (str(each["rank"]), "2")
-        assert set(inventory.report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
+        assert set(job_info.report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
 
 
 @pytest.mark.each_mpi
@@ -97,10 +97,10 @@ def test_without_an_mpi_the_remedy_is_printed() -> None:
 
 
 def test_software_that_differs_is_told_with_its_ranks() -> None:
-    def having(rank: int, torch: str) -> inventory.Inventory:
-        return inventory.Inventory(rank, "h", 0, rank, "cpu", "", "", "0", "0", {"torch": torch, "MPI": "a"}, {})
+    def having(rank: int, torch: str) -> job_info.JobInfo:
+        return job_info.JobInfo(rank, "h", 0, rank, "cpu", "", "", "0", "0", {"torch": torch, "MPI": "a"}, {})
 
-    found = inventory.differences([having(0, "2.13"), having(1, "2.12"), having(2, "2.13")])
+    found = job_info.differences([having(0, "2.13"), having(1, "2.12"), having(2, "2.13")])
     assert found == {"torch": {"2.13": [0, 2], "2.12": [1]}, "MPI": {"a": [0, 1, 2]}}
 
 
@@ -109,7 +109,7 @@ def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int],
     for node, text in enumerate(["0-3,5\n", "8-11,12\n", "\n"]):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(text)
-    assert inventory.numa_nodes(cpus, tmp_path) == nodes
+    assert job_info.numa_nodes(cpus, tmp_path) == nodes
 
 
 def test_the_interface_towards_an_address() -> None:

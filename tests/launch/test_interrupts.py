@@ -29,7 +29,7 @@ CALLS = {  # what rank 0 calls, and the part of it that rank 1 joins
     ),
     "sparse": (
         lambda group: dist.all_reduce(torch.eye(3).to_sparse(), group=group),
-        lambda group: group._engine.comm.allgather(3),
+        lambda group: group._operations.comm.allgather(3),
     ),
     "opening": (lambda group: dist.all_reduce(large, group=group),) * 2,
     "size check": (lambda group: dist.all_reduce(large, group=group),) * 2,
@@ -63,7 +63,7 @@ for case in sys.argv[1:]:
         time.sleep(1)
         part(group)
     dist.barrier()
-    while not group._engine.record.broken:  # rank 1 is told by the watchdog
+    while not group._operations.record.broken:  # rank 1 is told by the watchdog
         time.sleep(0.01)
     try:
         dist.all_reduce(small, group=group)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.faults import ways
+from tests.failures import ways
 from tests.launching import Outcome, run_ranks
 
 SIZE, WHO = 3, 2
 OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
 # `raise SystemExit(4)` is as the end of the program, and an exception as the one while a thread lives;
-# `python -m tests.faults` runs them.
+# `python -m tests.failures` runs them.
 SAME_AS_ANOTHER = {"raise SystemExit(4)", "exception"}
 
 CASES = [(way.name, WHO) for way in ways.WAYS if way.name not in SAME_AS_ANOTHER] + [(name, 0) for name in OF_RANK_0]
@@ -54,7 +54,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.faults import signals
+from mpicomm.watchdog import signals
 
 folder, asked = sys.argv[1], Path(sys.argv[2])
 world = mpicomm.bootstrap()
@@ -66,7 +66,7 @@ if world.rank == 0:
     dist.send(torch.ones(7), 1)
 else:
     dist.recv(torch.ones(7), 0)
-sys.stdout.write(f"wrote {mpicomm.dump(folder)}\\n")
+sys.stdout.write(f"wrote {mpicomm.dump_flight_recorder(folder)}\\n")
 
 pids = world.comm.allgather(os.getpid())
 tensor = torch.ones(4)
@@ -105,7 +105,7 @@ def test_a_rank_writes_its_last_operations_and_its_callback_gets_sigterm_while_i
         ]
         assert all(operation["is_over"] for operation in written["operations"])
         stacks = (folder / f"rank-{rank}.stacks.txt").read_text()
-        assert f'train.py", line {_line(DUMP_AND_SIGTERM, "mpicomm.dump")} in <module>' in stacks
+        assert f'train.py", line {_line(DUMP_AND_SIGTERM, "mpicomm.dump_flight_recorder")} in <module>' in stacks
 
 
 def _at(call: str, function: str = "") -> str:

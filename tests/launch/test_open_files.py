@@ -33,8 +33,8 @@ class Alone:
 
 def be_rank_0() -> None:
     """Open the store and the side channel of a thousand ranks, and print how many have connected to each."""
-    from mpicomm.faults.channel import TOKEN_BYTES, Channel
     from mpicomm.startup import rendezvous, topology
+    from mpicomm.watchdog.channel import TOKEN_BYTES, Channel
     from tests.launch.many_watchdogs import Job
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

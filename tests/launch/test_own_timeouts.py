@@ -14,10 +14,10 @@ import datetime, sys, time
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.backend import c10d
+from mpicomm.backend import torch_internals
 
 def all_reduce():
-    options = c10d.AllreduceOptions()
+    options = torch_internals.AllreduceOptions()
     options.asyncOp = IS_ASYNC
     options.timeout = datetime.timedelta(seconds=30)
     group.allreduce([torch.ones(4)], options).wait()

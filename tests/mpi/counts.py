@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.backend import atonce, wire
+from mpicomm.backend import fast_path, mpi_calls
 from tests.worlds import Group
 
 
@@ -40,8 +40,8 @@ class FewCounts:
 
 def limit(monkeypatch: pytest.MonkeyPatch, group: Group, largest: int) -> None:
     """Let the MPI of a group count to `largest` only."""
-    engine = group.handle._engine  # type: ignore[attr-defined]
-    monkeypatch.setattr(wire, "largest_count", lambda: largest)
+    operations = group.handle._operations  # type: ignore[attr-defined]
+    monkeypatch.setattr(mpi_calls, "largest_count", lambda: largest)
     # This way makes one call of everything, on the ranks whose queues are empty, while the others make several.
-    monkeypatch.setattr(atonce, "_MOST_BYTES", -1)
-    monkeypatch.setattr(engine, "comm", FewCounts(engine.comm, largest))
+    monkeypatch.setattr(fast_path, "_MOST_BYTES", -1)
+    monkeypatch.setattr(operations, "comm", FewCounts(operations.comm, largest))

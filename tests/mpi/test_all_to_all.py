@@ -129,8 +129,8 @@ def test_nothing(group: Group, shape: tuple[int, ...]) -> None:
 
 
 def _options(is_async: bool) -> object:
-    from mpicomm.backend import c10d
+    from mpicomm.backend import torch_internals
 
-    options = c10d.AllToAllOptions()
+    options = torch_internals.AllToAllOptions()
     options.asyncOp = is_async
     return options

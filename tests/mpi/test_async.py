@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend.progress import Worker
 from mpicomm.backend.work import QueuedWork
-from mpicomm.faults import recorder
+from mpicomm.backend.worker_thread import Worker
+from mpicomm.watchdog import flight_recorder
 from tests.torches import all_gather_single
 from tests.worlds import Group, on_groups
 
@@ -26,14 +26,16 @@ QUEUES = on_groups("world", "staged", "debug")
 
 
 def worker_of(group: Group) -> Worker:
-    return group.handle._engine.executor._get_worker()
+    return group.handle._operations.executor._get_worker()
 
 
 def hold(group: Group, call: Callable[[], object]) -> None:
     """Queue a call that is no operation: what is queued after it waits for its end."""
-    engine = group.handle._engine
-    operation = recorder.note(engine.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1)
-    worker_of(group).submit(call, QueuedWork([], operation, engine.executor))
+    operations = group.handle._operations
+    operation = flight_recorder.note(
+        operations.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1
+    )
+    worker_of(group).submit(call, QueuedWork([], operation, operations.executor))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -118,9 +118,9 @@ def test_complex_product(group: Group) -> None:
 
 
 def _all_reduce_options(op: dist.ReduceOp) -> object:
-    from mpicomm.backend import c10d
+    from mpicomm.backend import torch_internals
 
-    options = c10d.AllreduceOptions()
+    options = torch_internals.AllreduceOptions()
     options.reduceOp = op
     return options
 

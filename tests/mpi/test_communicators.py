@@ -14,7 +14,7 @@ from mpicomm import mpi
 def test_the_communicator_of_a_destroyed_group_is_freed(world: mpicomm.World, is_async: bool) -> None:
     """A test of many groups would not show it: MPI has thousands of communicators."""
     group = dist.new_group(list(range(world.size)))
-    comm = group._engine.comm
+    comm = group._operations.comm
     work = dist.all_reduce(torch.ones(1), group=group, async_op=is_async)
     if work is not None:
         work.wait()

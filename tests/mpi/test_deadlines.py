@@ -18,7 +18,7 @@ SECONDS = 2.5  # the watchdog looks in its second half, and has no reason to say
 @pytest.fixture
 def raising(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
     """A group whose timeouts are exceptions, and short."""
-    monkeypatch.setenv("MPICOMM_TIMEOUT", "raise")
+    monkeypatch.setenv("MPICOMM_ON_TIMEOUT", "raise")
     group = dist.new_group(list(range(world.size)), timeout=datetime.timedelta(seconds=SECONDS))
     yield group
     dist.barrier()

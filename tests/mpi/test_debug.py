@@ -97,7 +97,7 @@ def test_sizes_that_may_differ(world: mpicomm.World, group: dist.ProcessGroup) -
 
 def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGroup) -> None:
     """The numbers show it even where the calls look the same."""
-    record = group._engine.record  # type: ignore[attr-defined]
+    record = group._operations.record  # type: ignore[attr-defined]
     record.sequence += world.rank == 0
     with pytest.raises(mpicomm.MismatchError) as caught:
         dist.all_reduce(torch.ones(4), group=group)

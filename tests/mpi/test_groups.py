@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import c10d
+from mpicomm.backend import torch_internals
 
 pytestmark = pytest.mark.each_torch("groups")
 
@@ -91,7 +91,7 @@ def test_a_destroyed_group_cannot_be_used(world: mpicomm.World, is_async: bool) 
     dist.all_reduce(tensor, group=group, async_op=True)  # starts its worker, which must end with it
     dist.destroy_process_group(group)
     assert tensor.item() == world.size
-    options = c10d.AllreduceOptions()
+    options = torch_internals.AllreduceOptions()
     options.asyncOp = is_async
     with pytest.raises(mpicomm.MpicommError, match="destroyed"):
         group.allreduce([torch.ones(1)], options)
@@ -99,7 +99,7 @@ def test_a_destroyed_group_cannot_be_used(world: mpicomm.World, is_async: bool) 
 
 def test_a_destroyed_group_frees_its_communicator(world: mpicomm.World) -> None:
     group = dist.new_group(list(range(world.size)))
-    comm = group._engine.comm
+    comm = group._operations.comm
     assert comm != mpi.api().COMM_NULL
     dist.destroy_process_group(group)
     assert comm == mpi.api().COMM_NULL

@@ -207,9 +207,9 @@ def test_the_average_of_narrow_integers_does_not_overflow(group: Group) -> None:
 
 
 def _options(kind: str, op: object, is_async: bool) -> Any:
-    from mpicomm.backend import c10d
+    from mpicomm.backend import torch_internals
 
-    options = getattr(c10d, kind)()
+    options = getattr(torch_internals, kind)()
     options.reduceOp = op
     options.asyncOp = is_async
     return options

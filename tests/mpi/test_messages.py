@@ -287,7 +287,7 @@ def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpico
     tensor = torch.full((8_000_000,), 1.0 + world.rank)
     start = [lambda: dist.isend(tensor, 1), lambda: dist.irecv(tensor, 0)]
     if world.rank == busy:
-        poller = dist.group.WORLD._engine.executor._get_poller()
+        poller = dist.group.WORLD._operations.executor._get_poller()
         assert mpi.poll(lambda: poller.is_idle, 30)
         work = start[busy]()
         store.set(started, "")
@@ -315,7 +315,7 @@ def test_what_lets_messages_advance_sleeps_when_there_are_none(world: mpicomm.Wo
             works.append(dist.isend(torch.ones(1_000_000), other, group=group))
             for work in works:
                 work.wait()
-            poller = group._engine.executor._poller
+            poller = group._operations.executor._poller
             assert mpi.poll(functools.partial(getattr, poller, "is_idle"), 10, longest_pause=0.01)
     dist.destroy_process_group(group)
     assert poller is None or not poller._thread.is_alive()

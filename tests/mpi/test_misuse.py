@@ -223,9 +223,9 @@ def _freed(count: int) -> torch.Tensor:
 
 
 def _options(root: int) -> object:
-    from mpicomm.backend import c10d
+    from mpicomm.backend import torch_internals
 
-    options = c10d.BroadcastOptions()
+    options = torch_internals.BroadcastOptions()
     options.rootRank = root
     return options
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.backend import c10d, versions, work
+from mpicomm.backend import torch_internals, versions, work
 from tests.mpi import test_collectives
 from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
@@ -21,7 +21,7 @@ from tests.worlds import BY_MPI, Group, on_groups
 
 
 def options(kind: str, is_async: bool, **values: object) -> Any:
-    made = getattr(c10d, kind)()
+    made = getattr(torch_internals, kind)()
     made.asyncOp = is_async
     for name, value in values.items():
         setattr(made, name, value)
@@ -302,7 +302,7 @@ def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> No
 
 @pytest.mark.mpi(min_size=2)
 def test_a_timeout_of_the_group_set_later(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPICOMM_TIMEOUT", "raise")
+    monkeypatch.setenv("MPICOMM_ON_TIMEOUT", "raise")
     group = dist.new_group(list(range(world.size)))
     group.set_timeout(datetime.timedelta(seconds=0.2))
     tensor = torch.zeros(1)
@@ -407,4 +407,4 @@ def test_the_profiler_keeps_nothing_of_messages_that_are_through(world: mpicomm.
             works.append(dist.irecv(torch.ones(1), (world.rank - 1) % world.size))
             for work in works:
                 work.wait()
-    assert not dist.group.WORLD._engine.executor._events
+    assert not dist.group.WORLD._operations.executor._events

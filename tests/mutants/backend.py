@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
-    # -- atonce.py: the short way of synchronous sums ------------------------------------------------------------------
+    # -- fast_path.py: the short way of synchronous sums ----------------------------------------------------
     Mutant(
-        "backend/atonce.py",
+        "backend/fast_path.py",
         old="            or not tensor.is_contiguous()\n",
         new="",
         fault="The short way adds up the memory of a strided tensor as if its elements lay one after the other.",
@@ -15,7 +15,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/atonce.py",
+        "backend/fast_path.py",
         old='recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)',
         new='recorder.note(self._record, "all_reduce", dtype, count, None, True, True, 3)',
         fault="An all_reduce on the short way is recorded as a message and does not count in the group's sequence.",
@@ -23,20 +23,20 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "backend/atonce.py",
+        "backend/fast_path.py",
         old="""        except BaseException as error:
             if operation is not None:
-                self._executor.spoil(operation, error)
+                self._executor.mark_broken(operation, error)
             raise
 """,
         new="""        except BaseException:
             raise
 """,
         fault="A group stays usable after an all_reduce on the short way has failed.",
-        tests="tests/mpi/test_nodepath.py -k test_unequal_sizes_are_refused_on_all_ranks",
+        tests="tests/mpi/test_shm.py -k test_unequal_sizes_are_refused_on_all_ranks",
         ranks=4,
     ),
-    # -- repairs -------------------------------------------------------------------------------------------------------
+    # -- repairs --------------------------------------------------------------------------------------------
     Mutant(
         "backend/executor.py",
         old="""                call()
@@ -70,11 +70,11 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/c10d.py",
+        "backend/torch_internals.py",
         old="        if not isinstance(group, kind):\n            return torchs(p2p_op_list)",
         new="        if True:\n            return torchs(p2p_op_list)",
         fault="NCCL gets the messages of a batch one by one.",
-        tests="tests/mpi/test_routed.py -k batch_of_messages_is_one",
+        tests="tests/mpi/test_composite.py -k batch_of_messages_is_one",
         ranks=4,
     ),
     Mutant(
@@ -82,12 +82,12 @@ MUTANTS = [
         old="            if self._all_ranks(are_on_host):",
         new="            if are_on_host:",
         fault="A rank with a CPU tensor sends it whole while another sends that of its GPU in chunks.",
-        tests="tests/mpi/test_routes.py -k take_part_together",
+        tests="tests/mpi/test_gpu_transport.py -k take_part_together",
         ranks=4,
     ),
-    # -- engine.py -----------------------------------------------------------------------------------------------------
+    # -- engine.py ------------------------------------------------------------------------------------------
     Mutant(
-        "backend/engine.py",
+        "backend/operations.py",
         old="self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))",
         new="self._put(dense, flat, self.comm.rank * dense.numel())",
         fault="all_gather of a list puts the own part where it would be if all parts were equally long.",
@@ -95,7 +95,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/engine.py",
+        "backend/operations.py",
         old='return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))',
         new='return self.executor.track("send", MessageWork([tensor], request, tensor, operation, self.executor))',
         fault="The dense copy of a tensor that is being sent is freed before the message is through.",
@@ -103,7 +103,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/engine.py",
+        "backend/operations.py",
         old="""        if not self._keep:
             buffers.unpack(self._packed, self._tensor)
 """,
@@ -113,14 +113,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/engine.py",
-        old="        result = buffers.apart(result, dense)\n",
+        "backend/operations.py",
+        old="        result = buffers.without_alias(result, dense)\n",
         new="",
         fault="reduce_scatter through the memory of a node writes its output while other ranks read it as input.",
         tests="tests/mpi/test_collectives.py -k 'test_the_output_may_overlap_two_blocks_of_the_input and direct'",
         ranks=4,
     ),
-    # -- executor.py ---------------------------------------------------------------------------------------------------
+    # -- executor.py ----------------------------------------------------------------------------------------
     Mutant(
         "backend/executor.py",
         old="return not is_async and (worker is None or worker.is_idle)",
@@ -171,9 +171,9 @@ MUTANTS = [
         tests="tests/launch/test_own_timeouts.py -k barrier",
         ranks=0,
     ),
-    # -- progress.py ---------------------------------------------------------------------------------------------------
+    # -- progress.py ----------------------------------------------------------------------------------------
     Mutant(
-        "backend/progress.py",
+        "backend/worker_thread.py",
         old="queue.SimpleQueue[Job | None] = queue.SimpleQueue()",
         new="queue.SimpleQueue[Job | None] = queue.LifoQueue()",
         fault="The worker runs the operation that was queued last first.",
@@ -181,7 +181,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/progress.py",
+        "backend/worker_thread.py",
         old="""            self._open.pop(work, None)
         try:
             if not is_given_up:
@@ -203,7 +203,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/progress.py",
+        "backend/worker_thread.py",
         old="""        for callback in after:
             callback.has_ended.wait()
 """,
@@ -213,7 +213,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/progress.py",
+        "backend/worker_thread.py",
         old="lambda: self.is_idle or callback in self._awaited",
         new="lambda: self.is_idle",
         fault="A callback of one group waits for an operation of another that waits for the callback.",
@@ -237,7 +237,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/progress.py",
+        "backend/worker_thread.py",
         old="""        for work in self._watched:
             work.finish()
 """,
@@ -246,7 +246,7 @@ MUTANTS = [
         tests="tests/launch/test_aborted_groups.py -k future",
         ranks=0,
     ),
-    # -- work.py -------------------------------------------------------------------------------------------------------
+    # -- work.py --------------------------------------------------------------------------------------------
     Mutant(
         "backend/work.py",
         old="        return self._status.source\n",
@@ -279,7 +279,7 @@ MUTANTS = [
         tests="tests/mpi/test_messages.py -k test_what_is_through_is_not_kept",
         ranks=4,
     ),
-    # -- buffers.py ----------------------------------------------------------------------------------------------------
+    # -- buffers.py -----------------------------------------------------------------------------------------
     Mutant(
         "backend/buffers.py",
         old=(
@@ -298,7 +298,7 @@ MUTANTS = [
         tests="tests/mpi/test_collectives.py -k test_views_that_torch_conjugates",
         ranks=4,
     ),
-    # -- reductions.py -------------------------------------------------------------------------------------------------
+    # -- reductions.py --------------------------------------------------------------------------------------
     Mutant(
         "backend/reductions.py",
         old='rounding_mode="trunc"',
@@ -309,15 +309,15 @@ MUTANTS = [
     ),
     Mutant(
         "backend/reductions.py",
-        old="                sums.divide(raw, self.divisor)\n",
+        old="                interface.divide(raw, self.divisor)\n",
         new="""                dense = raw.to(tensor.dtype)
-                sums.divide(dense, self.divisor)
+                interface.divide(dense, self.divisor)
 """,
         fault="AVG of narrow floats rounds the sum before it divides: two roundings, and float16 overflows.",
         tests="tests/mpi/test_narrow_floats.py -k test_an_average_whose_sum_is_beyond_the_range",
         ranks=4,
     ),
-    # -- dtypes.py -----------------------------------------------------------------------------------------------------
+    # -- dtypes.py ------------------------------------------------------------------------------------------
     Mutant(
         "backend/dtypes.py",
         old='torch.uint32: "UINT32_T"',
@@ -326,9 +326,9 @@ MUTANTS = [
         tests="tests/mpi/test_matrix.py -k 'test_all_reduce_and_reduce and uint32'",
         ranks=4,
     ),
-    # -- wire.py -------------------------------------------------------------------------------------------------------
+    # -- mpi_calls.py ---------------------------------------------------------------------------------------
     Mutant(
-        "backend/wire.py",
+        "backend/mpi_calls.py",
         old="return dense.detach().view(-1).split(largest_count())",
         new="return dense.detach().view(-1).split(largest_count() + 1)",
         fault="The parts of a tensor that is too long for one call have one element more than MPI can count.",
@@ -336,18 +336,18 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/wire.py",
+        "backend/mpi_calls.py",
         old="    mpi.api().Request.Waitall(requests)\n",
         new="",
         fault="An exchange of parts that are too long for one call returns before the messages are through.",
         tests="tests/mpi/test_all_to_all.py -k test_even_parts",
         ranks=4,
     ),
-    # -- process_group.py ----------------------------------------------------------------------------------------------
+    # -- process_group.py -----------------------------------------------------------------------------------
     Mutant(
         "backend/process_group.py",
-        old="self._engine.record.timeout = timeout.total_seconds()",
-        new="self._engine.record.timeout = timeout.seconds",
+        old="self._operations.record.timeout = timeout.total_seconds()",
+        new="self._operations.record.timeout = timeout.seconds",
         fault="set_timeout() drops the days and the fractions of a second of its timeout.",
         tests="tests/mpi/test_more_methods.py -k test_a_timeout_of_the_group_set_later",
         ranks=4,
@@ -360,9 +360,9 @@ MUTANTS = [
         tests="tests/mpi/test_all_to_all.py -k test_uneven_parts_on_one_side",
         ranks=4,
     ),
-    # -- c10d.py -------------------------------------------------------------------------------------------------------
+    # -- torch_internals.py ---------------------------------------------------------------------------------
     Mutant(
-        "backend/c10d.py",
+        "backend/torch_internals.py",
         old="""    if timeout is not None:
         made.timeout = timeout
 """,
@@ -372,7 +372,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "backend/c10d.py",
+        "backend/torch_internals.py",
         old="        return tensor.wait()\n",
         new="        return tensor.elem\n",
         fault="A tensor that a functional collective still fills is read before that has ended.",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.mutants import backend, launch_and_faults, node_and_verbs, training
+from tests.mutants import backend, launch_and_watchdog, shm_and_collective_ops, training
 
 MUTANTS = [
     *backend.MUTANTS,
-    *node_and_verbs.MUTANTS,
-    *launch_and_faults.MUTANTS,
+    *shm_and_collective_ops.MUTANTS,
+    *launch_and_watchdog.MUTANTS,
     *training.MUTANTS,
 ]

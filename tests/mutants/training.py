@@ -5,24 +5,24 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
-    # -- what the ranks agree on ---------------------------------------------------------------------------------------
+    # -- what the ranks agree on ----------------------------------------------------------------------------
     Mutant(
-        "training/agreed.py",
-        old="wish, has_failed = self._everybodys.tolist()",
-        new="wish, has_failed = self._mine.tolist()",
+        "training/rank_sync.py",
+        old="stop_request, has_failed = self._everybodys.tolist()",
+        new="stop_request, has_failed = self._mine.tolist()",
         fault="Each rank looks at its own vote alone, so one that wishes to leave leaves without the others.",
         tests="tests/training/test_checkpoints.py -k wish_during_the_evaluation",
         ranks=4,
     ),
     Mutant(
-        "training/agreed.py",
+        "training/rank_sync.py",
         old="return int(reduced([count], dist.ReduceOp.MAX)[0])",
         new="return int(reduced([count], dist.ReduceOp.MIN)[0])",
         fault="Where ranks have different numbers of batches in a step, those that the shortest one lacks are dropped.",
         tests="tests/training/test_uneven.py -k very_different_lengths",
         ranks=4,
     ),
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- checkpoints ----------------------------------------------------------------------------------------
     Mutant(
         "training/checkpoint.py",
         old="return marks[-1].parent if marks else None",
@@ -83,7 +83,7 @@ MUTANTS = [
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=4,
     ),
-    # -- data ----------------------------------------------------------------------------------------------------------
+    # -- data -----------------------------------------------------------------------------------------------
     Mutant(
         "training/data.py",
         old="mine = len(range(start + rank, end, self.size))",
@@ -108,7 +108,7 @@ MUTANTS = [
         tests="tests/training/test_uneven.py -k signal_to_all_processes",
         ranks=2,
     ),
-    # -- gradients and figures -----------------------------------------------------------------------------------------
+    # -- gradients and figures ------------------------------------------------------------------------------
     Mutant(
         "training/hooks.py",
         old="op=dist.ReduceOp.AVG, group=state",
@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/metrics.py",
-        old="        total, count = agreed.reduced([float(self.total), self.count])\n",
-        new="        total, count = agreed.reduced([float(self.total) / max(self.count, 1), self.count])\n"
+        old="        total, count = rank_sync.reduced([float(self.total), self.count])\n",
+        new="        total, count = rank_sync.reduced([float(self.total) / max(self.count, 1), self.count])\n"
         "        total *= count / dist.get_world_size()\n",
         fault="The loss of an epoch is the mean of the ranks' means, whatever their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
@@ -146,7 +146,7 @@ MUTANTS = [
         "training/parallel.py",
         old="        if self._hook is not None:\n            self._register_hook()",
         new="        if self.hook_state is not None:\n            self._register_hook()",
-        fault='hook="bf16" and hook="fp16" are accepted and never used.',
+        fault='grad_compression="bf16" and "fp16" are accepted and never used.',
         tests="tests/training/test_steps.py -k compressed_gradients",
         ranks=2,
     ),
@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "training/precision.py",
         old="            self.scaler.unscale_(optimizer)\n"
-        "            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)\n",
-        new="            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)\n"
+        "            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n",
+        new="            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
         "            self.scaler.unscale_(optimizer)\n",
         fault="Gradients in float16 are clipped before they are unscaled, so that hardly anything is left of them.",
         tests="tests/training/test_steps.py -k sixteen_bits",
@@ -211,7 +211,7 @@ MUTANTS = [
         tests="tests/training/test_uneven.py -k only_some_ranks_have_data_left",
         ranks=4,
     ),
-    # -- interruptions -------------------------------------------------------------------------------------------------
+    # -- interruptions --------------------------------------------------------------------------------------
     Mutant(
         "training/preemption.py",
         old="super().__init__(STATUS)",
@@ -222,15 +222,15 @@ MUTANTS = [
     ),
     Mutant(
         "training/preemption.py",
-        old="margin, is_first = min(margin, left / 2), False",
+        old="stop_margin, is_first = min(stop_margin, left / 2), False",
         new="is_first = False",
         fault="A job with less time than the margin leaves at once, and never comes further however often it starts.",
         tests="tests/unit/test_leaving_in_time.py -k nearly_up",
         ranks=0,
     ),
-    # -- the metrics file and the display ------------------------------------------------------------------------------
+    # -- the metrics file and the display -------------------------------------------------------------------
     Mutant(
-        "training/progress.py",
+        "training/progress_display.py",
         old="seconds = ((self._epochs - epoch) * self._total - consumed)",
         new="seconds = (self._total - consumed)",
         fault="The time that is left is that of the epoch, not of the run.",
@@ -254,14 +254,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/timing.py",
+        "training/step_timing.py",
         old='self._seconds["compute"] += now - self._last - exposed',
         new='self._seconds["compute"] += now - self._last',
         fault="What a rank waits for communication counts as computing too.",
         tests="tests/training/test_timing.py",
         ranks=2,
     ),
-    # -- reports -------------------------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------
     Mutant(
         "reports/benchmark_plots.py",
         old='points = [(row["nbytes"], row[name]) for row in rows if row["backend"] == backend and row[name] > 0]',
@@ -311,7 +311,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "reports/starts.py",
+        "reports/startup_table.py",
         old='whole = row[ours]["seconds"]',
         new='whole = row[ours]["median"]',
         fault="The table of starts compares mpicomm's median with the fastest start of the other ways.",
@@ -326,9 +326,9 @@ MUTANTS = [
         tests="tests/unit/test_runs.py -k stand_beside_each_other",
         ranks=0,
     ),
-    # -- benchmarks ----------------------------------------------------------------------------------------------------
+    # -- benchmarks -----------------------------------------------------------------------------------------
     Mutant(
-        "bench/backends.py",
+        "bench/compared_backends.py",
         old='for name in ("allreduce", "_allgather_base",',
         new='for name in ("_allgather_base",',
         fault="The no-op backend runs DDP's all-reduces, so the lower bound of a step's time includes communication.",
@@ -336,7 +336,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "bench/collectives.py",
+        "bench/sweep.py",
         old='busbw=float(f"{algbw * operation.load:.4g}"),',
         new='busbw=float(f"{algbw / operation.load:.4g}"),',
         fault="Bus bandwidth is the bandwidth divided by its factor instead of multiplied.",
@@ -344,7 +344,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "bench/first_words.py",
+        "bench/startup_probe.py",
         old='    dist.all_reduce(torch.ones(1))\n    laps["first all_reduce"] = time.perf_counter()\n',
         new='    laps["first all_reduce"] = time.perf_counter()\n    dist.all_reduce(torch.ones(1))\n',
         fault="What the first all_reduce takes counts as a part of the launch.",
@@ -360,9 +360,9 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "bench/operations.py",
-        old="        self.receive.fill_(values.POISON)\n        values.fill(self.send, self._sent())\n",
-        new="        values.fill(self.send, self._sent())\n",
+        "bench/measured_operations.py",
+        old="        self.receive.fill_(known_inputs.POISON)\n        known_inputs.fill(self.send, self._sent())\n",
+        new="        known_inputs.fill(self.send, self._sent())\n",
         fault="A backend that writes no result passes, since the right one of the backend before lies there.",
         tests="tests/bench/test_operations.py -k does_nothing_is_wrong",
         ranks=4,
@@ -408,7 +408,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "bench/values.py",
+        "bench/known_inputs.py",
         old="        found += int((part[whole:] != expected[: len(part) - whole]).sum())\n",
         new="",
         fault="Wrong elements behind the last whole repetition of the pattern are not counted, small results never.",

@@ -76,17 +76,17 @@ def make_trainer(directory: str, arguments: argparse.Namespace) -> Trainer:
         nn.functional.cross_entropy,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.97),
         batch_size=8,
-        accumulate=2,
-        clip_norm=1.0,
+        grad_accum_steps=2,
+        max_grad_norm=1.0,
         precision=arguments.precision,
         strategy=arguments.strategy,
         checkpoint_dir=directory,
         save_every=SAVE_EVERY,
-        keep=2,
+        keep_checkpoints=2,
         log_every=4,
         seed=5,
         num_workers=arguments.workers,
-        show=arguments.show,
+        progress=arguments.progress,
     )
 
 
@@ -133,7 +133,7 @@ def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def digest(trainer: Trainer) -> str:
     """Return a digest of all that this rank holds of the parameters, buffers and the optimizer."""
-    tensors = [*trainer.spread.inner.state_dict().values()]
+    tensors = [*trainer.wrapped.inner.state_dict().values()]
     for state in trainer.optimizer.state.values():
         tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
     found = hashlib.sha256()
@@ -159,7 +159,7 @@ def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
 
     def taking(step: Step, count: int) -> None:
         if trainer.position.step + 1 == leave_at:
-            trainer._wish.why = "enough"
+            trainer._stop_request.why = "enough"
         take_step(step, count)
         indices = [index for batch in step.batches for index in batch.indices or ()]
         with path.open("a") as file:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import mpicomm
-from mpicomm.training.data import Feed
+from mpicomm.training.data import DataSource
 from tests import figures
 
 MODELS, ROUNDS, STEPS, BATCH = 6, 12, 50, 64
@@ -115,8 +115,8 @@ def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[
     ours: list[float] = []
     hand: list[float] = []
 
-    def both(feed: Feed) -> None:
-        turns = [(ours, lambda: train_epoch(feed)), (hand, lambda: epoch_by_hand(trainer.position.epoch))]
+    def both(make_source: DataSource) -> None:
+        turns = [(ours, lambda: train_epoch(make_source)), (hand, lambda: epoch_by_hand(trainer.position.epoch))]
         for times, epoch in turns if len(ours) % 2 else reversed(turns):
             times.append(_time(epoch))
 
@@ -126,7 +126,7 @@ def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[
             make_optimizer(model),
             nn.functional.cross_entropy,
             batch_size=BATCH,
-            show="none",
+            progress="none",
             checkpoint_dir=mpicomm.broadcast_object(own, src=0),
             save_every=STEPS * (ROUNDS + 1),
         )

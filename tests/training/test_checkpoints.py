@@ -36,7 +36,7 @@ def make_trainer(directory: Path | None, model: nn.Module | None = None, **optio
     np.random.seed(1)
     model = model or make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    given = {"batch_size": 8, "checkpoint_dir": directory, "show": "none", "log_every": 3, **options}
+    given = {"batch_size": 8, "checkpoint_dir": directory, "progress": "none", "log_every": 3, **options}
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     return Trainer(model, optimizer, nn.functional.cross_entropy, scheduler=scheduler, **given)
 
@@ -58,7 +58,7 @@ def complete(directory: Path) -> list[str]:
         {},
         {"strategy": "fsdp"},
         {"precision": "float16"},
-        {"accumulate": 2, "num_workers": 1},
+        {"grad_accum_steps": 2, "num_workers": 1},
     ],
     ids=str,
 )
@@ -81,12 +81,12 @@ def test_a_complete_run_is_left_alone(world: mpicomm.World, directory: Path) -> 
     assert complete(directory) == names
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep: int) -> None:
-    trainer = make_trainer(directory, save_every=2, keep=keep)
+@pytest.mark.parametrize("keep_checkpoints", [1, 2])
+def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep_checkpoints: int) -> None:
+    trainer = make_trainer(directory, save_every=2, keep_checkpoints=keep_checkpoints)
     fit(trainer)
     names = complete(directory)
-    assert len(names) == keep
+    assert len(names) == keep_checkpoints
     assert names[-1] == f"step-{trainer.position.step:09d}-epoch-00003-evaluated"
     left = {path.name for path in directory.iterdir()}
     assert left == {*names, "metrics.jsonl", ".lock"}
@@ -119,11 +119,11 @@ def test_an_old_checkpoint_that_cannot_be_removed(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1000))
-        fit(make_trainer(directory, save_every=2, keep=1), 2)
+        fit(make_trainer(directory, save_every=2, keep_checkpoints=1), 2)
         assert mpicomm.broadcast_object((directory / old).exists(), src=0)
         # The next start cannot remove it either; the first save of it can.
         monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1))
-        trainer = make_trainer(directory, save_every=2, keep=1)
+        trainer = make_trainer(directory, save_every=2, keep_checkpoints=1)
         assert fit(trainer) == expected
     assert digest(trainer) == digest(whole)
     assert {path.name for path in directory.iterdir()} == {*complete(directory), "metrics.jsonl", ".lock"}
@@ -166,7 +166,7 @@ def test_a_wish_during_the_evaluation(world: mpicomm.World, directory: Path) -> 
 
     def wishes(*arguments: Any) -> torch.Tensor:
         if world.rank == 0 and not torch.is_grad_enabled():
-            trainer._wish.why = "enough"
+            trainer._stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = wishes
@@ -191,7 +191,7 @@ def test_another_optimizer_is_refused_by_name(world: mpicomm.World, directory: P
     fit(make_trainer(directory), 1)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters())
-    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, checkpoint_dir=directory, show="none")
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, checkpoint_dir=directory, progress="none")
     with pytest.raises(mpicomm.CheckpointError, match="holds a run with AdamW, and this one has SGD"):
         trainer.fit(Samples(61, 2, 0.1), 2)
 

@@ -40,7 +40,7 @@ class Noted(nn.Module):
 
 def make_trainer(model: nn.Module, **options: Any) -> mpicomm.Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, batch_size=8, show="none", **options)
+    return mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, batch_size=8, progress="none", **options)
 
 
 def whole(model: nn.Module) -> dict[str, Any]:

@@ -84,13 +84,13 @@ def test_an_older_mpi_has_no_persistent_collectives(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = samples(16 * world.size)
-    monkeypatch.setattr("mpicomm.training.agreed._planned", lambda *_: None)
+    monkeypatch.setattr("mpicomm.training.rank_sync._planned", lambda *_: None)
     trainer = make_trainer(make_model(), batch_size=4, checkpoint_dir=directory)
     inner = trainer.loss_fn
 
     def wishes(*arguments: Any) -> torch.Tensor:
         if world.rank == world.size - 1 and trainer.position.step == 1:
-            trainer._wish.why = "enough"
+            trainer._stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = wishes

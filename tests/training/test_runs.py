@@ -99,7 +99,7 @@ torch.manual_seed(world.rank)
 model = make_model()
 trainer = mpicomm.Trainer(
     model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy,
-    strategy=strategy, weights=before or None, batch_size=8, show="none",
+    strategy=strategy, weights=before or None, batch_size=8, progress="none",
 )
 drawn = Samples(40, 3, 0.0)
 data = TensorDataset(drawn.x, drawn.y)
@@ -139,7 +139,7 @@ x[37] = torch.nan
 model = nn.Linear(4, 2)
 trainer = mpicomm.Trainer(
     model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy,
-    batch_size=4, checkpoint_dir=sys.argv[1], save_every=1, show="none",
+    batch_size=4, checkpoint_dir=sys.argv[1], save_every=1, progress="none",
 )
 trainer.fit(TensorDataset(x, torch.zeros(64, dtype=torch.long)), 1)
 """
@@ -198,7 +198,8 @@ model = torch.nn.Linear(2, 1)
 data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
 optimizer = torch.optim.Adam(model.parameters())
 trainer = mpicomm.Trainer(
-    model, optimizer, torch.nn.functional.mse_loss, batch_size=1, save_every=1, checkpoint_dir=sys.argv[1], show="none"
+    model, optimizer, torch.nn.functional.mse_loss,
+    batch_size=1, save_every=1, checkpoint_dir=sys.argv[1], progress="none",
 )
 trainer.fit(data, 1)
 sys.stdout.write(f"main {calls[False] > 0}, saving {calls[True]}\\n")

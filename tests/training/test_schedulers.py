@@ -24,11 +24,18 @@ def make_trainer(directory: Path | None = None, *, leave_in_evaluation: int = 0,
 
     def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled() and trainer.position.epoch == leave_in_evaluation:
-            trainer._wish.why = "enough"
+            trainer._stop_request.why = "enough"
         return nn.functional.cross_entropy(outputs, labels)
 
     trainer = mpicomm.Trainer(
-        model, optimizer, loss_fn, scheduler=scheduler, checkpoint_dir=directory, batch_size=8, show="none", **options
+        model,
+        optimizer,
+        loss_fn,
+        scheduler=scheduler,
+        checkpoint_dir=directory,
+        batch_size=8,
+        progress="none",
+        **options,
     )
     return trainer
 
@@ -82,9 +89,9 @@ def test_what_cannot_be_stepped_is_refused_before_training(world: mpicomm.World)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_scheduler_skips_the_steps_that_overflow_in_float16(
-    world: mpicomm.World, strategy: str, clip_norm: float | None
+    world: mpicomm.World, strategy: str, max_grad_norm: float | None
 ) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,9 +112,9 @@ def test_a_scheduler_skips_the_steps_that_overflow_in_float16(
         scheduler=scheduler,
         precision="float16",
         strategy=strategy,
-        clip_norm=clip_norm,
+        max_grad_norm=max_grad_norm,
         batch_size=8,
-        show="none",
+        progress="none",
     )
     trainer.fit(samples(8 * world.size * 4), 1)
     assert trainer.position.step == 4

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import mpicomm
-from mpicomm.training.data import Cut
+from mpicomm.training.data import EpochPartition
 
 pytestmark = [pytest.mark.mpi, pytest.mark.each_torch("trainer")]
 
@@ -34,7 +34,7 @@ def make_model() -> nn.Module:
 
 def make_trainer(model: nn.Module, **options: Any) -> mpicomm.Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, show="none", **options)
+    return mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, progress="none", **options)
 
 
 def train(data: TensorDataset, epochs: int = 2, **options: Any) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ def train_alone(data: TensorDataset, batch: int, size: int, epochs: int = 2) -> 
     x, y = data.tensors
     for epoch in range(epochs):
         order = order_of(data, epoch, size)
-        for start, end in Cut(len(data), batch, 1, size).bounds(0):
+        for start, end in EpochPartition(len(data), batch, 1, size).bounds(0):
             chosen = order[start:end]
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
@@ -60,9 +60,9 @@ def train_alone(data: TensorDataset, batch: int, size: int, epochs: int = 2) -> 
 
 
 def order_of(data: TensorDataset, epoch: int, size: int) -> torch.Tensor:
-    from mpicomm.training.data import Options, Place, Sharded
+    from mpicomm.training.data import DataRank, IndexedSource, LoaderOptions
 
-    return Sharded(data, Options(), Place(0, size)).order(epoch)
+    return IndexedSource(data, LoaderOptions(), DataRank(0, size)).order(epoch)
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -80,15 +80,15 @@ def test_all_ranks_train_as_one_process_would(world: mpicomm.World, count: int) 
 @pytest.mark.parametrize("count", [96, 101])
 def test_many_small_batches_are_one_large_one(world: mpicomm.World, count: int) -> None:
     data = samples(count)
-    assert_close(train(data, batch_size=1, accumulate=16), train(data, batch_size=16))
+    assert_close(train(data, batch_size=1, grad_accum_steps=16), train(data, batch_size=16))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_fsdp_trains_as_ddp_does(world: mpicomm.World, accumulate: int) -> None:
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
+def test_fsdp_trains_as_ddp_does(world: mpicomm.World, grad_accum_steps: int) -> None:
     data = samples(61)
-    whole = train(data, batch_size=4, accumulate=accumulate)
+    whole = train(data, batch_size=4, grad_accum_steps=grad_accum_steps)
     model = make_model()
-    trainer = make_trainer(model, batch_size=4, accumulate=accumulate, strategy="fsdp", clip_norm=100.0)
+    trainer = make_trainer(model, batch_size=4, grad_accum_steps=grad_accum_steps, strategy="fsdp", max_grad_norm=100.0)
     trainer.fit(data, 2)
     assert_close([each.full_tensor().detach() for each in model.parameters()], whole)  # type: ignore[operator]
 
@@ -134,25 +134,28 @@ def test_the_loss_of_an_epoch_is_the_mean_over_all_samples(world: mpicomm.World)
     x, y = data.tensors
     before = nn.functional.cross_entropy(copy.deepcopy(model)(x), y).item()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, batch_size=4, log_every=2, show="none")
+    trainer = mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, batch_size=4, log_every=2, progress="none")
     (first,) = trainer.fit(data, 1)
     assert (first["epoch"], first["samples"]) == (1, 53)
     assert first["loss"] == pytest.approx(before, rel=1e-5)
 
 
-@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
-def test_compressed_gradients_train_nearly_as_well(world: mpicomm.World, hook: str) -> None:
+@pytest.mark.parametrize("grad_compression", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_train_nearly_as_well(world: mpicomm.World, grad_compression: str) -> None:
     data = samples(32 * world.size)
-    whole, found = (make_trainer(make_model(), batch_size=8, hook=each).fit(data, 5) for each in (None, hook))
+    whole, found = (
+        make_trainer(make_model(), batch_size=8, grad_compression=each).fit(data, 5)
+        for each in (None, grad_compression)
+    )
     assert found[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.1)
     assert found[-1]["loss"] != whole[-1]["loss"], "the gradients were not compressed"
     assert found[-1]["loss"] < 0.8 * found[0]["loss"]
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.2])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 @pytest.mark.parametrize(("precision", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
 def test_sixteen_bits_train_nearly_as_well(
-    world: mpicomm.World, precision: str, dtype: torch.dtype, clip_norm: float | None
+    world: mpicomm.World, precision: str, dtype: torch.dtype, max_grad_norm: float | None
 ) -> None:
     data, dtypes = samples(32 * world.size), []
 
@@ -161,11 +164,11 @@ def test_sixteen_bits_train_nearly_as_well(
         return nn.functional.cross_entropy(outputs, labels)
 
     model = make_model()
-    trainer = make_trainer(model, batch_size=8, precision=precision, clip_norm=clip_norm)
+    trainer = make_trainer(model, batch_size=8, precision=precision, max_grad_norm=max_grad_norm)
     trainer.loss_fn = loss_fn
     trainer.fit(data, 2)
     assert set(dtypes) == {dtype}
-    whole = train(data, batch_size=8, clip_norm=clip_norm)
+    whole = train(data, batch_size=8, max_grad_norm=max_grad_norm)
     for mine, theirs, begin in zip(model.parameters(), whole, make_model().parameters(), strict=True):
         moved, error = (theirs - begin).norm().item(), (theirs - mine).norm().item()
         assert 0 < error < 0.05 * moved
@@ -209,8 +212,8 @@ def test_a_scheduler_steps_when_it_should(world: mpicomm.World, schedule: str, t
         scheduler=scheduler,
         schedule=schedule,
         batch_size=4,
-        clip_norm=1.0,
-        show="none",
+        max_grad_norm=1.0,
+        progress="none",
     )
     trainer.fit(samples(12 * world.size), 2)
     assert optimizer.param_groups[0]["lr"] == 0.5**times
@@ -221,7 +224,7 @@ def test_buffers_are_equal_on_all_ranks_after_an_epoch(world: mpicomm.World, str
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
     trainer = make_trainer(model, batch_size=8, strategy=strategy)
     trainer.fit(samples(16 * world.size), 1)
-    means = mpicomm.all_gather(trainer.spread.inner.state_dict()["0.running_mean"])
+    means = mpicomm.all_gather(trainer.wrapped.inner.state_dict()["0.running_mean"])
     assert all(torch.equal(each, means[0]) for each in means)
 
 
@@ -230,7 +233,7 @@ def test_a_step_without_a_finite_loss_is_skipped(world: mpicomm.World, bad: floa
     data = samples(16 * world.size)
     data.tensors[0][5] = bad
     model, entries = make_model(), []
-    trainer = make_trainer(model, batch_size=4, if_not_finite="skip", logger=entries.append)
+    trainer = make_trainer(model, batch_size=4, on_nonfinite="skip", logger=entries.append)
     trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.5**step)
     history = trainer.fit(data, 2)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**6, "the scheduler takes the steps of the optimizer"
@@ -267,11 +270,11 @@ def test_parameters_that_come_to_differ_are_found(world: mpicomm.World, which: i
     [
         ({"precision": "int8"}, "precision must be 'float32', .* or 'fp16', got 'int8'"),
         ({"strategy": "zero"}, "strategy must be 'ddp' or 'fsdp', got 'zero'"),
-        ({"hook": "zip"}, "hook must be 'bf16', .* or None, got 'zip'"),
-        ({"hook": "bf16", "strategy": "fsdp"}, "hook='bf16' is for strategy='ddp'"),
+        ({"grad_compression": "zip"}, "hook must be 'bf16', .* or None, got 'zip'"),
+        ({"grad_compression": "bf16", "strategy": "fsdp"}, "grad_compression='bf16' is for strategy='ddp'"),
         ({"schedule": "day"}, "schedule must be 'step', 'epoch' or None, got 'day'"),
-        ({"if_not_finite": "hope"}, "if_not_finite must be 'stop' or 'skip', got 'hope'"),
-        ({"show": "all"}, "show must be .*, got 'all'"),
+        ({"on_nonfinite": "hope"}, "on_nonfinite must be 'stop' or 'skip', got 'hope'"),
+        ({"progress": "all"}, "show must be .*, got 'all'"),
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ({"sync_batchnorm": True}, "torch's synchronized batch normalization needs GPUs"),
         ({"rank_logs": True}, "rank_logs are written to checkpoint_dir"),

@@ -33,7 +33,7 @@ class Structured(Dataset[Any]):
         return self.structure(x[:HALF], x[HALF:], label)
 
 
-class Stream(Structured, IterableDataset[Any]):
+class IterableSource(Structured, IterableDataset[Any]):
     def __iter__(self) -> Any:
         return (self[index] for index in range(len(self)))
 
@@ -88,7 +88,7 @@ STRUCTURES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, An
 
 def make_trainer(model: nn.Module, **options: Any) -> mpicomm.Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given = {"loss_fn": nn.functional.cross_entropy, "batch_size": 8, "show": "none", **options}
+    given = {"loss_fn": nn.functional.cross_entropy, "batch_size": 8, "progress": "none", **options}
     return mpicomm.Trainer(model, optimizer, **given)
 
 
@@ -122,7 +122,7 @@ def test_a_stream_of_mappings(world: mpicomm.World) -> None:
     structure, take, _ = STRUCTURES["a mapping"]
     count = 16 * world.size + 3
     trainer = make_trainer(Net(take))
-    (epoch,) = trainer.fit(Stream(count, structure), 1)
+    (epoch,) = trainer.fit(IterableSource(count, structure), 1)
     assert (epoch["samples"], epoch["step"]) == (count, 3)
 
 

@@ -27,7 +27,7 @@ from tests.training.test_steps import FEATURES, assert_close, make_model, sample
 pytestmark = pytest.mark.mpi
 
 
-class Stream(IterableDataset[Any]):
+class IterableSource(IterableDataset[Any]):
     def __init__(self, count: int) -> None:
         self.pairs = samples(count)
 
@@ -38,13 +38,13 @@ class Stream(IterableDataset[Any]):
 def make_trainer(model: nn.Module | None = None, *, leave_at: int = 0, **options: Any) -> Trainer:
     model = model or make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    given = {"batch_size": 2, "show": "none", **options}
+    given = {"batch_size": 2, "progress": "none", **options}
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, **given)
     inner = trainer.loss_fn
 
     def loss_fn(*arguments: Any) -> torch.Tensor:
         if leave_at and trainer.position.step + 1 == leave_at:
-            trainer._wish.why = "enough"
+            trainer._stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = loss_fn
@@ -65,27 +65,27 @@ def assert_trained(trainer: Trainer, data: TensorDataset, steps: list[list[int]]
 
 def parameters_of(trainer: Trainer) -> list[torch.Tensor]:
     """Return the whole parameters on every rank (collective)."""
-    found = [each.detach() for each in trainer.spread.inner.parameters()]
+    found = [each.detach() for each in trainer.wrapped.inner.parameters()]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy: str, accumulate: int) -> None:
-    whole = 2 * world.size * accumulate
+@pytest.mark.parametrize("grad_accum_steps", [1, 2])
+def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy: str, grad_accum_steps: int) -> None:
+    whole = 2 * world.size * grad_accum_steps
     count = whole + 2  # one more batch, for rank 0
-    trainer = test_steps.make_trainer(make_model(), batch_size=2, strategy=strategy, accumulate=accumulate)
-    (epoch,) = trainer.fit(Stream(count), 1)
+    trainer = test_steps.make_trainer(make_model(), batch_size=2, strategy=strategy, grad_accum_steps=grad_accum_steps)
+    (epoch,) = trainer.fit(IterableSource(count), 1)
     assert epoch["samples"] == count
     assert_trained(trainer, samples(count), [list(range(whole)), [whole, whole + 1]])
-    assert trainer.evaluate(Stream(count))["samples"] == count
+    assert trainer.evaluate(IterableSource(count))["samples"] == count
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) -> None:
     mine = 12 if world.rank == 0 else 2
     loader = DataLoader(samples(12), batch_size=2, sampler=range(mine))
-    trainer = test_steps.make_trainer(make_model(), strategy=strategy, accumulate=4)
+    trainer = test_steps.make_trainer(make_model(), strategy=strategy, grad_accum_steps=4)
     (epoch,) = trainer.fit(loader, 1)
     assert (epoch["samples"], epoch["step"]) == (12 + 2 * (world.size - 1), 2)
     assert_trained(trainer, samples(12), [[*range(8), *[0, 1] * (world.size - 1)], list(range(8, 12))])
@@ -94,10 +94,10 @@ def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) 
 def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:
     count = 2 * world.size * 2 + 2
     whole, again = make_trainer(), make_trainer(checkpoint_dir=directory)
-    expected = whole.fit(Stream(count), 1)
+    expected = whole.fit(IterableSource(count), 1)
     with pytest.raises(mpicomm.Preempted):
-        make_trainer(checkpoint_dir=directory, leave_at=2).fit(Stream(count), 1)
-    assert again.fit(Stream(count), 1) == expected
+        make_trainer(checkpoint_dir=directory, leave_at=2).fit(IterableSource(count), 1)
+    assert again.fit(IterableSource(count), 1) == expected
     assert (expected[0]["samples"], expected[0]["step"]) == (count, 3)
     assert all(torch.equal(a, b) for a, b in zip(parameters_of(again), parameters_of(whole), strict=True))
 
@@ -124,13 +124,13 @@ class Partly(nn.Module):
 def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory: Path) -> None:
     data = samples(16 * world.size)
     whole = Partly()
-    make_trainer(whole, find_unused=True).fit(data, 2)
+    make_trainer(whole, find_unused_parameters=True).fit(data, 2)
     model = Partly()
     model.note = "second"
     with pytest.raises(mpicomm.Preempted):
-        make_trainer(model, find_unused=True, checkpoint_dir=directory, leave_at=3).fit(data, 2)
+        make_trainer(model, find_unused_parameters=True, checkpoint_dir=directory, leave_at=3).fit(data, 2)
     model = Partly()
-    trainer = make_trainer(model, find_unused=True, checkpoint_dir=directory)
+    trainer = make_trainer(model, find_unused_parameters=True, checkpoint_dir=directory)
     trainer.fit(data, 2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
     assert model.unused.weight not in trainer.optimizer.state
@@ -140,10 +140,10 @@ def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory:
 @pytest.mark.parametrize("place", [0, -1])
 def test_skipped_steps_leave_nothing_behind(world: mpicomm.World, place: int) -> None:
     """Not in the buffers, and not in what a rank goes through a step with that has no data left."""
-    stream = Stream(2 * world.size + 2)
+    stream = IterableSource(2 * world.size + 2)
     stream.pairs.tensors[0][2 * world.size - 1 if place else 0] = torch.nan
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
-    (epoch,) = make_trainer(model, if_not_finite="skip").fit(stream, 1)
+    (epoch,) = make_trainer(model, on_nonfinite="skip").fit(stream, 1)
     assert epoch["step"] == 2
     assert all(torch.isfinite(each).all() for each in model.state_dict().values())
 
@@ -154,7 +154,7 @@ def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory
         torch.manual_seed(3)
         nn.init.normal_(model.weight)
         nn.init.zeros_(model.bias)
-        trainer = make_trainer(model, hook="powersgd", **options)
+        trainer = make_trainer(model, grad_compression="powersgd", **options)
         try:
             trainer.fit(samples(2 * world.size * 30), 1)
         except mpicomm.Preempted:

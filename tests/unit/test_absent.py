@@ -95,9 +95,9 @@ def test_hosts_are_those_of_the_scheduler(tmp_path: Path) -> None:
 def test_it_is_printed_while_the_gil_is_held_and_not_after_the_block() -> None:
     code = """
 import ctypes, os, sys
-from mpicomm import launchers
+from mpicomm.launch import detect
 from mpicomm.startup import notice
-launch = launchers.detect(os.environ)
+launch = detect.detect(os.environ)
 reading, writing = os.pipe()
 os.dup2(writing, 2)
 text = ctypes.create_string_buffer(10_000)

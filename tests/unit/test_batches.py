@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
 
 from mpicomm.training import batches
-from mpicomm.training.data import Options, Place, feed
+from mpicomm.training.data import DataRank, LoaderOptions, make_source
 
 A, B, C, T = (torch.full((2, 3), float(value)) for value in range(4))
 META = torch.device("meta")
@@ -150,7 +150,7 @@ def test_batches_of_a_loader_are_counted_by_their_samples(num_workers: int) -> N
         IMAGES, 2, sampler=range(5), num_workers=num_workers, persistent_workers=num_workers > 0, collate_fn=as_lists
     )
     assert len(list(loader)) == 3, "its workers have begun before the trainer has it"
-    own = feed(loader, Options(), Place(0, 2))
+    own = make_source(loader, LoaderOptions(), DataRank(0, 2))
     steps = list(own.steps(0, 0, 0))
     own.close()
     assert [step.count for step in steps] == [2, 2, 1]
@@ -160,7 +160,7 @@ def test_batches_of_a_loader_are_counted_by_their_samples(num_workers: int) -> N
 
 def test_batches_of_a_sampler_of_batches_are_counted_too() -> None:
     loader: DataLoader[Any] = DataLoader(IMAGES, batch_sampler=[[0], [1, 2, 3]], collate_fn=as_lists)
-    assert [step.count for step in feed(loader, Options(), Place(0, 2)).steps(0, 0, 0)] == [1, 3]
+    assert [step.count for step in make_source(loader, LoaderOptions(), DataRank(0, 2)).steps(0, 0, 0)] == [1, 3]
 
 
 class Doubling(DataLoader[Any]):
@@ -173,9 +173,9 @@ class Doubling(DataLoader[Any]):
 def test_batches_of_a_loader_of_ones_own_are_taken_as_they_are() -> None:
     pairs = [(torch.zeros(1), 0)] * 4
     loader = Doubling(pairs, 2, sampler=WeightedRandomSampler(torch.ones(4), 4))
-    assert [step.count for step in feed(loader, Options(), Place(0, 1)).steps(0, 0, 0)] == [4, 4]
+    assert [step.count for step in make_source(loader, LoaderOptions(), DataRank(0, 1)).steps(0, 0, 0)] == [4, 4]
     whole = DataLoader([torch.zeros(6, 2)], batch_size=None, sampler=SequentialSampler([0]))
-    assert [step.count for step in feed(whole, Options(), Place(0, 1)).steps(0, 0, 0)] == [6]
+    assert [step.count for step in make_source(whole, LoaderOptions(), DataRank(0, 1)).steps(0, 0, 0)] == [6]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mpicomm.reports import benchmark_plots, benchmarks, starts
+from mpicomm.reports import benchmark_plots, benchmarks, startup_table
 
 
 def row(backend: str, us: float, nbytes: int = 1024, **values: Any) -> dict[str, Any]:
@@ -21,18 +21,18 @@ def cells(table: Table) -> dict[str, list[Any]]:
 
 
 def test_the_table_compares_with_mpicomm_with_mpi4py_and_with_before() -> None:
-    rows = [row("mpi", 10.0, us_p99=12.0), row("gloo", 40.0, wrong=3), row("raw", 8.0), row("mpi", 2000.0, 2**20)]
+    rows = [row("mpi", 10.0, us_p99=12.0), row("gloo", 40.0, wrong=3), row("mpi4py", 8.0), row("mpi", 2000.0, 2**20)]
     (table,) = benchmarks.tables(rows, [row("mpi", 5.0), row("gloo", 80.0), row("mpi", 1.0, operation="reduce")])
     assert table.title == "all_reduce, float32, in place"
     assert cells(table) == {
         "size": ["1 KiB", "", "", "1 MiB"],
-        "back end": ["mpi", "gloo", "raw", "mpi"],
+        "back end": ["mpi", "gloo", "mpi4py", "mpi"],
         "us": ["10.00", "40.00", "8.00", "2000"],
         "p99": ["12.00", "-", "-", "-"],
         "GB/s": ["0.1", "0.4", "0.08", "20"],
         "bus": ["0.2", "0.8", "0.16", "40"],
         "wrong": ["0", "3", "0", "0"],
-        "- raw us": ["+2.0", "+32.0", "+0.0", "-"],
+        "- mpi4py us": ["+2.0", "+32.0", "+0.0", "-"],
         "/ mpi": ["1.00", "4.00", "0.80", "1.00"],
         "/ before": ["2.00", "0.50", "-", "-"],
     }
@@ -64,7 +64,7 @@ def test_the_table_of_starts_compares_the_fastest_with_the_fastest() -> None:
         {"ranks": ranks, "way": way, "seconds": seconds, "median": 2 * seconds, "steps": steps if way == "mpi" else {}}
         for ranks, way, seconds in ((2, "mpi", 2.0), (2, "torchrun", 5.0), (8, "mpi", 4.0), (8, "torchrun", 8.0))
     ]
-    assert cells(starts.table(rows, "mpi")) == {
+    assert cells(startup_table.table(rows, "mpi")) == {
         "ranks": ["2", "8"],
         "mpi": ["2.00", "4.00"],
         "launch": ["1.500", "1.500"],

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.bench import first_words, machine, overlap, ratios, startup, timing, training
+from mpicomm.bench import machine, overlap, ratios, startup, startup_probe, timing, training
 from mpicomm.bench.ratios import Ratio
 from mpicomm.bench.startup import Sample, Way
 from mpicomm.bench.timing import Bench, Times
-from mpicomm.startcommand.request import Start
+from mpicomm.launch.request import Start
 
 
 class Clock:
@@ -118,14 +118,14 @@ def test_each_step_of_a_start_has_its_own_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(first_words, "time", clock)
-    monkeypatch.setattr(first_words.sys, "argv", ["first_words", "gloo"])
+    monkeypatch.setattr(startup_probe, "time", clock)
+    monkeypatch.setattr(startup_probe.sys, "argv", ["startup_probe", "gloo"])
     monkeypatch.setattr(dist, "init_process_group", clock.after(2000))
     monkeypatch.setattr(dist, "all_reduce", clock.after(500))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    first_words.main()
+    startup_probe.main()
     found = json.loads(capsys.readouterr().out)
     assert found["size"] == 2
     steps = {"import torch": 0.0, "init_process_group": 2e-3, "first all_reduce": 5e-4}
@@ -144,9 +144,9 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         return Start((*program, str(ranks)), {})
 
     monkeypatch.setattr(startup, "sample_of", sample_of)
-    said: list[str] = []
+    on_progress: list[str] = []
     ways = [Way("mpicomm", "mpicomm", starting), Way("torchrun + Gloo", "gloo", starting)]
-    rows = startup.measure(ways, [1, 2], 2, limit=20.0, said=said.append)
+    rows = startup.measure(ways, [1, 2], 2, limit=20.0, on_progress=on_progress.append)
     assert [(row["ranks"], row["way"], row["seconds"], row["median"]) for row in rows] == [
         (1, "mpicomm", 3.0, 3.5),
         (1, "torchrun + Gloo", 8.0, 8.5),
@@ -154,7 +154,7 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         (2, "torchrun + Gloo", 7.0, 8.0),
     ]
     assert rows[0]["steps"] == {"launch": 2.0, "import torch": 1.0}
-    assert said[-1] == "round 2 of 2: 2 ranks by torchrun + Gloo"
+    assert on_progress[-1] == "round 2 of 2: 2 ranks by torchrun + Gloo"
 
 
 # -- the machine, and the ratios -------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_the_ratios_are_quotients_of_figures_measured_side_by_side() -> None:
                 "float32",
                 mpi=mpi,
                 gloo={4: 90.0, 2**10: 100.0, 2**20: 600.0, 2**24: 1.0, 2**26: 8000.0},
-                raw={4: 1.0, 2**10: 1.0, 2**20: 1.0, 2**24: 1500.0, 2**26: 12000.0},
+                mpi4py={4: 1.0, 2**10: 1.0, 2**20: 1.0, 2**24: 1500.0, 2**26: 12000.0},
             )
         },
         "bfloat16": {

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from mpicomm.faults import channel as channels
-from mpicomm.faults import connection as connections
-from mpicomm.faults import neighbours
-from mpicomm.faults.channel import Channel, Event
-from mpicomm.faults.connection import Connection, Message
+from mpicomm.watchdog import channel as channels
+from mpicomm.watchdog import connection as connections
+from mpicomm.watchdog import local_processes
+from mpicomm.watchdog.channel import Channel, ChannelEvent
+from mpicomm.watchdog.connection import Connection, Message
 
 TOKEN = bytes(range(channels.TOKEN_BYTES))
 HOST = "127.0.0.1"
@@ -30,9 +30,9 @@ LIMIT = connections._LIMIT
 STRANGERS_LIMIT = connections._STRANGERS_LIMIT
 
 
-def pump(condition: Callable[[], Any], *polled: Channel) -> list[Event]:
+def pump(condition: Callable[[], Any], *polled: Channel) -> list[ChannelEvent]:
     """Poll channels until something is so, and return what they saw."""
-    events: list[Event] = []
+    events: list[ChannelEvent] = []
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"not so after {SECONDS} s; seen: {events}"
@@ -41,9 +41,9 @@ def pump(condition: Callable[[], Any], *polled: Channel) -> list[Event]:
     return events
 
 
-def take(channel: Channel, number: int, *others: Channel) -> list[Event]:
+def take(channel: Channel, number: int, *others: Channel) -> list[ChannelEvent]:
     """Poll a channel until it has seen so many events, and keep others going, which see none."""
-    events: list[Event] = []
+    events: list[ChannelEvent] = []
     deadline = time.monotonic() + SECONDS
     while len(events) < number and time.monotonic() < deadline:
         events += channel.poll(0.005 if others else 0.05)
@@ -296,9 +296,9 @@ def test_who_sends_garbage_is_lost_and_the_others_go_on(garbage: bytes) -> None:
             assert event.lost.startswith("sent ")
             assert pump(lambda: is_closed(raw), opened.hub) == []
             other.send_up({"from": 2})
-            assert take(opened.hub, 1) == [Event(2, {"from": 2})]
+            assert take(opened.hub, 1) == [ChannelEvent(2, {"from": 2})]
             opened.hub.send_down({"to": "all"})
-            assert take(other, 1) == [Event(None, {"to": "all"})]
+            assert take(other, 1) == [ChannelEvent(None, {"to": "all"})]
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
@@ -313,9 +313,9 @@ def test_half_a_message_is_none(part: bytes) -> None:
         raw.sendall(part)
         assert opened.hub.poll(0.1) == []
         raw.close()
-        assert take(opened.hub, 1) == [Event(1, lost="closed")]
+        assert take(opened.hub, 1) == [ChannelEvent(1, lost="closed")]
         other.sendall(frame(b"{}"))
-        assert take(opened.hub, 1) == [Event(2, {})]
+        assert take(opened.hub, 1) == [ChannelEvent(2, {})]
 
 
 # -- the tree --------------------------------------------------------------------------------------------------------
@@ -340,9 +340,9 @@ def test_messages_go_both_ways_in_order() -> None:
 
 def test_both_ends_know_each_other() -> None:
     with family(1, 2) as (hub, children):
-        own = neighbours.this_process()
-        assert hub.neighbours == {1: own, 2: own}
-        assert [child.neighbours for child in children.values()] == [{0: own}] * 2
+        own = local_processes.this_process()
+        assert hub.processes == {1: own, 2: own}
+        assert [child.processes for child in children.values()] == [{0: own}] * 2
 
 
 def test_large_messages_go_both_ways_at_once() -> None:
@@ -548,7 +548,7 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
             connecting.join()
             rank.close()
             assert hub.recv(1) == b"", "something follows the proof"
-    assert sent == {**json.loads(credentials(nonce, 1)), "birth": neighbours.this_process().birth}
+    assert sent == {**json.loads(credentials(nonce, 1)), "birth": local_processes.this_process().birth}
     assert sent["proof"] == hmac.digest(TOKEN, nonce + b"1", "sha256").hex()
 
 
@@ -559,13 +559,13 @@ def test_a_rank_gets_in_once() -> None:
         second.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)))
         assert opened.refuses(second)
         first.sendall(frame(b"{}"))
-        assert take(opened.hub, 1) == [Event(1, {})]
+        assert take(opened.hub, 1) == [ChannelEvent(1, {})]
 
 
 def test_a_rank_that_was_lost_does_not_come_back() -> None:
     with office(1, 2) as opened:
         opened.raw(1).close()
-        assert take(opened.hub, 1) == [Event(1, lost="closed")]
+        assert take(opened.hub, 1) == [ChannelEvent(1, lost="closed")]
         again, challenge = opened.stranger()
         again.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)))
         assert opened.refuses(again)
@@ -575,7 +575,7 @@ def test_a_rank_may_speak_right_after_its_proof() -> None:
     with office(1) as opened:
         eager, challenge = opened.stranger()
         eager.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)) + frame(b'{"a": 1}'))
-        assert take(opened.hub, 1) == [Event(1, {"a": 1})]
+        assert take(opened.hub, 1) == [ChannelEvent(1, {"a": 1})]
 
 
 def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,7 +687,7 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
             hub = pool.submit(take_in)
             child.connect(HOST, listener.getsockname()[1], SECONDS)
             with hub.result():
-                assert child.poll(0.5) == [Event(None, {"kind": "collect"})]
+                assert child.poll(0.5) == [ChannelEvent(None, {"kind": "collect"})]
 
 
 # -- who goes --------------------------------------------------------------------------------------------------------
@@ -697,18 +697,18 @@ def test_the_hub_notices_which_child_is_gone() -> None:
     with family(1, 2, 3) as (hub, children):
         children[2].send_up({"last": "words"})
         children[2].close()
-        assert take(hub, 2) == [Event(2, {"last": "words"}), Event(2, lost="closed")]
+        assert take(hub, 2) == [ChannelEvent(2, {"last": "words"}), ChannelEvent(2, lost="closed")]
         assert sorted(hub.children) == [1, 3]
         hub.send_to(2, {})
         hub.send_down({})
-        assert [take(children[rank], 1) for rank in (1, 3)] == [[Event(None, {})]] * 2
+        assert [take(children[rank], 1) for rank in (1, 3)] == [[ChannelEvent(None, {})]] * 2
 
 
 def test_a_child_notices_that_its_hub_is_gone() -> None:
     with family(1) as (hub, children):
         hub.send_down({"last": "words"})
         hub.close()
-        assert take(children[1], 2) == [Event(None, {"last": "words"}), Event(None, lost="closed")]
+        assert take(children[1], 2) == [ChannelEvent(None, {"last": "words"}), ChannelEvent(None, lost="closed")]
         children[1].send_up({})
         assert children[1].poll(0.1) == []
 
@@ -786,9 +786,9 @@ def forked(in_child: Callable[[], Any]) -> Iterator[None]:
 def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
     with family(1, 2) as (hub, children), forked(hub.forget):
         hub.send_down({"to": "all"})
-        assert [take(child, 1) for child in children.values()] == [[Event(None, {"to": "all"})]] * 2
+        assert [take(child, 1) for child in children.values()] == [[ChannelEvent(None, {"to": "all"})]] * 2
         children[1].send_up({"from": 1})
-        assert take(hub, 1) == [Event(1, {"from": 1})]
+        assert take(hub, 1) == [ChannelEvent(1, {"from": 1})]
         hub.wake()
         assert hub.poll(SECONDS) == []
         assert hub.woken == b"\0"
@@ -802,13 +802,13 @@ def test_a_hub_that_listens_still_does_after_a_child_forgot() -> None:
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_its_parent() -> None:
     with family(1) as (hub, children), forked(hub.forget):
         hub.close()
-        assert take(children[1], 1) == [Event(None, lost="closed")]
+        assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
 
 
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_a_rank() -> None:
     with family(1) as (hub, children), forked(children[1].forget):
         children[1].close()
-        assert take(hub, 1) == [Event(1, lost="closed")]
+        assert take(hub, 1) == [ChannelEvent(1, lost="closed")]
 
 
 def test_a_forked_child_that_does_not_forget_hides_it() -> None:
@@ -816,7 +816,7 @@ def test_a_forked_child_that_does_not_forget_hides_it() -> None:
         with forked(lambda: None):
             hub.close()
             assert children[1].poll(0.3) == []
-        assert take(children[1], 1) == [Event(None, lost="closed")]
+        assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
 
 
 def test_forgetting_leaves_nothing_open_in_the_child() -> None:

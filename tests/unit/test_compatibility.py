@@ -27,9 +27,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 def import_anew(monkeypatch: pytest.MonkeyPatch) -> str:
     """Import the module with torch's private names, and return the message of its error."""
-    monkeypatch.delitem(sys.modules, "mpicomm.backend.c10d")
+    monkeypatch.delitem(sys.modules, "mpicomm.backend.torch_internals")
     with pytest.raises(mpicomm.MpicommError) as caught:
-        importlib.import_module("mpicomm.backend.c10d")
+        importlib.import_module("mpicomm.backend.torch_internals")
     return str(caught.value)
 
 

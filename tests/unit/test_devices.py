@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpicomm import runtime
 from mpicomm.errors import DeviceError
 from mpicomm.startup import devices, topology
-from mpicomm.startup.devices import Seat
+from mpicomm.startup.devices import GPUAssignment
 
 NODE = [f"GPU-{index}" for index in range(4)]
 subsets = st.lists(st.sampled_from(NODE), unique=True)
@@ -21,7 +21,7 @@ subsets = st.lists(st.sampled_from(NODE), unique=True)
 def chosen(visible: list[list[str]]) -> list[str | None]:
     """Return the UUID of every rank's GPU."""
     seats = devices.assign(visible)
-    return [uuids[seat.index] if seat else None for uuids, seat in zip(visible, seats, strict=True)]
+    return [uuids[assignment.index] if assignment else None for uuids, assignment in zip(visible, seats, strict=True)]
 
 
 def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -> int:
@@ -34,12 +34,12 @@ def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -
 
 @pytest.mark.parametrize("ranks", range(len(NODE) + 1))
 def test_ranks_that_see_the_whole_node_take_one_each(ranks: int) -> None:
-    assert devices.assign([NODE] * ranks) == [Seat(rank, shared=False) for rank in range(ranks)]
+    assert devices.assign([NODE] * ranks) == [GPUAssignment(rank, shared=False) for rank in range(ranks)]
 
 
 def test_ranks_that_see_their_own_gpu_have_it_as_the_first() -> None:
     visible = [[uuid] for uuid in NODE]
-    assert devices.assign(visible) == [Seat(0, shared=False)] * len(NODE)
+    assert devices.assign(visible) == [GPUAssignment(0, shared=False)] * len(NODE)
     assert chosen(visible) == NODE
 
 
@@ -57,17 +57,17 @@ def test_ranks_that_see_more_give_way_to_ranks_that_see_less() -> None:
 def test_ranks_that_outnumber_gpus_share_evenly(each: int) -> None:
     ranks = each * len(NODE)
     seats = devices.assign([NODE] * ranks)
-    assert all(seat and seat.shared for seat in seats)
+    assert all(assignment and assignment.shared for assignment in seats)
     assert set(collections.Counter(chosen([NODE] * ranks)).values()) == {each}
 
 
 def test_only_those_who_share_are_marked() -> None:
     visible = [NODE[:1], NODE[:1], NODE[1:2]]
-    assert [seat and seat.shared for seat in devices.assign(visible)] == [True, True, False]
+    assert [assignment and assignment.shared for assignment in devices.assign(visible)] == [True, True, False]
 
 
 def test_ranks_without_a_gpu_have_no_seat() -> None:
-    assert devices.assign([[], NODE, []]) == [None, Seat(0, shared=False), None]
+    assert devices.assign([[], NODE, []]) == [None, GPUAssignment(0, shared=False), None]
     assert devices.assign([]) == []
 
 
@@ -78,11 +78,11 @@ def test_as_many_as_possible_have_their_own(visible: list[list[str]]) -> None:
     users = collections.Counter(given_out)
     assert len(seats) == len(visible)
     assert len(set(given_out) - {None}) == most_seated(visible)
-    for uuids, seat, uuid in zip(visible, seats, given_out, strict=True):
-        assert (seat is None) == (not uuids)
-        if seat is not None:
-            assert 0 <= seat.index < len(uuids)
-            assert seat.shared == (users[uuid] > 1)
+    for uuids, assignment, uuid in zip(visible, seats, given_out, strict=True):
+        assert (assignment is None) == (not uuids)
+        if assignment is not None:
+            assert 0 <= assignment.index < len(uuids)
+            assert assignment.shared == (users[uuid] > 1)
 
 
 class FourRanks:

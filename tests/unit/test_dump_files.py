@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.faults import files
+from mpicomm.watchdog import dump
 
 NAMES = {"rank-3.json", "rank-3.stacks.txt"}
 
@@ -17,7 +17,7 @@ NAMES = {"rank-3.json", "rank-3.stacks.txt"}
 def test_only_this_user_can_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "dumps" / "job"
     for _ in range(2):  # later ones replace the first
-        path = files.write(folder, 3, {"size": 4}, is_of_job=True)
+        path = dump.write(folder, 3, {"size": 4}, is_of_job=True)
     assert path == folder / "rank-3.json"
     assert json.loads(path.read_text())["size"] == 4
     assert {each.name for each in folder.iterdir()} == NAMES
@@ -32,7 +32,7 @@ def test_links_to_files_are_replaced(tmp_path: Path, is_of_job: bool) -> None:
     victim.write_text("precious")
     for name in NAMES:
         (folder / name).symlink_to(victim)
-    files.write(folder, 3, {}, is_of_job=is_of_job)
+    dump.write(folder, 3, {}, is_of_job=is_of_job)
     assert victim.read_text() == "precious"
     assert not any(each.is_symlink() for each in folder.iterdir())
 
@@ -41,9 +41,9 @@ def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "job").symlink_to("victim")
     with pytest.raises(PermissionError, match=r"job is a link, and .*\. Set MPICOMM_DUMP_DIR to a directory of your"):
-        files.write(tmp_path / "job", 3, {}, is_of_job=True)
+        dump.write(tmp_path / "job", 3, {}, is_of_job=True)
     assert list((tmp_path / "victim").iterdir()) == []
-    files.write(tmp_path / "job", 3, {})  # the user has chosen it
+    dump.write(tmp_path / "job", 3, {})  # the user has chosen it
     assert {each.name for each in (tmp_path / "victim").iterdir()} == NAMES
 
 
@@ -53,5 +53,5 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     with pytest.raises(PermissionError, match="job belongs to user 65534, and this user is 0"):
-        files.write(folder, 3, {}, is_of_job=True)
+        dump.write(folder, 3, {}, is_of_job=True)
     assert list(folder.iterdir()) == []

@@ -10,9 +10,9 @@ from tests.launching import ROOT, run_alone
 
 WATCH = """
 import atexit, contextlib, pickle, sys, threading
-from mpicomm.faults import abort
-abort.watch_exits(lambda _status: None)
-atexit.register(lambda: print("told", abort.exit_status(), flush=True))
+from mpicomm.watchdog import exit_hooks
+exit_hooks.watch_exits(lambda _status: None)
+atexit.register(lambda: print("told", exit_hooks.exit_status(), flush=True))
 def leave(status=None):
     try:
         sys.exit(status)
@@ -51,7 +51,7 @@ def test_the_status_is_that_of_the_process(ending: str, status: int | None) -> N
 
 
 def test_an_exit_on_its_way_counts() -> None:
-    program = "try:\n    leave(3)\nfinally:\n    print('here', abort.exit_status())"
+    program = "try:\n    leave(3)\nfinally:\n    print('here', exit_hooks.exit_status())"
     outcome = run_alone(WATCH + program, timeout=60)
     assert outcome.stdout == "here 3\ntold 3\n", outcome
 
@@ -65,7 +65,7 @@ def type_in(*lines):
             return line
         raise EOFError
     code.interact(banner="", readfunc=read, exitmsg="")
-abort.arm(0, 2, "here", lambda _status: print("aborts", flush=True))
+exit_hooks.arm(0, 2, "here", lambda _status: print("aborts", flush=True))
 """
 
 HOOK_ON_TOP = """

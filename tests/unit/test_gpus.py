@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mpicomm.backend import gpus
-from mpicomm.backend.gpus import ThreadsGpu
-from mpicomm.backend.progress import Poller, Worker
+from mpicomm.backend.gpus import ThreadDevice
+from mpicomm.backend.worker_thread import Poller, Worker
 
 CREATED = 0xABC0
 
@@ -89,7 +89,7 @@ def test_a_poller_that_is_older_than_cuda_works_on_the_gpu_of_its_callers(cuda: 
 
 def test_a_thread_begins_on_the_gpu_of_its_creator(cuda: SimpleNamespace) -> None:
     cuda.is_started = True
-    gpu = ThreadsGpu()
+    gpu = ThreadDevice()
     gpu.enter()
     gpu.enter()
     assert cuda.entered == [GPU]

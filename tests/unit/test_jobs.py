@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.jobscript import JobSpec, Scheduler, script
-from mpicomm.jobscript.spec import SCHEDULERS
+from mpicomm.launch.jobscript import JobSpec, Scheduler, script
+from mpicomm.launch.jobscript.spec import SCHEDULERS
 from tests.launching import ROOT, Outcome, run_command
 
 JOBS = sorted((ROOT / "jobs").iterdir())

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.jobscript import JobSpec, Scheduler, script, values
-from mpicomm.jobscript.spec import SCHEDULERS
+from mpicomm.launch.jobscript import JobSpec, Scheduler, option_values, script
+from mpicomm.launch.jobscript.spec import SCHEDULERS
 
 PROGRAM = ("python", "train.py")
 each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -163,7 +163,7 @@ def test_pbs_gets_a_chunk_for_each_node(size: dict[str, object], has_torchrun: b
     ],
 )
 def test_times(time: str, wanted: int) -> None:
-    assert values.seconds_of(time, has_days=True) == wanted
+    assert option_values.seconds_of(time, has_days=True) == wanted
     assert seconds(of_slurm(job("slurm", time=time))["time"]) == wanted
 
 

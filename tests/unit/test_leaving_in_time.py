@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.training import preemption
-from mpicomm.training.preemption import Wish, remaining_seconds, seconds_of_pbs, seconds_of_slurm
+from mpicomm.training.preemption import StopRequest, remaining_seconds, seconds_of_pbs, seconds_of_slurm
 
 
 @pytest.mark.parametrize(
@@ -79,35 +79,35 @@ def test_the_scheduler_is_asked(squeue: Path) -> None:
 def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_ASK_SECONDS", 0.05)
     squeue.write_text("5:00\n")
-    wish = Wish()
-    with wish.listening(120.0, asks=True):
+    stop_request = StopRequest()
+    with stop_request.listening(120.0, asks=True):
         time.sleep(0.3)
-        assert wish.why is None
+        assert stop_request.why is None
         squeue.write_text("1:59\n")
-        wait_until(lambda: wish.why is not None)
-        assert wish.why == "119 s are left of the allocation"
+        wait_until(lambda: stop_request.why is not None)
+        assert stop_request.why == "119 s are left of the allocation"
     squeue.write_text("1:00\n")
-    with wish.listening(120.0, asks=True):  # each run of a short job is to come further
+    with stop_request.listening(120.0, asks=True):  # each run of a short job is to come further
         time.sleep(0.3)
-        assert wish.why is None
+        assert stop_request.why is None
         squeue.write_text("0:29\n")
-        wait_until(lambda: wish.why is not None)
-        assert wish.why == "29 s are left of the allocation"
+        wait_until(lambda: stop_request.why is not None)
+        assert stop_request.why == "29 s are left of the allocation"
     squeue.write_text("0:10\n")
-    for margin, asks in ((None, True), (120.0, False)):
-        with wish.listening(margin, asks=asks):
+    for stop_margin, asks in ((None, True), (120.0, False)):
+        with stop_request.listening(stop_margin, asks=asks):
             time.sleep(0.2)
-            assert wish.why is None
+            assert stop_request.why is None
     wait_until_threads_end()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    wish = Wish()
-    with wish.listening(None, asks=False):
+    stop_request = StopRequest()
+    with stop_request.listening(None, asks=False):
         os.kill(os.getpid(), number)
-        assert wish.why == number.name
+        assert stop_request.why == number.name
         os.kill(os.getpid(), number)  # launchers repeat it
     # SIGUSR1 and SIGUSR2, which nothing else handles, stay harmless; SIGTERM ends the process again.
     is_harmless = before is signal.SIG_DFL and number != signal.SIGTERM
@@ -119,7 +119,7 @@ def test_a_handler_is_given_back() -> None:
 
     before = signal.signal(signal.SIGUSR1, mine)
     try:
-        with Wish().listening(None, asks=False):
+        with StopRequest().listening(None, asks=False):
             assert signal.getsignal(signal.SIGUSR1) is not mine
         assert signal.getsignal(signal.SIGUSR1) is mine
     finally:
@@ -130,7 +130,7 @@ LATE = """
 import os, signal
 from mpicomm.training import preemption
 for _ in range(2):
-    with preemption.Wish().listening(None, asks=False):
+    with preemption.StopRequest().listening(None, asks=False):
         pass
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -148,7 +148,7 @@ TWICE = """
 import os, signal, sys
 from mpicomm.training import preemption
 preemption._AGAIN_SECONDS = 0.0
-wish = preemption.Wish()
+wish = preemption.StopRequest()
 with wish.listening(None, asks=False):
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from mpicomm.training import progress, reporting
+from mpicomm.training import progress_display, reporting
 from mpicomm.training.metrics import Journal
-from mpicomm.training.progress import Display
+from mpicomm.training.progress_display import Display
 from mpicomm.training.reporting import Reporter
 from mpicomm.training.state import Position
 
@@ -91,6 +91,6 @@ def test_a_progress_line_has_the_time_left_in_the_run(
     monkeypatch: pytest.MonkeyPatch, total: int | None, text: str
 ) -> None:
     output = io.StringIO()
-    monkeypatch.setattr(progress, "console", lambda: Console(file=output, width=110))
+    monkeypatch.setattr(progress_display, "console", lambda: Console(file=output, width=110))
     Display("lines", 3, total, speaks=True).show(1, 5, 50, 0.5, 10.0)
     assert output.getvalue() == f"{text}\n"

@@ -11,11 +11,11 @@ from mpicomm.settings import LAUNCHERS, PREFIX, Settings
 
 VALID = {
     "launcher": "mpi",
-    "timeout": "raise",
+    "on_timeout": "raise",
     "hang_seconds": "2.5",
     "host_timeout": "300",
     "debug": "1",
-    "gpu_tensors": "staged",
+    "gpu_aware": "0",
     "gpu_chunk_kib": "512",
     "shared_memory": "0",
 }
@@ -53,11 +53,11 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("TIMEOUT", "never"),
+        ("ON_TIMEOUT", "never"),
         ("DEBUG", "yes"),
         ("HANG_SECONDS", "0"),
         ("HANG_SECONDS", "soon"),
-        ("GPU_TENSORS", "maybe"),
+        ("GPU_AWARE", "maybe"),
         ("GPU_CHUNK_KIB", "0"),
         ("GPU_CHUNK_KIB", "4M"),
     ],
@@ -75,10 +75,10 @@ def test_a_host_timeout_out_of_range_is_refused(text: str) -> None:
 
 
 def test_what_the_variables_mean() -> None:
-    quiet, loud = Settings(), Settings(timeout="raise", debug="1", hang_seconds="2.5")
+    quiet, loud = Settings(), Settings(on_timeout="raise", debug="1", hang_seconds="2.5")
     assert (quiet.raises_timeouts, quiet.compares_calls, quiet.seconds_to_report) == (False, False, 60)
     assert (loud.raises_timeouts, loud.compares_calls, loud.seconds_to_report) == (True, True, 2.5)
-    off = Settings(timeout="abort", debug="0")
+    off = Settings(on_timeout="abort", debug="0")
     assert (off.raises_timeouts, off.compares_calls) == (False, False)
     assert [Settings(shared_memory=text).shares_memory for text in (None, "1", "0")] == [True, True, False]
     assert [Settings(host_timeout=text).seconds_to_lose_host for text in (None, "300")] == [30, 300]

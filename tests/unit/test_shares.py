@@ -19,22 +19,33 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from mpicomm.training.data import Cut, Options, OwnLoader, Place, Sharded, Step, Stream, feed
+from mpicomm.training.data import (
+    DataRank,
+    EpochPartition,
+    IndexedSource,
+    IterableSource,
+    LoaderOptions,
+    LoaderSource,
+    Step,
+    make_source,
+)
 
 sizes = st.integers(1, 7)
 
 
 @given(st.integers(1, 200), sizes, sizes, sizes)
 @settings(deadline=None)
-def test_every_sample_is_in_one_batch_of_one_rank(length: int, batch_size: int, accumulate: int, size: int) -> None:
-    cut = Cut(length, batch_size, accumulate, size)
+def test_every_sample_is_in_one_batch_of_one_rank(
+    length: int, batch_size: int, grad_accum_steps: int, size: int
+) -> None:
+    partition = EpochPartition(length, batch_size, grad_accum_steps, size)
     taken = []
-    for start, end in cut.bounds(0):
-        ranks = [cut.batches(start, end, rank) for rank in range(size)]
+    for start, end in partition.bounds(0):
+        ranks = [partition.batches(start, end, rank) for rank in range(size)]
         assert len({len(batches) for batches in ranks}) == 1
         lengths = [len(range(length)[each]) for batches in ranks for each in batches]
         assert max(lengths) <= batch_size + 1
-        assert max(lengths) - min(lengths) <= 1 or end - start < size * accumulate
+        assert max(lengths) - min(lengths) <= 1 or end - start < size * grad_accum_steps
         taken += [index for batches in ranks for each in batches for index in range(length)[each]]
     assert sorted(taken) == list(range(length))
 
@@ -42,9 +53,9 @@ def test_every_sample_is_in_one_batch_of_one_rank(length: int, batch_size: int, 
 @given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), st.integers(1, 4), st.integers(0, 30))
 @settings(deadline=None)
 def test_another_number_of_ranks_goes_on(
-    length: int, batch_size: int, accumulate: int, before: int, after: int, steps: int
+    length: int, batch_size: int, grad_accum_steps: int, before: int, after: int, steps: int
 ) -> None:
-    first, second = (Cut(length, batch_size, accumulate, size) for size in (before, after))
+    first, second = (EpochPartition(length, batch_size, grad_accum_steps, size) for size in (before, after))
     bounds = list(first.bounds(0))[:steps]
     consumed = bounds[-1][1] if bounds else 0
     taken = [index for start, end in bounds for index in _of(first, start, end)]
@@ -52,15 +63,22 @@ def test_another_number_of_ranks_goes_on(
     assert sorted(taken) == list(range(length))
 
 
-def _of(cut: Cut, start: int, end: int) -> list[int]:
-    return [index for rank in range(cut.size) for each in cut.batches(start, end, rank) for index in range(end)[each]]
+def _of(partition: EpochPartition, start: int, end: int) -> list[int]:
+    return [
+        index
+        for rank in range(partition.size)
+        for each in partition.batches(start, end, rank)
+        for index in range(end)[each]
+    ]
 
 
 @given(st.integers(1, 100), sizes, sizes, sizes)
 @settings(deadline=None)
-def test_steps_are_whole_where_the_last_is_dropped(length: int, batch_size: int, accumulate: int, size: int) -> None:
-    whole = batch_size * accumulate * size
-    bounds = list(Cut(length, batch_size, accumulate, size, drop_last=True).bounds(0))
+def test_steps_are_whole_where_the_last_is_dropped(
+    length: int, batch_size: int, grad_accum_steps: int, size: int
+) -> None:
+    whole = batch_size * grad_accum_steps * size
+    bounds = list(EpochPartition(length, batch_size, grad_accum_steps, size, drop_last=True).bounds(0))
     assert bounds == [(start, start + whole) for start in range(0, length - whole + 1, whole)]
 
 
@@ -90,7 +108,7 @@ def test_ranks_share_a_dataset(length: int, size: int, num_workers: int) -> None
     for epoch in range(2):
         steps = []
         for rank in range(size):
-            shared = Sharded(numbers(length), Options(4, 2, num_workers, seed=3), Place(rank, size))
+            shared = IndexedSource(numbers(length), LoaderOptions(4, 2, num_workers, seed=3), DataRank(rank, size))
             steps.append(list(shared.steps(epoch, 0, 0)))
             shared.close()
         assert len({len(of_rank) for of_rank in steps}) == 1
@@ -104,23 +122,23 @@ def test_ranks_share_a_dataset(length: int, size: int, num_workers: int) -> None
 
 def test_a_loader_of_the_usual_kind_is_shared() -> None:
     loader = DataLoader(numbers(20), batch_size=3, collate_fn=lambda pairs: (torch.stack([x for x, _ in pairs]), None))
-    steps = [list(feed(loader, Options(99, 2), Place(rank, 2)).steps(0, 0, 0)) for rank in range(2)]
+    steps = [list(make_source(loader, LoaderOptions(99, 2), DataRank(rank, 2)).steps(0, 0, 0)) for rank in range(2)]
     assert taken(steps[:1])[:3] == [0, 2, 4], "it does not shuffle, since the loader does not"
     assert sorted(taken(steps)) == list(range(20))
 
 
 def test_the_last_is_dropped_as_the_loader_says() -> None:
     loader = DataLoader(numbers(20), batch_size=3, drop_last=True)
-    shared = feed(loader, Options(), Place(0, 2))
+    shared = make_source(loader, LoaderOptions(), DataRank(0, 2))
     assert (shared.total(), len(list(shared.steps(0, 0, 0)))) == (18, 3)
     with pytest.raises(ValueError, match=r"drop_last leaves no step of 20 samples: one takes 30 x 1 of 2 ranks"):
-        feed(DataLoader(numbers(20), batch_size=30, drop_last=True), Options(), Place(0, 2))
+        make_source(DataLoader(numbers(20), batch_size=30, drop_last=True), LoaderOptions(), DataRank(0, 2))
 
 
 def test_a_sampler_of_the_users_own_is_taken_as_it_is() -> None:
     loader = DataLoader(numbers(20), batch_size=3, sampler=WeightedRandomSampler(torch.ones(20), 10))
-    own = feed(loader, Options(accumulate=2), Place(1, 2))
-    assert isinstance(own, OwnLoader)
+    own = make_source(loader, LoaderOptions(grad_accum_steps=2), DataRank(1, 2))
+    assert isinstance(own, LoaderSource)
     assert not own.is_shared
     assert [len(step.batches) for step in own.steps(0, 0, 0)] == [2, 2]
     assert [step.count for step in own.steps(0, 0, 1)] == [4]
@@ -128,7 +146,9 @@ def test_a_sampler_of_the_users_own_is_taken_as_it_is() -> None:
 
 def test_a_sampler_of_the_users_own_gets_the_number_of_the_epoch() -> None:
     samplers = [DistributedSampler(numbers(20), 2, rank) for rank in range(2)]
-    feeds = [feed(DataLoader(numbers(20), 4, sampler=each), Options(), Place(0, 2)) for each in samplers]
+    feeds = [
+        make_source(DataLoader(numbers(20), 4, sampler=each), LoaderOptions(), DataRank(0, 2)) for each in samplers
+    ]
     first, second = ([taken([list(each.steps(epoch, 0, 0))]) for each in feeds] for epoch in range(2))
     for shares in (first, second):
         assert sorted(shares[0] + shares[1]) == list(range(20))
@@ -147,12 +167,14 @@ class Numbers(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize("length", [1, 23, 48])
 def test_ranks_share_a_stream(length: int, num_workers: int) -> None:
     size = 2
-    feeds = [Stream(Numbers(length), Options(4, 2, num_workers), Place(rank, size)) for rank in range(size)]
+    feeds = [
+        IterableSource(Numbers(length), LoaderOptions(4, 2, num_workers), DataRank(rank, size)) for rank in range(size)
+    ]
     steps = [list(each.steps(0, 0, 0)) for each in feeds]
     assert sorted(taken(steps)) == list(range(length))
     first = [of_rank[:1] for of_rank in steps]
     consumed = len(taken(first))
-    others = [Stream(Numbers(length), Options(4, 2, num_workers), Place(rank, 3)) for rank in range(3)]
+    others = [IterableSource(Numbers(length), LoaderOptions(4, 2, num_workers), DataRank(rank, 3)) for rank in range(3)]
     rest = [list(each.steps(0, consumed, 1)) for each in others]
     assert sorted(taken(first) + taken(rest)) == list(range(length)), "three ranks go on where two were"
     for each in (*feeds, *others):
@@ -168,7 +190,7 @@ class Noisy(TensorDataset):
 def test_random_samples_of_workers_depend_on_seed_epoch_and_sample_alone() -> None:
     def content(num_workers: int, epoch: int, consumed: int) -> torch.Tensor:
         data = Noisy(torch.zeros(12), torch.zeros(12))
-        shared = Sharded(data, Options(3, 1, num_workers, seed=9, shuffle=False), Place(0, 1))
+        shared = IndexedSource(data, LoaderOptions(3, 1, num_workers, seed=9, shuffle=False), DataRank(0, 1))
         steps = list(shared.steps(epoch, consumed, 0))
         found = torch.cat([each.content[0] for step in steps for each in step.batches])
         shared.close()
@@ -190,13 +212,16 @@ def test_random_samples_of_workers_depend_on_seed_epoch_and_sample_alone() -> No
 
 def test_what_is_no_data_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a dataset .* or a DataLoader, got a generator"):
-        feed((each for each in range(3)), Options(), Place(0, 1))
+        make_source((each for each in range(3)), LoaderOptions(), DataRank(0, 1))
     with pytest.raises(ValueError, match="the dataset has no samples"):
-        feed(numbers(0), Options(), Place(0, 1))
+        make_source(numbers(0), LoaderOptions(), DataRank(0, 1))
 
 
 @pytest.mark.parametrize(
     "sampler", [RandomSampler(range(20), num_samples=7), RandomSampler(range(20), replacement=True)]
 )
 def test_a_sampler_of_torchs_that_takes_others_is_taken_as_it_is(sampler: RandomSampler) -> None:
-    assert isinstance(feed(DataLoader(numbers(20), batch_size=3, sampler=sampler), Options(), Place(0, 2)), OwnLoader)
+    assert isinstance(
+        make_source(DataLoader(numbers(20), batch_size=3, sampler=sampler), LoaderOptions(), DataRank(0, 2)),
+        LoaderSource,
+    )

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.faults import signals, watchdog
-from mpicomm.faults.channel import Channel
-from mpicomm.faults.watchdog import Limits, Place, Watchdog
+from mpicomm.watchdog import agent, signals
+from mpicomm.watchdog.agent import Limits, RankInfo, Watchdog
+from mpicomm.watchdog.channel import Channel
 from tests.launching import run_alone
 
 TERM = bytes([signal.SIGTERM])
@@ -226,7 +226,7 @@ def test_the_former_descriptor_may_be_somebody_elses_file(ear: Ear) -> None:
 def test_a_process_that_let_go_on_another_thread_still_ends_by_sigterm() -> None:
     outcome = run_alone(
         "import os, signal, socket, threading, time\n"
-        "from mpicomm.faults import signals\n"
+        "from mpicomm.watchdog import signals\n"
         "end, _ = socket.socketpair()\n"
         "end.setblocking(False)\n"
         "signals.watch(end.fileno())\n"
@@ -290,7 +290,7 @@ def test_a_process_is_ended_as_sigterm_does(thread: bool) -> None:
     call = "threading.Thread(target=signals.end_by_sigterm).start()" if thread else "signals.end_by_sigterm()"
     outcome = run_alone(
         "import signal, threading, time\n"
-        "from mpicomm.faults import signals\n"
+        "from mpicomm.watchdog import signals\n"
         f"signal.signal(signal.SIGTERM, lambda *_: None)\n{call}\ntime.sleep(20)",
         timeout=30,
     )
@@ -320,9 +320,9 @@ def test_a_forked_childs_signals_reach_the_parent_without_a_watchdog_that_lets_g
 def test_a_forked_childs_signals_do_not_reach_the_parent(forks_on_a_thread: bool) -> None:
     calls: list[int] = []
     signals.register(lambda: calls.append(1))
-    watch = Watchdog(Place(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
+    watch = Watchdog(RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
     watch.start()
-    watchdog.set_current(watch)
+    agent.set_current(watch)
     try:
         statuses: list[int] = []
         if forks_on_a_thread:
@@ -339,4 +339,4 @@ def test_a_forked_childs_signals_do_not_reach_the_parent(forks_on_a_thread: bool
         assert calls == [1]
     finally:
         watch.stop()
-        watchdog.set_current(None)
+        agent.set_current(None)

@@ -47,10 +47,10 @@ def inverted(tensor: torch.Tensor) -> Call:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 6, 7, 8, 31, 32, 33])
 def test_every_dtype_and_size_in_place(dtype: torch.dtype, count: int) -> None:
-    route, mover = staged(size=3, chunk_bytes=4 * dtype.itemsize)
+    transport, mover = staged(size=3, chunk_bytes=4 * dtype.itemsize)
     tensor = of_bits(count, dtype, seed=count)
     before = bits(tensor)
-    route.prepare(inverted, [tensor], [IN_PLACE])()
+    transport.prepare(inverted, [tensor], [IN_PLACE])()
     assert bits(tensor) == [(1 if dtype == torch.bool else 255) - each for each in before]
     assert mover.is_quiet
 
@@ -66,7 +66,7 @@ def test_every_dtype_and_size_in_place(dtype: torch.dtype, count: int) -> None:
 def test_a_gather_of_any_width_in_chunks_of_any_length(
     size: int, width: int, chunk: int, seed: int, is_dense: bool
 ) -> None:
-    route, mover = staged(size, chunk, seed)
+    transport, mover = staged(size, chunk, seed)
     source = of_bits(width, torch.float32, seed)
     output = torch.zeros(size * width) if is_dense else torch.zeros(size * width, 2)[:, 0]
     lengths = []
@@ -75,7 +75,7 @@ def test_a_gather_of_any_width_in_chunks_of_any_length(
         lengths.append(len(source))
         return lambda: output.view(size, -1).copy_(source)
 
-    route.prepare(make, [output, source], [SPREAD_WRITTEN, READ], height=size)()
+    transport.prepare(make, [output, source], [SPREAD_WRITTEN, READ], num_blocks=size)()
     assert bits(output) == size * bits(source)
     assert mover.is_quiet
     assert sum(lengths) == width
@@ -85,20 +85,20 @@ def test_a_gather_of_any_width_in_chunks_of_any_length(
 @settings(deadline=None)
 @given(size=st.integers(1, 5), width=st.integers(0, 40), chunk=st.integers(1, 64), seed=st.integers(0, 2**16))
 def test_an_exchange_within_one_tensor(size: int, width: int, chunk: int, seed: int) -> None:
-    route, mover = staged(size, chunk, seed)
+    transport, mover = staged(size, chunk, seed)
     tensor = of_bits(size * width, torch.float32, seed)
     before = tensor.clone()
 
     def make(output: torch.Tensor, source: torch.Tensor) -> Call:
         return lambda: output.view(size, -1).copy_(source.clone().view(size, -1).flip(0))
 
-    route.prepare(make, [tensor, tensor], [SPREAD_WRITTEN, SPREAD_READ], height=size)()
+    transport.prepare(make, [tensor, tensor], [SPREAD_WRITTEN, SPREAD_READ], num_blocks=size)()
     assert bits(tensor) == bits(before.view(size, width).flip(0))
     assert mover.is_quiet
 
 
 def test_parts_of_uneven_sizes_are_one_chunk() -> None:
-    route, mover = staged(size=3, chunk_bytes=4)
+    transport, mover = staged(size=3, chunk_bytes=4)
     outputs = [torch.zeros(count) for count in (3, 0, 2)]
     source = torch.arange(5.0)
     calls = []
@@ -107,7 +107,7 @@ def test_parts_of_uneven_sizes_are_one_chunk() -> None:
         calls.append(source)
         return lambda: [part.copy_(of) for part, of in zip(outputs, source.split([3, 0, 2]), strict=True)]  # type: ignore[return-value]
 
-    route.prepare(make, [source, *outputs], [READ, *[WRITTEN] * 3], height=None)()
+    transport.prepare(make, [source, *outputs], [READ, *[WRITTEN] * 3], num_blocks=None)()
     assert [each.tolist() for each in outputs] == [[0, 1, 2], [], [3, 4]]
     assert len(calls) == 1
     assert mover.is_quiet
@@ -115,38 +115,38 @@ def test_parts_of_uneven_sizes_are_one_chunk() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 100])
 def test_three_chunks_of_memory_are_enough(chunks: int) -> None:
-    route, mover = staged(size=1, chunk_bytes=64)
+    transport, mover = staged(size=1, chunk_bytes=64)
     tensor = torch.zeros(16 * chunks)
-    route.prepare(inverted, [tensor], [IN_PLACE])()
+    transport.prepare(inverted, [tensor], [IN_PLACE])()
     assert mover.allocations == min(chunks, 3)
 
 
 def test_what_is_only_written_is_not_read() -> None:
-    route, _ = staged(size=1, chunk_bytes=64)
+    transport, _ = staged(size=1, chunk_bytes=64)
     seen = []
 
     def make(host: torch.Tensor) -> Call:
         seen.append(bits(host))
         return host.zero_  # type: ignore[return-value]
 
-    route.prepare(make, [torch.ones(16)], [WRITTEN])()
+    transport.prepare(make, [torch.ones(16)], [WRITTEN])()
     assert seen == [[0xAB] * 64]
 
 
 def test_what_is_only_read_is_not_written() -> None:
-    route, _ = staged(size=1, chunk_bytes=8)
+    transport, _ = staged(size=1, chunk_bytes=8)
     tensor = torch.ones(16)
-    route.prepare(inverted, [tensor], [READ])()
+    transport.prepare(inverted, [tensor], [READ])()
     assert tensor.tolist() == [1.0] * 16
 
 
 def test_the_next_chunk_is_on_its_way_while_mpi_has_one() -> None:
-    started, route = [], Staged(1, 8, lambda _: False, lambda _: Watched(started))
+    started, transport = [], Staged(1, 8, lambda _: False, lambda _: Watched(started))
 
     def make(host: torch.Tensor) -> Call:
         return lambda: started.append("mpi")
 
-    route.prepare(make, [torch.ones(8)], [IN_PLACE])()
+    transport.prepare(make, [torch.ones(8)], [IN_PLACE])()
     assert started == [
         "mark", "follow", "fetch", "fetch", "mpi", "put", "fetch", "mpi", "put", "fetch", "mpi", "put", "mpi", "put"
     ]  # fmt: skip
@@ -178,7 +178,7 @@ class Watched(LateMover):
 
 @pytest.mark.parametrize("failing", range(4))
 def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None:
-    route, mover = staged(size=1, chunk_bytes=8)
+    transport, mover = staged(size=1, chunk_bytes=8)
     tensor, chunks = torch.zeros(8), []
 
     def make(host: torch.Tensor) -> Call:
@@ -188,22 +188,22 @@ def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None
         return inverted(host)
 
     with pytest.raises(OSError, match="the wire is cut"):
-        route.prepare(make, [tensor], [IN_PLACE])()
+        transport.prepare(make, [tensor], [IN_PLACE])()
     assert mover.is_quiet
     assert torch.equal(tensor.isnan(), torch.arange(8) < 2 * failing)
-    route.prepare(inverted, [tensor], [IN_PLACE])()
+    transport.prepare(inverted, [tensor], [IN_PLACE])()
     assert torch.equal(tensor.isnan(), torch.arange(8) >= 2 * failing)
 
 
 @pytest.mark.parametrize("seed", range(10))  # of which copies are late
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_a_message_goes_out_and_comes_in(is_dense: bool, seed: int) -> None:
-    route, mover = staged(2, 8, seed)
+    transport, mover = staged(2, 8, seed)
     tensor = torch.arange(5.0) if is_dense else torch.arange(10.0)[::2] / 2
-    assert route.fetch(tensor).tolist() == [0, 1, 2, 3, 4]
+    assert transport.fetch(tensor).tolist() == [0, 1, 2, 3, 4]
     target = torch.zeros(5) if is_dense else torch.zeros(10)[::2]
-    room, put = route.expect(target)
-    room.copy_(torch.arange(5.0))
+    output_buffer, put = transport.expect(target)
+    output_buffer.copy_(torch.arange(5.0))
     put()
     assert target.tolist() == [0, 1, 2, 3, 4]
     assert mover.is_quiet
@@ -222,10 +222,10 @@ def test_tensors_of_the_host_are_cut_as_those_of_other_ranks_on_gpus(use: Use) -
         return make
 
     staged(size, chunk_bytes)[0].prepare(
-        noting("device"), [torch.ones(20)], [use], height=size if use.is_spread else 1
+        noting("device"), [torch.ones(20)], [use], num_blocks=size if use.is_spread else 1
     )()
     host = Staged(size, chunk_bytes, lambda _: False)
-    host.prepare(noting("host"), [torch.ones(20)], [use], height=size if use.is_spread else 1)()
+    host.prepare(noting("host"), [torch.ones(20)], [use], num_blocks=size if use.is_spread else 1)()
     assert lengths["host"] == lengths["device"]
     assert len(lengths["host"]) > 1
 

@@ -47,7 +47,7 @@ def test_any_placement(nodes: list[str]) -> None:
     places = everyone(nodes)
     seats = {(where.node_rank, where.local_rank) for where in places}
     order = enumerate(dict.fromkeys(nodes))
-    assert seats == {(index, seat) for index, node in order for seat in range(nodes.count(node))}
+    assert seats == {(index, assignment) for index, node in order for assignment in range(nodes.count(node))}
     assert len({dataclasses.astuple(where)[3:4] + where.hosts for where in places}) == 1, "all agree on the whole"
     for rank, where in enumerate(places):
         assert where.local_rank == nodes[:rank].count(nodes[rank])

@@ -1,0 +1,174 @@
+"""A group that hands the tensors of some devices to an inner back end, and the rest to MPI."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.backend import checks, torch_internals
+from mpicomm.backend.operations import Operations
+from mpicomm.backend.process_group import MPIProcessGroup, Timeout
+from mpicomm.watchdog import flight_recorder
+
+MakeInner = Callable[[Operations, str, dist.Store], Any]
+"""Makes the inner back end of a group, of its name and with a store of its own."""
+
+
+class CompositeProcessGroup(MPIProcessGroup):
+    """A group that hands the tensors of some devices to an inner back end, and the rest to MPI.
+
+    The inner back end is called directly: a Python method that calls its own C++ base by the same name would be
+    dispatched to itself.
+    """
+
+    takes_gpu_tensors = False
+
+    def __init__(
+        self,
+        operations: Operations,
+        name: str,
+        backend_name: str,
+        store: dist.Store,
+        device_type: str,
+        make_inner: MakeInner,
+    ) -> None:
+        super().__init__(operations, name, backend_name, store)
+        self._device_type = device_type
+        self._make_inner = make_inner
+        self._inner = make_inner(operations, name, store)
+        self._stream = flight_recorder.StreamQueue(operations.record)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(dict.fromkeys([torch.device("cpu"), torch.device(self._device_type)]))
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inner if torch.device(device).type == self._device_type else self
+
+    def _make_part(self, operations: Operations, name: str, store: dist.Store) -> CompositeProcessGroup:
+        return CompositeProcessGroup(operations, name, self._backend_name, store, self._device_type, self._make_inner)
+
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
+        """Wait for every rank, and before that for what this rank has queued on its GPU."""
+        if self._device_type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return super().barrier(opts, timeout)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Give every operation that is called from now on so much time; the inner back end's end a little later."""
+        super().set_timeout(timeout)
+        torch_internals.set_inner_timeout(self._inner, torch_internals.with_leash(timeout))
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Give both back ends up at once."""
+        self._inner.abort()
+        self._stream.close()
+        super().abort()
+
+    def shutdown(self) -> None:
+        """End the inner back end, then this one (collective)."""
+        self._inner.shutdown()
+        self._stream.close()
+        super().shutdown()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Remember what is called from now on."""
+        if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
+            self._inner._start_coalescing()
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return the work of all that was called since."""
+        if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
+            return self._inner._end_coalescing()
+        return super()._end_coalescing(device)
+
+    def _run_inside(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the inner back end; one of many tensors that it lacks is made of one for each."""
+        if (call := getattr(self._inner, name, None)) is not None:
+            return call(*args, **kwargs)
+        if name not in _ONE_BY_ONE:
+            raise NotImplementedError(
+                f"{self._inner.name()} has no {name} for tensors on {self._device_type}.\nMove them to the CPU."
+            )
+        outputs, inputs, opts = args
+        call = getattr(self._inner, _ONE_BY_ONE[name])
+        device = inputs[0].device
+        self._start_coalescing(device)
+        for output, source in zip(outputs, inputs, strict=True):
+            self._operations.executor.remember(call(output, source, opts))
+        return self._end_coalescing(device)
+
+
+_MESSAGES = ("send", "recv", "recv_anysource")
+_ONE_BY_ONE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+
+
+def _transport(name: str, inner_name: str) -> None:
+    """Give `CompositeProcessGroup` a method that looks where its tensors are."""
+    over_mpi = getattr(MPIProcessGroup, name)
+
+    @functools.wraps(over_mpi)
+    def method(self: CompositeProcessGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
+        tensor = checks.first_tensor([*args, *kwargs.values()])
+        if tensor is None or tensor.device.type != self._device_type:
+            return over_mpi(self, *args, **kwargs)
+        operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
+        work = self._run_inside(inner_name, args, kwargs)
+        if work is None:  # it is one of several; their end is the batch's
+            operation.finish()
+            return None
+        if not torch_internals.is_capturing(
+            tensor
+        ):  # what a CUDA graph holds runs later, and must not be looked at now
+            self._stream.started(operation, work)
+        else:
+            operation.finish()
+        self._operations.executor.remember(work)
+        return work
+
+    setattr(CompositeProcessGroup, name, method)
+
+
+_SAME_NAME = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "gather",
+    "gather_single",
+    "scatter",
+    "alltoall",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+_TWO_NAMES = (
+    ("reduce_scatter_single", "_reduce_scatter_base"),
+    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    ("all_gather_single", "_allgather_base"),
+    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    ("all_to_all_single", "alltoall_base"),
+)
+for _name in _SAME_NAME:
+    _transport(_name, _name)
+for _names in _TWO_NAMES:
+    for _name in _names:
+        _transport(_name, torch_internals.inner_method(_names))
+
+torch_internals.hide_from_compiler(CompositeProcessGroup)
+torch_internals.coalesce_batches_of(CompositeProcessGroup)

@@ -1,0 +1,183 @@
+"""Operations of every kind and size, by all back ends in turn: latency, bandwidth, wrong elements, overlap."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpicomm.backend.dtypes import short as _short
+from mpicomm.bench import overlap, timing
+from mpicomm.bench.compared_backends import Backend
+from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
+from mpicomm.bench.timing import Bench, Call
+
+# By which back ends say that they cannot.
+_REFUSALS = (NotImplementedError, RuntimeError, ValueError, TypeError, MemoryError, OverflowError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What is to be measured."""
+
+    operations: Sequence[str]
+    sizes: Sequence[int]
+    """Bytes of the larger buffer of a rank."""
+    dtypes: Sequence[torch.dtype]
+    device: torch.device
+    asynchronous: bool = False
+    """Start the operations and wait, and say how much of them can be hidden; else do them."""
+
+    def cases(self, rank: int, size: int) -> Iterator[tuple[type[MeasuredOperation], Case]]:
+        """Return all there is to measure, the same on every rank."""
+        for name, dtype in itertools.product(self.operations, self.dtypes):
+            kind = OPERATIONS[name]
+            for in_place in kind.places:
+                cases = [Case(nbytes, dtype, self.device, in_place, rank, size) for nbytes in self.sizes]
+                # Small sizes may all be one element for each rank.
+                yield from ((kind, case) for case in {kind.count_of(case): case for case in cases}.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepRow:
+    """What came out for one operation, kind, size and back end."""
+
+    operation: str
+    dtype: str
+    in_place: bool
+    nbytes: int
+    count: int
+    backend: str
+    us: float
+    """Latency on the slowest rank: the mean of the fastest of some rounds."""
+    us_median: float
+    us_p99: float | None
+    algbw: float
+    """The size over the latency, in GB/s."""
+    busbw: float
+    """What the links between ranks carry, in GB/s."""
+    wrong: int
+    """Elements that are not what they must be, on all ranks."""
+    overlap: float | None = None
+    """How much can be hidden behind computing, in percent; None for operations that are not asynchronous."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was measured, and what could not be."""
+
+    rows: list[SweepRow] = dataclasses.field(default_factory=list)
+    refusals: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Why, by operation, dtype, place and back end."""
+
+
+def measure(
+    plan: Sweep,
+    backends: Mapping[str, Backend],
+    bench: Bench,
+    rank: int,
+    size: int,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Found:
+    """Measure each case by each back end that can do it (collective).
+
+    Args:
+        said: Called when a case has been measured.
+    """
+    found = Found()
+    for kind, case in plan.cases(rank, size):
+        operation, why = _allocated(kind, case)
+        if reasons := [each for each in bench.gather(why) if each]:
+            found.refusals[f"{kind.name}, {_short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
+        elif operation is not None:
+            _measure(operation, backends, bench, found, asynchronous=plan.asynchronous)
+        on_progress()
+    return found
+
+
+def number_of_cases(plan: Sweep, size: int) -> int:
+    """Return how many there are."""
+    return sum(1 for _ in plan.cases(0, size))
+
+
+def _allocated(kind: type[MeasuredOperation], case: Case) -> tuple[MeasuredOperation | None, str]:
+    """Return the operation with its buffers, or why there is no memory for them."""
+    try:
+        return kind(case), ""
+    except (RuntimeError, MemoryError) as error:
+        return None, _first_line(error)
+
+
+def _measure(
+    operation: MeasuredOperation, backends: Mapping[str, Backend], bench: Bench, found: Found, *, asynchronous: bool
+) -> None:
+    calls: dict[str, Call] = {}
+    wrong: dict[str, int] = {}
+    for name, backend in backends.items():
+        try:
+            calls[name], wrong[name] = _tried(operation, backend, bench, asynchronous=asynchronous)
+        except NotImplementedError as error:
+            place = "in place" if operation.case.in_place else "out of place"
+            found.refusals[f"{operation.name}, {_short(operation.case.dtype)}, {place}, {name}"] = str(error)
+    operation.receive.zero_()  # what is added up again and again stays zero
+    operation.send.zero_()
+    device = operation.case.device
+    times = timing.in_turn(bench, calls, each=device.type == "cpu")
+    for name in calls:
+        hidden = overlap.percent(bench, backends[name].start(operation), device) if asynchronous else None
+        found.rows.append(_row(operation, name, times[name], wrong[name], hidden))
+
+
+def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asynchronous: bool) -> tuple[Call, int]:
+    """Return the call, and how many elements are wrong after it on all ranks (collective).
+
+    Raises:
+        NotImplementedError: If a rank's back end refuses it, with its reason.
+    """
+    operation.prepare()
+    call: Call | None = None
+    why = ""
+    try:
+        call = _waiting(backend.start(operation)) if asynchronous else backend.call(operation)
+        call()
+        bench.settle()
+    except _REFUSALS as error:
+        why = _first_line(error)
+    answers: list[Any] = bench.gather((why, 0 if why else operation.wrong()))
+    reasons = [reason for reason, _ in answers if reason]
+    if call is None or reasons:
+        raise NotImplementedError(reasons[0])
+    return call, sum(wrong for _, wrong in answers)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "there is no such operation")
+
+
+def _waiting(start: Callable[[], Any]) -> Call:
+    def call() -> None:
+        start().wait()
+
+    return call
+
+
+def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong: int, hidden: float | None) -> SweepRow:
+    algbw = operation.nbytes / times.least / 1e3
+    return SweepRow(
+        operation=operation.name,
+        dtype=_short(operation.case.dtype),
+        in_place=operation.case.in_place,
+        nbytes=operation.nbytes,
+        count=operation.count,
+        backend=backend,
+        us=round(times.least, 3),
+        us_median=round(times.median, 3),
+        us_p99=None if times.p99 is None else round(times.p99, 3),
+        algbw=float(f"{algbw:.4g}"),
+        busbw=float(f"{algbw * operation.load:.4g}"),
+        wrong=wrong,
+        overlap=None if hidden is None else round(hidden, 1),
+    )

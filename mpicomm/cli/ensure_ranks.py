@@ -1,0 +1,63 @@
+"""For commands that measure ranks: to be some where there are none, and what timing needs of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress
+
+from mpicomm import terminal
+from mpicomm.cli import launch_plan
+from mpicomm.cli.console import console
+from mpicomm.launch import detect
+from mpicomm.launch.request import Request
+
+if TYPE_CHECKING:
+    from mpicomm.bench.timing import Bench
+    from mpicomm.runtime import World
+
+
+def writes() -> bool:
+    """Tell whether this process is the one that will write files: rank 0, or who starts the ranks."""
+    return detect.guess_rank(os.environ) == 0
+
+
+def ensure(ranks: int | None) -> None:
+    """Return in a rank; become the launcher of this same command if this is none.
+
+    Args:
+        ranks: How many to start; as many as there is room for if left out.
+
+    Raises:
+        LaunchError: If ranks cannot be started.
+        MPINotFoundError: If there is no MPI to start them with.
+    """
+    if not detect.detect(os.environ).is_plain:
+        return
+    program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
+    start = launch_plan.build(Request(program, ranks), os.environ)
+    print(f"mpicomm bench: {start.shown(os.environ)}", file=sys.stderr, flush=True)
+    os.execvpe(start.command[0], start.command, dict(start.environ))
+
+
+def timing(rounds: int, device: str) -> Bench:
+    """Return what timing needs."""
+    import torch
+
+    from mpicomm.bench.timing import Bench
+    from mpicomm.collective_ops.collectives import all_gather_object, barrier
+
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return Bench(all_gather_object, barrier, settle, rounds)
+
+
+@contextlib.contextmanager
+def progress(world: World, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on rank 0's terminal, and return what makes it longer by one of `total`."""
+    with Progress(console=console(sys.stderr), disable=world.rank != 0 or terminal.columns(sys.stderr) is None) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda: bar.advance(task)

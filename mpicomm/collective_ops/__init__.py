@@ -1,0 +1,1 @@
+"""The operations: torch.distributed's words, for more than tensors."""

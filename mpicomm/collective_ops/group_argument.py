@@ -1,0 +1,180 @@
+"""Who takes part in an operation: what its `group=` means."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm import arguments, mpi, runtime
+from mpicomm.arguments import Expected
+from mpicomm.backend import torch_internals
+from mpicomm.backend.process_group import MPIProcessGroup
+
+NODE, LEADERS = "node", "leaders"
+_NAME = dataclasses.replace(
+    arguments.one_of(NODE, LEADERS), remedy="Pass one of these names, or a group of torch or mpi4py."
+)
+_GROUP = Expected(
+    f"a torch ProcessGroup, an mpi4py communicator, {NODE!r} or {LEADERS!r}",
+    lambda group: hasattr(group, "Get_group"),  # a communicator: the others are recognised before
+    remedy="Pass one of these, or leave group out for all ranks; make a group with torch.distributed.new_group(ranks).",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupArgument:
+    """A group, and this rank's place in it. Ranks are those of the group."""
+
+    handle: Any
+    rank: int
+    size: int
+
+    ranks: tuple[int, ...]
+    """The members' ranks in the job."""
+
+    is_ours: bool
+    """Whether the group is this back end's: what follows an operation then runs in its place on all ranks."""
+
+    control: torch.device
+    """Where small tensors of the operations' own must be: on the host, if the group takes such."""
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether tensors on GPUs go by another back end than ours."""
+        return not (self.is_ours and self.handle.takes_gpu_tensors)
+
+    def global_rank(self, rank: int, what: str, argument: str) -> int:
+        """Return the rank in the job of a rank of the group.
+
+        Raises:
+            TypeError: If it is not an integer.
+            ValueError: If there is no such rank.
+        """
+        self._expected_rank.check(rank, argument, what)
+        return self.ranks[rank]
+
+    @functools.cached_property
+    def _expected_rank(self) -> Expected:
+        remedy = f"Pass the rank within the group, which has {self.size}."
+        return arguments.integer(0, self.size - 1, remedy)
+
+
+_known: dict[Any, GroupArgument] = {}
+_made: dict[tuple[str, tuple[int, ...]], Any] = {}
+"""The groups that were made for `"node"`, `"leaders"` and communicators, by kind and ranks."""
+
+_counts: collections.defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
+"""How often each was made: its members agree on that."""
+
+
+def resolve(group: Any, what: str) -> GroupArgument:
+    """Return who takes part.
+
+    Args:
+        group: A group of torch's, an mpi4py communicator, "node" for the ranks that share this node, "leaders" for the
+            first rank of each; None for all ranks. Of the last three kinds the group is made at the first use
+            (collective over its members).
+
+    Raises:
+        ValueError: If this rank is not in the group, or the group's name is unknown.
+        TypeError: If it is not a group.
+    """
+    handle = group
+    if not isinstance(group, dist.ProcessGroup):
+        handle = _find(group, what)
+    members = _known.get(handle)
+    if members is None:
+        _forget_destroyed()
+        members = _known[handle] = _describe(handle)
+    return members
+
+
+def _forget_destroyed() -> None:
+    """Let go of groups that have been destroyed."""
+    for groups in (_known, _made):
+        for key, value in list(groups.items()):
+            if not torch_internals.is_alive(value.handle if isinstance(value, GroupArgument) else value):
+                del groups[key]
+
+
+def _find(group: Any, what: str) -> Any:
+    if group is None:
+        return _world(what)
+    if isinstance(group, str):
+        return _of_topology(group, what)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{what}: this rank is not in the group.\nCall it on the group's members only.")
+    _GROUP.check(group, "group", what)
+    return _of_comm(group, what)
+
+
+def _world(what: str) -> Any:
+    if not dist.is_initialized():
+        raise ValueError(f"{what}: there is no job yet.\nCall mpicomm.bootstrap() first.")
+    return dist.group.WORLD
+
+
+def _of_topology(name: str, what: str) -> Any:
+    nodes, mine = runtime.current_world().nodes, dist.get_rank(_world(what))
+    leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    if name == NODE:
+        return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[mine]])
+    _NAME.check(name, "group", what)
+    if leaders[nodes[mine]] != mine:
+        raise ValueError(
+            f"{what}: rank {mine} is not in the group {LEADERS!r}: rank {leaders[nodes[mine]]} is its node's first.\n"
+            f"Call it where world.local_rank == 0."
+        )
+    return _made_once(LEADERS, sorted(leaders.values()))
+
+
+def _of_comm(comm: Any, what: str) -> Any:
+    base, here = mpi.job_comm().Get_group(), comm.Get_group()
+    try:
+        ranks = list(here.Translate_ranks(None, base))
+    finally:
+        base.Free()
+        here.Free()
+    if comm.Is_inter() or mpi.api().UNDEFINED in ranks or ranks != sorted(ranks):
+        raise ValueError(
+            f"{what}: the communicator has the ranks {ranks} of the job.\n"
+            f"Pass an intracommunicator within the job, in the order of its ranks."
+        )
+    return _made_once("comm", ranks)
+
+
+def _made_once(kind: str, ranks: Sequence[int]) -> Any:
+    """Return the group of some ranks, made at the first use (collective over them)."""
+    key = (kind, tuple(ranks))
+    handle = _made.get(key)
+    if handle is None or not torch_internals.is_alive(handle):
+        name = f"mpicomm:{kind}:{next(_counts[key])}:{'-'.join(map(str, ranks))}"
+        handle = _made[key] = torch_internals.make_group(ranks, name, _timeout_of_job())
+    return handle
+
+
+def _timeout_of_job() -> datetime.timedelta | None:
+    """Return how long operations of all ranks may take; None for torch's own default."""
+    world = dist.group.WORLD
+    return datetime.timedelta(seconds=world.timeout_seconds) if isinstance(world, MPIProcessGroup) else None
+
+
+def _describe(handle: Any) -> GroupArgument:
+    is_ours = isinstance(handle, MPIProcessGroup)
+    on_host = is_ours or torch_internals.takes_host_tensors(handle)
+    return GroupArgument(
+        handle,
+        dist.get_rank(handle),
+        dist.get_world_size(handle),
+        tuple(dist.get_process_group_ranks(handle)),
+        is_ours,
+        torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device()),
+    )

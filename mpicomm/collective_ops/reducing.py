@@ -1,0 +1,251 @@
+"""all_reduce, reduce and reduce_scatter of containers: leaves of one dtype and device travel as one tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm import arguments
+from mpicomm.backend import buffers, reductions, torch_internals
+from mpicomm.collective_ops import autograd, call_check, data_movement, handles, pytree
+from mpicomm.collective_ops.group_argument import GroupArgument
+from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps
+from mpicomm.collective_ops.pytree import NUMBER, Data
+
+_OPS = {
+    "sum": "SUM",
+    "mean": "AVG",
+    "avg": "AVG",
+    "product": "PRODUCT",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+_OP = dataclasses.replace(arguments.one_of(*_OPS), kind="a str or a torch.distributed.ReduceOp")
+_ARITHMETIC = ("SUM", "AVG", "PRODUCT")
+_LINEAR = ("SUM", "AVG")
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """How data are reduced."""
+
+    name: str
+    """torch's name."""
+
+    handle: Any
+    """torch's own."""
+
+    @classmethod
+    def of(cls, op: Any, what: str) -> Op:
+        """Understand what the caller wrote: a word, or a `torch.distributed.ReduceOp`.
+
+        Raises:
+            TypeError: If it is neither.
+            ValueError: If the word is unknown.
+        """
+        if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return cls(torch_internals.reduce_op_name(op), op)
+        _OP.check(op, "op", what)
+        return cls(_OPS[op], getattr(dist.ReduceOp, _OPS[op]))
+
+    def check(self, data: Data, size: int, what: str) -> None:
+        """Refuse data that cannot be reduced so, before anything is sent.
+
+        Raises:
+            ValueError: If the operation has no meaning for a leaf's dtype.
+        """
+        for dtype in dict.fromkeys(data.dtypes):
+            reductions.plan(self.handle, dtype, size, what)
+
+
+def numbers_widened(data: Data, op: Op) -> Data:
+    """Return the data with Python's numbers in a dtype whose arithmetic is Python's: 1 and 2 are 1.5 on average."""
+    if NUMBER not in data.kinds or op.name not in _ARITHMETIC:
+        return data
+    tensors = [
+        _widened(tensor, op) if kind == NUMBER else tensor
+        for kind, tensor in zip(data.kinds, data.tensors, strict=True)
+    ]
+    return dataclasses.replace(data, tensors=tensors)
+
+
+def _widened(number: torch.Tensor, op: Op) -> torch.Tensor:
+    if number.dtype in (torch.float64, torch.complex128):
+        return number
+    return number.to(torch.float64 if op.name == "AVG" else torch.int64)
+
+
+def reduce_everywhere(mode: Mode, members: GroupArgument, data: Data, op: Op, *, inplace: bool) -> Steps:
+    """Run all_reduce, and return the reduced data."""
+    yield from call_check.reached(members, call_check.of(data, f"all_reduce {op.name}"), mode)
+    bundles = _bundles(data, inplace=inplace)
+    yield [_start(dist.all_reduce, bundle.flat, members, op, mode) for bundle in bundles]
+    results = _unbundled(bundles, data.shapes, members, op)
+    if inplace:
+        return _written_back(data, results)
+    if op.name in _LINEAR and any(data.gradients):
+        results = autograd.attach(results, data.tensors, _transposed_all_reduce(members, op))
+    return data.rebuilt(results)
+
+
+def _transposed_all_reduce(members: GroupArgument, op: Op) -> autograd.Backward:
+    def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        data = pytree.take(grads, "all_reduce, backward")
+        return handles.run(reduce_everywhere(IN_THE_CALL, members, data, op, inplace=False))
+
+    return backward
+
+
+def reduce_to_one(mode: Mode, members: GroupArgument, data: Data, op: Op, dst: int) -> Steps:
+    """Run reduce, and return the reduced data on `dst`, None elsewhere."""
+    yield from call_check.reached(members, call_check.of(data, f"reduce {op.name} to rank {dst}"), mode)
+    bundles = _bundles(data, inplace=False)
+    yield [_start(dist.reduce, bundle.flat, members, op, mode, members.ranks[dst]) for bundle in bundles]
+    if members.rank != dst:
+        return None
+    return data.rebuilt(_unbundled(bundles, data.shapes, members, op))
+
+
+def reduce_and_scatter(mode: Mode, members: GroupArgument, data: Data, op: Op) -> Steps:
+    """Run reduce_scatter: each leaf is cut along its first dimension, and each rank gets its part of the sum."""
+    yield from call_check.reached(members, call_check.of(data, f"reduce_scatter {op.name}"), mode)
+    parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
+    groups = _by_dtype(data)
+    results: list[Any] = [None] * len(parts)
+    flats, works = [], []
+    for indices in groups:
+        sources = [_flat([parts[index][rank].contiguous() for index in indices]) for rank in range(members.size)]
+        output = torch.empty_like(sources[members.rank])
+        flats.append(output)
+        works.append(dist.reduce_scatter(output, sources, _torchs(op, members), members.handle, async_op=mode.last))
+    yield works
+    for indices, flat in zip(groups, flats, strict=True):
+        _divide(flat, members, op)
+        mine = [parts[index][members.rank].shape for index in indices]
+        for index, result in zip(indices, _unflat(flat, mine), strict=True):
+            results[index] = result
+    if op.name in _LINEAR and any(data.gradients):
+        results = autograd.attach(results, data.tensors, _transposed_reduce_scatter(members, op))
+    return data.rebuilt(results)
+
+
+def _transposed_reduce_scatter(members: GroupArgument, op: Op) -> autograd.Backward:
+    def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        data = pytree.take(grads, "reduce_scatter, backward")
+        everybodys = handles.run(data_movement.gather_everywhere(IN_THE_CALL, members, data))
+        whole = [torch.cat(parts) for parts in zip(*everybodys, strict=True)]
+        return [each / members.size for each in whole] if op.name == "AVG" else whole
+
+    return backward
+
+
+# -- bundles -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bundle:
+    """Leaves of one dtype and device, as one tensor."""
+
+    indices: list[int]
+    flat: torch.Tensor
+
+
+def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
+    groups = _by_dtype(data)
+    if len(groups) == 1:
+        return [_Bundle(groups[0], _bundled(data.tensors, inplace))]
+    return [_Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace)) for indices in groups]
+
+
+def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
+    if len(tensors) > 1:
+        return _flat(tensors)
+    mine = tensors[0].detach()
+    if inplace and buffers.is_dense(mine):
+        return mine
+    return mine.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _by_dtype(data: Data) -> list[list[int]]:
+    """Return the places of the tensors of each dtype and device; in one order on all ranks."""
+    if len(set(data.dtypes)) == 1 and set(data.devices) == {"cpu"}:
+        return [list(range(len(data.tensors)))]
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(data.tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return list(groups.values())
+
+
+def _unbundled(
+    bundles: Iterable[_Bundle], shapes: Sequence[torch.Size], members: GroupArgument, op: Op
+) -> list[torch.Tensor]:
+    results: list[Any] = [None] * len(shapes)
+    for bundle in bundles:
+        _divide(bundle.flat, members, op)
+        if len(bundle.indices) == 1:
+            results[bundle.indices[0]] = bundle.flat
+            continue
+        if len(bundle.indices) == len(shapes):
+            return _unflat(bundle.flat, shapes)
+        alike = [shapes[index] for index in bundle.indices]
+        for index, result in zip(bundle.indices, _unflat(bundle.flat, alike), strict=True):
+            results[index] = result
+    return results
+
+
+def _written_back(data: Data, results: Sequence[torch.Tensor]) -> Any:
+    for tensor, result in zip(data.tensors, results, strict=True):
+        if tensor.data_ptr() != result.data_ptr():
+            tensor.detach().copy_(result)
+    return data.rebuilt(data.tensors)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the content of tensors of one dtype, one after the other."""
+    with torch.no_grad():
+        return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
+
+
+def _unflat(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return views of what `_flat` returned, of the shapes of the tensors that it was given."""
+    lengths, are_flat = _lengths(tuple(shapes))
+    # "Unsafe" is that autograd knows nothing of their being views; so they may be written into.
+    parts = torch.unsafe_split_with_sizes(flat, lengths)
+    if are_flat:
+        return list(parts)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(shapes: tuple[torch.Size, ...]) -> tuple[list[int], bool]:
+    """Return how many elements are in tensors of these shapes, and whether all have one dimension."""
+    return [shape.numel() for shape in shapes], all(len(shape) == 1 for shape in shapes)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def _start(
+    call: Callable[..., Any], flat: torch.Tensor, members: GroupArgument, op: Op, mode: Mode, *ranks: int
+) -> dist.Work | None:
+    return call(flat, *ranks, _torchs(op, members), members.handle, async_op=mode.last)
+
+
+def _torchs(op: Op, members: GroupArgument) -> Any:
+    """Return the operation that the group's back end is asked for: only ours has averages of everything."""
+    return dist.ReduceOp.SUM if op.name == "AVG" and not members.is_ours else op.handle
+
+
+def _divide(flat: torch.Tensor, members: GroupArgument, op: Op) -> None:
+    """Finish an average that the back end does not make."""
+    if op.name == "AVG" and not members.is_ours:
+        is_inexact = flat.dtype.is_floating_point or flat.dtype.is_complex
+        flat.div_(members.size, rounding_mode=None if is_inexact else "trunc")

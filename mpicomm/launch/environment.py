@@ -1,0 +1,105 @@
+"""The environment of a start: what is left over goes, what ranks want comes, and what other hosts must be told."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+from mpicomm.errors import LaunchError
+from mpicomm.launch import detect
+from mpicomm.launch.detect import Library
+
+_OF_RANKS = (
+    "OMPI_COMM_WORLD_*",
+    "OMPI_WORLD_*",
+    "OMPI_UNIVERSE_SIZE",
+    "PMIX_*",
+    "PRTE_LAUNCHED",
+    "PMI_*",
+    "HYDI_*",
+    "PALS_*",
+    "MV2_COMM_WORLD_*",
+    "TORCHELASTIC_*",
+    "ROLE_*",
+)
+_OF_USERS = ("PMIX_MCA_*",)
+_WITH_RANKS = ("MASTER_ADDR", "MASTER_PORT")  # alone they are somebody's wish, which bootstrap() honours
+
+# Open MPI takes to other hosts its own variables alone. What is different on each host must stay.
+_TRAVEL = (
+    "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_*", "KMP_*", "MKL_*",
+    "THP_MEM_ALLOC_ENABLE", "MASTER_ADDR", "MASTER_PORT", "MPICOMM_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*",
+    "TORCHINDUCTOR_*", "PYTORCH_*", "CUDA_*", "HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*",
+)  # fmt: skip
+_STAY = ("CUDA_VISIBLE_DEVICES",)
+
+_DAEMONS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prted", "orterun", "orted", "hydra_pmi_proxy"})
+_SERVICE_STEPS = 0xFFFFFFF0  # Slurm's own steps, such as the shell of an salloc, have numbers from here
+
+
+def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
+    """Refuse to start a job in each rank of another.
+
+    Variables of ranks alone are no proof: shells inherit them.
+
+    Args:
+        ancestors: The names of the processes above this one.
+
+    Raises:
+        LaunchError: If this process is a rank.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < _SERVICE_STEPS:
+        raise LaunchError(
+            f"this is a task that srun started (SLURM_STEP_ID={step}), and srun starts the ranks already.\n"
+            f"Leave out one of the two: `srun python train.py`, or `mpicomm run train.py` in the batch script."
+        )
+    claims = detect.detect({**environ, "TORCHELASTIC_RUN_ID": ""}).claims
+    if claims and not _DAEMONS.isdisjoint(ancestors):
+        raise LaunchError(
+            f"this is a rank that {claims[0].title} started ({claims[0].shown}), and each would start a job.\n"
+            f"Leave out one of the two: `mpirun python train.py`, or `mpicomm run train.py`."
+        )
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what another job left in it."""
+    tables = (*detect.MPI_LAUNCHERS, dataclasses.replace(detect.TORCHRUN, master_addr=None, master_port=None))
+    names = {value for each in tables for key, value in vars(each).items() if key != "title" and value}
+    is_of_ranks = not names.isdisjoint(environ)
+    left = {
+        name: value
+        for name, value in environ.items()
+        if name not in names and (not _matches(name, _OF_RANKS) or _matches(name, _OF_USERS))
+    }
+    if is_of_ranks:
+        for name in _WITH_RANKS:
+            left.pop(name, None)
+    return left
+
+
+def of_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Return the environment for ranks, each with so many threads and huge pages; what the user set stays."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
+    return {**wanted, **clean(environ)}
+
+
+def of_gpus(library: Library, loaded: str) -> dict[str, str]:
+    """Return what a library must be told before it takes addresses on a GPU; Open MPI and UCX find out by themselves.
+
+    Args:
+        loaded: The files in this process's memory map. Cray MPICH ends programs that lack its library for GPUs if told.
+    """
+    if "CRAY" in library.description.upper():
+        return {"MPICH_GPU_SUPPORT_ENABLED": "1"} if "libmpi_gtl" in loaded else {}
+    return {"MPIR_CVAR_ENABLE_GPU": "1"} if library.vendor == "MPICH" else {}
+
+
+def travelling(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that ranks on other hosts need."""
+    return sorted(name for name in environ if _matches(name, _TRAVEL) and not _matches(name, _STAY))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

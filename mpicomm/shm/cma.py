@@ -1,0 +1,213 @@
+"""Collectives of ranks that may read and write each other's memory, by process_vm_readv: nothing is copied twice.
+
+    all ranks tell each other where their tensors are       (which also says that all have come)
+    each rank, chunk by chunk: reads what others have of its part, adds it to its own, writes the sum to them
+    barrier                                                 (from here on a tensor may change again)
+
+Of a tensor each rank owns a part, which nobody else touches on any rank meanwhile, and adds up what all have for it in
+the order of ranks: all ranks get the same bits, which depend on the number of ranks alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm.shm.interface import OrderedSum
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_CHUNK_BYTES = 2**18  # what is added up at a time; it stays in the cache, with one for each other rank
+_SCRATCH_BYTES = 2**23
+_ALIGNMENT = 4096
+_COPIED_BYTES = 2**26  # by one call, which no signal interrupts
+
+
+class _Vector(ctypes.Structure):
+    """C's struct iovec."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Peers:
+    """The memory of the other ranks of a node."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        """Learn who they are (collective)."""
+        self._comm = comm
+        self._pids = comm.allgather(os.getpid())
+        self._local, self._remote, self._byte = _Vector(), _Vector(), ctypes.c_char()
+        self._library = ctypes.CDLL(None, use_errno=True)
+        vectors = (ctypes.POINTER(_Vector), ctypes.c_ulong)
+        for call in (self._library.process_vm_readv, self._library.process_vm_writev):
+            call.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
+            call.restype = ctypes.c_ssize_t
+
+    def exchange(self, number: int) -> array[int]:
+        """Return every rank's number, an address, when all have told theirs (collective)."""
+        mine, numbers = array("q", [number]), array("q", bytes(8 * self._comm.size))
+        self._comm.Allgather(mine, numbers)
+        return numbers
+
+    def read(self, rank: int, address: int, output_buffer: torch.Tensor) -> None:
+        """Fill `room` from what begins at an address in another rank's memory.
+
+        Raises:
+            OSError: If it cannot be read; ProcessLookupError if the rank is gone.
+        """
+        self._copy(self._library.process_vm_readv, rank, address, output_buffer)
+
+    def can_read(self, rank: int, there: int) -> bool:
+        """Tell whether memory at an address can be read in a rank's process."""
+        local, remote = self._local, self._remote
+        local.start, remote.start = ctypes.addressof(self._byte), there
+        local.length = remote.length = 1
+        return self._library.process_vm_readv(self._pids[rank], local, 1, remote, 1, 0) == 1
+
+    def write(self, rank: int, address: int, content: torch.Tensor) -> None:
+        """Write `content` to an address in another rank's memory.
+
+        Raises:
+            OSError: If it cannot be written; ProcessLookupError if the rank is gone.
+        """
+        self._copy(self._library.process_vm_writev, rank, address, content)
+
+    def _copy(self, call: Callable[..., int], rank: int, there: int, tensor: torch.Tensor) -> None:
+        here, left = tensor.data_ptr(), tensor.nbytes
+        local, remote = self._local, self._remote
+        while left:
+            local.start, remote.start = here, there
+            local.length = remote.length = min(left, _COPIED_BYTES)
+            done = call(self._pids[rank], local, 1, remote, 1, 0)
+            if done <= 0:
+                number = ctypes.get_errno()
+                what = f"memory of rank {rank} of this node, process {self._pids[rank]}"
+                raise OSError(number, f"{os.strerror(number)}: {what}")
+            here, there, left = here + done, there + done, left - done
+
+
+def is_available(comm: Intracomm) -> bool:
+    """Tell whether all ranks of `comm` may read and write each other's memory (collective)."""
+    token = torch.tensor([secrets.randbits(62)], device="cpu")
+    read, received = (torch.zeros(comm.size, dtype=torch.int64, device="cpu") for _ in range(2))
+    try:
+        peers = _Peers(comm)
+    except AttributeError:  # a C library without the call
+        peers = None
+    if not all(comm.allgather(peers is not None)) or peers is None:
+        return False
+    tokens = peers.exchange(int(token.item())).tolist()
+    sources, targets = peers.exchange(token.data_ptr()), peers.exchange(received.data_ptr())
+    with contextlib.suppress(OSError):
+        for rank in range(comm.size):
+            peers.read(rank, sources[rank], read[rank : rank + 1])
+            if read[rank] == tokens[rank]:  # it is not somebody else's memory
+                peers.write(rank, targets[rank] + received.element_size() * comm.rank, token)
+    comm.Barrier()
+    return all(comm.allgather(read.tolist() == tokens and received.tolist() == tokens))
+
+
+class CMACollectives:
+    """The collectives of one communicator's ranks; tensors are flat, dense and on the host."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        """Let the ranks of a communicator read each other's memory (collective)."""
+        self.rank, self.size = comm.rank, comm.size
+        self._comm = comm
+        self._peers = _Peers(comm)
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        share = _SCRATCH_BYTES // comm.size // _ALIGNMENT * _ALIGNMENT
+        self._chunk_bytes = max(_ALIGNMENT, min(_CHUNK_BYTES, share))
+        self._scratch = torch.empty(comm.size, self._chunk_bytes, dtype=torch.uint8, device="cpu")
+        self._rooms: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+
+    def can_take(self, flat: torch.Tensor) -> bool:
+        """Tell whether this rank's tensor can be read by others: memory that a GPU's driver has mapped cannot."""
+        return self._peers.can_read(self.rank, flat.data_ptr())
+
+    def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
+        """Reduce in place, on one rank or on all."""
+        mine, places = self._owned(flat)
+        receivers = range(self.size) if root is None else (root,)
+        self._add(mine, places, how, mine if self.rank in receivers else None, set(receivers) - {self.rank})
+        self._comm.Barrier()
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> None:
+        """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
+        mine, places = self._owned(flat)
+        self._add(mine, places, how, out)
+        self._comm.Barrier()
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        """Fill a tensor, split among the ranks as torch.tensor_split does, from what each has of its part."""
+        sources = self._peers.exchange(flat.data_ptr())
+        for owner, part in enumerate(flat.tensor_split(self.size)):
+            if owner != self.rank:
+                self._peers.read(owner, sources[owner] + _offset(flat, part), part)
+        self._comm.Barrier()
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Copy the root's tensor to the others."""
+        sources = self._peers.exchange(flat.data_ptr())
+        if self.rank != root:
+            self._peers.read(root, sources[root], flat)
+        self._comm.Barrier()
+
+    def _owned(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return this rank's part of a tensor, and where that part is on every rank (collective)."""
+        mine = flat.tensor_split(self.size)[self.rank]
+        return mine, [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
+
+    def _add(
+        self,
+        mine: torch.Tensor,
+        places: Sequence[int],
+        how: OrderedSum,
+        out: torch.Tensor | None,
+        receivers: Iterable[int] = (),
+    ) -> None:
+        """Add up this rank's tensor and those that are like it at the others' addresses.
+
+        Args:
+            out: Takes the sum; None to leave this rank's memory as it is.
+            receivers: Ranks whose tensors take the sum.
+        """
+        output_buffers = self._rooms_for(mine.dtype)
+        count = -(-mine.nbytes // self._chunk_bytes) or 1
+        pieces = mine.chunk(count)
+        results = pieces if out is mine else itertools.repeat(None) if out is None else out.chunk(count)
+        there = 0
+        for piece, result in zip(pieces, results, strict=False):
+            terms = [output_buffer[: piece.numel()] for output_buffer in output_buffers]
+            if how.wide is None:
+                terms[self.rank] = piece
+            else:  # those kernels wait for memory, of which a copy brings four times as much in that time
+                terms[self.rank].copy_(piece)
+            for rank in self._others:
+                self._peers.read(rank, places[rank] + there, terms[rank])
+            total = terms[self._others[0]] if result is None else result
+            how.write(terms, total)
+            for rank in receivers:
+                self._peers.write(rank, places[rank] + there, total)
+            there += piece.nbytes
+
+    def _rooms_for(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return memory of this rank's own, for a chunk of each rank."""
+        if dtype not in self._rooms:
+            with torch.inference_mode(False):
+                self._rooms[dtype] = self._scratch.view(dtype).unbind()
+        return self._rooms[dtype]
+
+
+def _offset(whole: torch.Tensor, part: torch.Tensor) -> int:
+    """Return how many bytes of a tensor come before a part of it."""
+    return part.data_ptr() - whole.data_ptr()

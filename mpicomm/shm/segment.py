@@ -1,0 +1,251 @@
+"""Collectives of ranks that share memory: in chunks that fit the cache, each copied in, reduced, and copied out.
+
+    stage      0          1                2
+    chunk 0    copy in    its owners add   copy out
+    chunk 1               copy in          its owners add    copy out
+    ...
+
+Between two stages is a barrier of MPI's, which also makes visible to others what a rank has written. There is room for
+two chunks at a time: what a stage writes was read in the stage before the last one.
+
+Of each chunk, each rank owns a part, and adds up what all have for it in the order of ranks: all ranks get the same
+bits, which depend on the number of ranks alone.
+
+
+The segment has no name in any file system and goes with the last process that maps it: one rank makes a file in memory
+(memfd_create) and reserves its pages; the others open it by way of that rank's entry in /proc, which asks for the same
+user and the same PID namespace. The size of /dev/shm does not matter to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm.errors import MpicommError
+from mpicomm.shm.interface import OrderedSum
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_CHUNK_BYTES = 2**20
+_LEAST_CHUNK_BYTES = 2**16
+_SEGMENT_BYTES = 2**26  # where more ranks share a node, chunks are smaller
+_ROOMS = 2
+_ALIGNMENT = 4096
+_MOST_CUTS = 256
+_TOKEN_BYTES = 16
+
+Slots = list[tuple[torch.Tensor, ...]]
+
+
+class NoSharedMemoryError(MpicommError):
+    """The ranks of a node cannot share memory."""
+
+
+def make(comm: Intracomm, nbytes: int) -> torch.Tensor:
+    """Return memory, as bytes, that all ranks of `comm` share (collective). It is theirs until the tensor goes.
+
+    Raises:
+        NoSharedMemoryError: On all ranks, if there is none for one of them.
+    """
+    failure, memory, descriptor = "", None, None
+    offer: tuple[int, int, bytes] | None = None
+    if comm.rank == 0:
+        try:
+            descriptor, memory = _create(nbytes)
+            offer = (os.getpid(), descriptor, _token(memory))
+        except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
+            failure = f"{nbytes >> 20} MiB cannot be reserved: {error}"
+    offer = comm.bcast(offer, 0)
+    if comm.rank > 0 and offer is not None:
+        try:
+            memory = _open(offer, nbytes)
+        except Exception as error:  # noqa: BLE001  as above
+            failure = f"what another rank of this node has made cannot be opened: {error}"
+    failures = [each for each in comm.allgather(failure) if each]
+    if descriptor is not None:
+        os.close(descriptor)  # all have mapped it, or never will
+    if failures:
+        raise NoSharedMemoryError(failures[0])
+    assert memory is not None
+    return memory
+
+
+def _create(nbytes: int) -> tuple[int, torch.Tensor]:
+    """Return a descriptor of new memory and the memory, which begins with what only its maker knows."""
+    descriptor = os.memfd_create("mpicomm", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)  # or touching it could end the process
+        memory = _map(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    memory[:_TOKEN_BYTES] = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
+    return descriptor, memory
+
+
+def _open(offer: tuple[int, int, bytes], nbytes: int) -> torch.Tensor:
+    """Return the memory that another rank has made; in another PID namespace its number would be somebody else's."""
+    pid, descriptor, token = offer
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(opened).st_size != nbytes:
+            raise OSError(f"process {pid} is another one here")
+        memory = _map(opened, nbytes)
+    finally:
+        os.close(opened)
+    if _token(memory) != token:
+        raise OSError(f"process {pid} is another one here")
+    return memory
+
+
+def _token(memory: torch.Tensor) -> bytes:
+    return bytes(memory[:_TOKEN_BYTES].numpy())
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+
+
+def segment_bytes(size: int) -> int:
+    """Return how much memory `size` ranks share."""
+    return _ROOMS * (size + 1) * _chunk_bytes(size)
+
+
+def _chunk_bytes(size: int) -> int:
+    share = _SEGMENT_BYTES // (_ROOMS * (size + 1))
+    return max(_LEAST_CHUNK_BYTES, min(_CHUNK_BYTES, share // _ALIGNMENT * _ALIGNMENT))
+
+
+class SegmentCollectives:
+    """The collectives of one communicator's ranks; tensors are flat, dense and on the host."""
+
+    def __init__(self, comm: Intracomm, memory: torch.Tensor) -> None:
+        """Use memory that the ranks share.
+
+        Args:
+            memory: `segment_bytes(comm.size)` bytes.
+        """
+        self._comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self._chunk_bytes = _chunk_bytes(comm.size)
+        self._rooms = memory.view(_ROOMS, comm.size + 1, self._chunk_bytes)
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._room = 0  # which the next chunk uses
+        self._cuts: dict[tuple[torch.dtype, int, int], Slots] = {}
+
+    def can_take(self, flat: torch.Tensor) -> bool:  # noqa: ARG002  all tensors can be copied
+        """Tell that this rank's tensor can be copied in and out."""
+        return True
+
+    def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
+        """Reduce in place, on one rank or on all."""
+        writes = root in (None, self.rank)
+        chunks = flat.split(self._elements(flat.dtype))
+        parts = [chunk.tensor_split(self.size) for chunk in chunks]
+        slots = [self._slots(flat.dtype, index, chunk.numel()) for index, chunk in enumerate(chunks)]
+
+        def add(index: int) -> None:
+            mine, total = parts[index][self.rank], slots[index][-1][self.rank]
+            how.write(self._terms(mine, slots[index]), total)
+            if writes:
+                mine.copy_(total)
+
+        def fetch(index: int) -> None:
+            if writes:
+                for owner in self._others:
+                    parts[index][owner].copy_(slots[index][-1][owner])
+
+        self._run(len(chunks), functools.partial(self._bring, parts, slots), add, fetch)
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> None:
+        """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
+        blocks = flat.tensor_split(self.size)
+        length = self._elements(blocks[0].dtype) // self.size
+        count = -(-max(block.numel() for block in blocks) // length)
+        parts = [[block[index * length : (index + 1) * length] for block in blocks] for index in range(count)]
+        slots = [self._slots(blocks[0].dtype, index, length * self.size) for index in range(count)]
+
+        def add(index: int) -> None:
+            mine = parts[index][self.rank]
+            how.write(self._terms(mine, slots[index]), out[index * length :][: mine.numel()])
+
+        self._run(count, functools.partial(self._bring, parts, slots), add)
+
+    def _bring(self, parts: Sequence[Sequence[torch.Tensor]], slots: Sequence[Slots], index: int) -> None:
+        """Copy in what others add up."""
+        for owner in self._others:
+            part = parts[index][owner]
+            slots[index][self.rank][owner][: part.numel()].copy_(part)
+
+    def _terms(self, mine: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
+        """Return what this rank adds up, in the order of ranks."""
+        return [mine if rank == self.rank else slots[rank][self.rank][: mine.numel()] for rank in range(self.size)]
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        """Fill a tensor, split among the ranks as torch.tensor_split does, from what each has of its part."""
+        self._spread(dict(enumerate(flat.tensor_split(self.size))))
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Copy the root's tensor to the others."""
+        self._spread({root: flat})
+
+    def _spread(self, blocks: dict[int, torch.Tensor]) -> None:
+        """Copy the blocks of some ranks to all others."""
+        dtype = next(iter(blocks.values())).dtype
+        length = self._elements(dtype)
+        count = -(-max(block.numel() for block in blocks.values()) // length)
+
+        def of_chunk(owner: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            piece = blocks[owner][index * length : (index + 1) * length]
+            return piece, self._slot(dtype, index, owner)[: piece.numel()]
+
+        def bring(index: int) -> None:
+            if self.rank in blocks:
+                piece, slot = of_chunk(self.rank, index)
+                slot.copy_(piece)
+
+        def fetch(index: int) -> None:
+            for owner in blocks:
+                if owner != self.rank:
+                    piece, slot = of_chunk(owner, index)
+                    piece.copy_(slot)
+
+        self._run(count, bring, fetch)
+
+    def _run(self, count: int, *stages: Callable[[int], None]) -> None:
+        """Take `count` chunks through all stages."""
+        for moment in range(count + len(stages) - 1):
+            if moment:
+                self._comm.Barrier()
+            for delay, stage in enumerate(stages):
+                if 0 <= moment - delay < count:
+                    stage(moment - delay)
+        self._room = (self._room + count) % _ROOMS
+
+    def _elements(self, dtype: torch.dtype) -> int:
+        """Return how many elements a chunk has."""
+        return self._chunk_bytes // dtype.itemsize
+
+    def _slot(self, dtype: torch.dtype, index: int, rank: int) -> torch.Tensor:
+        """Return where a rank puts what it has of a chunk; the last is for results."""
+        return self._rooms[(self._room + index) % _ROOMS, rank].view(dtype)
+
+    def _slots(self, dtype: torch.dtype, index: int, elements: int) -> Slots:
+        """Return every rank's slot for a chunk, and the one for results, each in parts by owner."""
+        key = (dtype, (self._room + index) % _ROOMS, elements)
+        if key not in self._cuts:
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
+            with torch.inference_mode(False):
+                self._cuts[key] = [
+                    self._slot(dtype, index, rank)[:elements].tensor_split(self.size) for rank in range(self.size + 1)
+                ]
+        return self._cuts[key]

@@ -1,1 +1,0 @@
-"""The verbs: torch.distributed's words, for more than tensors."""

@@ -1,0 +1,296 @@
+"""The side channel: connections beside MPI, of every rank to a hub on its node, and of the hubs to rank 0.
+
+It is a tree of two levels, so that rank 0 talks to its own node and to one rank of every other. A rank that connects
+proves with the job's token, which travelled by MPI, that it is one (HMAC, RFC 2104): the token itself is never sent.
+The channel has no thread of its own; whoever calls `poll` drives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import secrets
+import selectors
+import socket
+import time
+
+from mpicomm.durations import Deadline
+from mpicomm.settings import HOST_TIMEOUT
+from mpicomm.startup import open_files
+from mpicomm.watchdog import local_processes
+from mpicomm.watchdog.connection import Connection, Message
+from mpicomm.watchdog.local_processes import LocalProcess
+
+TOKEN_BYTES = 32
+
+_NONCE_BYTES = 16
+_STRANGERS_SECONDS = 10.0  # in which who connects must have shown the token
+_BACKLOG = 4096
+_ACCEPT_PAUSE = 0.01
+_LOOK_SECONDS = 0.5  # between two looks at the deadline of who waits for the hub
+_MOST_STRANGERS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelEvent:
+    """What `Channel.poll` saw."""
+
+    rank: int | None
+    """Whose connection it is; None for the one to this rank's hub."""
+
+    message: Message | None = None
+    lost: str = ""
+    """Why the connection ended; empty for a message."""
+
+
+class Channel:
+    """The connections of one rank."""
+
+    def __init__(self, rank: int, token: bytes, host_timeout: int = HOST_TIMEOUT) -> None:
+        """Make the channel, without connections.
+
+        Args:
+            host_timeout: After so many seconds in which a host answers nothing, the connections to it are lost.
+        """
+        self.rank = rank
+        self._host_timeout = host_timeout
+        self.children: dict[int, Connection] = {}
+        self.processes: dict[int, LocalProcess] = {}
+        """The processes of the ranks at the other ends, as they have introduced themselves; those elsewhere too."""
+
+        self._token = token
+        self._expected: set[int] = set()
+        self._strangers: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its last moment
+        self._up: Connection | None = None
+        self._unread: list[Message] = []  # what came with the hub's welcome
+        self._listener: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self.wake_fd = self._waker.fileno()
+        """Whoever writes here wakes `poll`, which hands out the bytes in `woken`."""
+
+        self.woken = bytearray()
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    def listen(self, address: str) -> int:
+        """Listen for the ranks of which this one is the hub, and return the port."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind((address, 0))
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self._listener.getsockname()[1]
+
+    def expect(self, ranks: set[int]) -> None:
+        """Say which ranks may connect to this one; once they all have, nobody can any more."""
+        self._expected = set(ranks)
+        open_files.allow(len(ranks))
+
+    def connect(self, address: str, port: int, seconds: float) -> None:
+        """Connect to this rank's hub.
+
+        Raises:
+            OSError: If the hub cannot be reached, or does not take this rank in, within `seconds`.
+        """
+        deadline = Deadline(seconds)
+        connection = Connection(socket.create_connection((address, port), timeout=seconds), self._host_timeout)
+        try:
+            connection.is_trusted = True  # its port was told by MPI
+            challenge, *_ = _next_messages(connection, deadline)
+            nonce, hub = bytes.fromhex(challenge["nonce"]), int(challenge["rank"])
+            self.processes[hub] = LocalProcess(int(challenge["pid"]), str(challenge["birth"]))
+            proof = _proof(self._token, nonce, self.rank)
+            connection.send({**self._introduction(), "proof": proof})
+            _welcome, *self._unread = _next_messages(connection, deadline)
+        except (OSError, KeyError, ValueError):
+            connection.close()
+            raise
+        self._up = connection
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send_up(self, message: Message) -> None:
+        """Send a message to the hub; nothing happens if there is none any more."""
+        if self._up is not None:
+            self._send(self._up, message)
+
+    def send_to(self, child: int, message: Message) -> None:
+        """Send a message to a rank of which this one is the hub; nothing happens if it is not connected."""
+        if child in self.children:
+            self._send(self.children[child], message)
+
+    def send_down(self, message: Message) -> None:
+        """Send a message to all ranks of which this one is the hub."""
+        for connection in list(self.children.values()):
+            self._send(connection, message)
+
+    def wake(self) -> None:
+        """Make a `poll` that waits return; may be called on any thread."""
+        with contextlib.suppress(OSError):  # full: it is being woken already; closed: nobody waits any more
+            self._waker.send(b"\0")
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def poll(self, seconds: float) -> list[ChannelEvent]:
+        """Wait until something comes in, for at most `seconds`, and return it."""
+        events = [ChannelEvent(None, message) for message in self._unread]
+        self._unread = []
+        for key, mask in self._selector.select(0.0 if events else max(0.0, seconds)):
+            if key.fileobj is self._woken:
+                with contextlib.suppress(BlockingIOError):
+                    self.woken += self._woken.recv(4096)
+            elif key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.fileobj, Connection):
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(key.fileobj)
+                if mask & selectors.EVENT_READ:
+                    events += self._receive(key.fileobj)
+        self._drop_late_strangers()
+        return events
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._stop_listening()
+        for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up])]:
+            self._drop(connection)
+        self.children.clear()
+        self._strangers.clear()
+        self._up = None
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()
+
+    def forget(self) -> None:
+        """Let go of everything in a forked child, which shares it with the rank, and must not keep it open."""
+        for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up])]:
+            connection.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()  # nothing is unregistered: what is in it belongs to the rank, too
+        self._waker.close()
+        self._woken.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection = Connection(self._listener.accept()[0], self._host_timeout)
+        except OSError:  # the peer may have gone again; or there are too many files open, which may pass
+            time.sleep(_ACCEPT_PAUSE)
+        else:
+            if len(self._strangers) >= _MOST_STRANGERS + len(
+                self._expected
+            ):  # those of the job are quick to show the token
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self._drop(oldest)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            self._strangers[connection] = (nonce, time.monotonic() + _STRANGERS_SECONDS)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._send(connection, {**self._introduction(), "nonce": nonce.hex()})
+
+    def _receive(self, connection: Connection) -> list[ChannelEvent]:
+        messages, lost = connection.receive()
+        if connection in self._strangers:
+            if lost or (messages and not self._admit(connection, messages.pop(0))):
+                self._strangers.pop(connection, None)
+                self._drop(connection)
+                return []
+            if connection in self._strangers:
+                return []
+        events = [ChannelEvent(connection.rank, message) for message in messages]
+        if lost:
+            self._lose(connection)
+            events.append(ChannelEvent(connection.rank, lost=lost))
+        return events
+
+    def _introduction(self) -> Message:
+        own = local_processes.this_process()
+        return {"rank": self.rank, "pid": own.pid, "birth": own.birth}
+
+    def _admit(self, connection: Connection, message: Message) -> bool:
+        """Take in who has shown the token, as the rank that it says it is."""
+        nonce, _ = self._strangers[connection]
+        rank, pid, birth, proof = (message.get(name) for name in ("rank", "pid", "birth", "proof"))
+        if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(birth, str)):
+            return False
+        if not (isinstance(proof, str) and proof.isascii()):
+            return False
+        if not hmac.compare_digest(proof, _proof(self._token, nonce, rank)) or rank not in self._expected:
+            return False
+        del self._strangers[connection]
+        self._expected.remove(rank)
+        connection.is_trusted = True
+        connection.rank = rank
+        self.children[rank] = connection
+        self.processes[rank] = LocalProcess(pid, birth)
+        self._send(connection, {"welcome": rank})
+        if not self._expected:
+            self._stop_listening()
+        return True
+
+    def _lose(self, connection: Connection) -> None:
+        if connection.rank is None:
+            self._up = None
+        else:
+            del self.children[connection.rank]
+        self._drop(connection)
+
+    def _send(self, connection: Connection, message: Message) -> None:
+        # A connection that is lost says so when it is read, too, and is dropped there.
+        with contextlib.suppress(OSError):
+            connection.send(message)
+        self._await_room(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError):
+            connection.flush()
+        self._await_room(connection)
+
+    def _await_room(self, connection: Connection) -> None:
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
+        with contextlib.suppress(KeyError, ValueError):  # dropped meanwhile
+            self._selector.modify(connection, mask)
+
+    def _drop(self, connection: Connection) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _drop_late_strangers(self) -> None:
+        now = time.monotonic()
+        for connection in [each for each, (_, deadline) in self._strangers.items() if deadline < now]:
+            del self._strangers[connection]
+            self._drop(connection)
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+
+def _proof(token: bytes, nonce: bytes, rank: int) -> str:
+    return hmac.digest(token, nonce + str(rank).encode(), "sha256").hex()
+
+
+def _next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
+    """Wait for messages, at least one, on a connection that nobody polls yet."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while (left := deadline.left()) > 0:
+            if not selector.select(min(left, _LOOK_SECONDS)):
+                continue
+            messages, lost = connection.receive()
+            if messages:
+                return messages
+            if lost:
+                raise ConnectionError(f"the hub ended the connection: {lost}")
+    raise TimeoutError("the hub does not answer")

@@ -1,0 +1,98 @@
+"""The files that a rank leaves of its last operations and its stacks, when the job ends badly or is asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpicomm.watchdog import flight_recorder
+
+
+def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *, is_of_job: bool = False) -> Path:
+    """Write `rank-<rank>.json` with the recorded operations, and `rank-<rank>.stacks.txt` with all threads' stacks.
+
+    Links in the place of the files are replaced, not followed. Only this user can read the files.
+
+    Args:
+        about: What else the file is to say.
+        is_of_job: The directory is the job's own, where only this user may write. Otherwise, the user has chosen it.
+
+    Returns:
+        The path of the former.
+
+    Raises:
+        OSError: If the directory or the files cannot be written, or the job's directory is a link or another user's.
+    """
+    folder = Path(directory)
+    now, wall = time.monotonic(), time.time()
+    operations = [
+        {"number": each.number, **each.describe(now), **_times(each, now, wall)} for each in flight_recorder.recorded()
+    ]
+    content = {"rank": rank, **about, "written": wall, "operations": operations}
+    with _opened(folder, is_of_job=is_of_job) as handle:
+        owner = os.fstat(handle).st_uid if is_of_job else None
+        path = folder / f"rank-{rank}.json"
+        _write(handle, path, lambda file: json.dump(content, file, indent=1), owner)
+        _write(handle, path.with_suffix(".stacks.txt"), faulthandler.dump_traceback, owner)
+    return path
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, *, is_of_job: bool) -> Iterator[int]:
+    """Open a directory, which is made if it does not exist."""
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    if is_of_job:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # another rank of this host or file system was first
+            folder.mkdir(mode=0o700)
+        if folder.is_symlink():
+            raise _refusal(f"{folder} is a link")
+        flags |= os.O_NOFOLLOW
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, flags)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _write(folder: int, path: Path, write: Callable[[TextIO], object], owner: int | None) -> None:
+    """Write a file under a new name and rename it, so that no link is followed.
+
+    Args:
+        owner: Whose file it must be; this user can have another number on a file system of another host.
+    """
+    aside = f".{path.name}.{secrets.token_hex(8)}"
+    try:
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    except PermissionError as error:
+        if owner in (None, os.geteuid()):
+            raise
+        raise _refusal(f"{path.parent} belongs to user {owner}") from error
+    try:
+        with os.fdopen(handle, "w") as file:
+            if owner not in (None, mine := os.fstat(handle).st_uid):
+                raise _refusal(f"{path.parent} belongs to user {owner}, and this user is {mine}")
+            write(file)
+        os.rename(aside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(aside, dir_fd=folder)
+        raise
+
+
+def _refusal(why: str) -> PermissionError:
+    return PermissionError(f"{why}, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a directory of your own.")
+
+
+def _times(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, float | None]:
+    """Return the moments of an operation in seconds since the epoch."""
+    moments = {"called": operation.called, "start": operation.start, "end": operation.end}
+    return {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}

@@ -1,0 +1,263 @@
+"""How a rank that fails takes the job with it.
+
+An exception that nobody catches, on any thread, is printed once, with its rank, and ends the job by MPI_Abort. The hook
+runs before the interpreter waits for non-daemon threads, so such threads cannot keep a dead rank, and with it the job,
+alive. `sys.exit` raises an exception that notes its status when Python ends the process by it: a rank that leaves so
+tells the others, and ends the job if they wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from mpicomm.errors import LaunchError, MpicommError, RendezvousError
+from mpicomm.watchdog import flight_recorder
+
+_OTHERS_PATIENCE = 2.0  # seconds in which the first rank to fail prints and aborts, before another does
+_BRIEF_RANKS = 8  # how many ranks may repeat an error in brief: rank 0's output may lie elsewhere
+_PRINTING_SECONDS = 0.2  # launchers forward output by pipes; what is in flight at the abort may be lost
+
+_OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
+"""The functions that a program begins with: a script's, that of `python -m`, and a thread's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A `sys.excepthook` that ends the job when its rank ends by an exception."""
+
+    rank: int
+    size: int
+    hostname: str
+    abort: Callable[[int], Any] | None
+    """Ends the job with a status; None while there is no job to end."""
+
+    is_first: Callable[[], bool]
+    """Tells whether no other rank failed before."""
+
+    previous: Callable[..., Any]
+    previous_of_threads: Callable[[threading.ExceptHookArgs], Any]
+    pid: int = dataclasses.field(default_factory=os.getpid)
+
+    def of_thread(self, args: threading.ExceptHookArgs) -> None:
+        """Do the same for an exception that ends a thread: the others may wait for what it was to do."""
+        is_theirs = args.exc_value is None or args.exc_type is SystemExit or _is_aside(args.thread)
+        if self is not _current or os.getpid() != self.pid or is_theirs or sys.is_finalizing():
+            self.previous_of_threads(args)
+        else:
+            assert args.exc_value is not None
+            self._fail(args.exc_type, args.exc_value, args.exc_traceback)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        """Print what happened, once in the job, and end it, if the error ends this process."""
+        if self is not _current or os.getpid() != self.pid or _goes_on():  # a job that is over, or a forked child
+            self.previous(kind, error, trace)
+        else:
+            self._fail(kind, error, trace)
+
+    def _fail(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        is_everywhere = isinstance(error, MpicommError) and error.is_everywhere
+        if is_everywhere or isinstance(error, LaunchError):  # the message says it all; the code is not at fault
+            self._tell_message(error, is_everywhere)
+        else:
+            self._tell(kind, error, trace)
+        # An error that every rank has ends each by itself, unless some ranks are not even there.
+        if not is_everywhere or isinstance(error, RendezvousError):
+            if is_everywhere and self.rank != 0:
+                time.sleep(_OTHERS_PATIENCE)  # rank 0 speaks first
+            self._end()
+
+    def _tell_message(self, error: BaseException, is_everywhere: bool) -> None:
+        if self.rank == 0:
+            say(f"mpicomm.{type(error).__name__}: {error}\n")
+        elif isinstance(error, LaunchError) and not is_everywhere and self.rank < _BRIEF_RANKS:
+            # Most likely rank 0 has the same error, and the launcher ends this rank before it comes to speak.
+            time.sleep(_OTHERS_PATIENCE)
+            say(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
+
+    def _end(self) -> None:
+        if self.abort is not None and self.size > 1:
+            time.sleep(_PRINTING_SECONDS)
+            self.abort(1)
+
+    def _tell(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        where = f"rank {self.rank} of {self.size} on {self.hostname}"
+        if threading.current_thread() is not threading.main_thread():
+            where += f", thread {threading.current_thread().name},"
+        if self.size > 1 and not self.is_first():
+            time.sleep(_OTHERS_PATIENCE)
+            say(f"[mpicomm] {where} failed too: {traceback.format_exception_only(kind, error)[-1]}")
+        elif self.previous is not sys.__excepthook__:
+            say(f"[mpicomm] {where} failed:\n")
+            self.previous(kind, error, trace)
+        elif self.size == 1:
+            self.previous(kind, error, trace)
+        else:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            say(f"[mpicomm] {where} failed and ends the job:\n{text}")
+
+
+def _goes_on() -> bool:
+    """Tell whether the program calls `sys.excepthook` itself, as `code.interact` does to print an error, and goes on.
+
+    Python calls it when the program's last frame is gone, so that the outermost is the hook's, or that of a hook above.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name in _OUTERMOST or _is_at_prompt()
+
+
+def _is_at_prompt() -> bool:
+    """Tell whether Python's own prompt, which is written in C, goes on after an error; `code.interact` sets ps1 too."""
+    return hasattr(sys, "ps1") and bool(sys.flags.interactive or not sys.argv[0])
+
+
+def _is_aside(thread: threading.Thread | None) -> bool:
+    """Tell whether a thread is one of those, like a progress bar's, that nobody waits for at the end."""
+    return thread is None or (thread.daemon and not flight_recorder.is_used_by(thread))
+
+
+_current: Hook | None = None
+
+
+def arm(
+    rank: int,
+    size: int,
+    hostname: str,
+    abort: Callable[[int], Any] | None = None,
+    is_first: Callable[[], bool] = lambda: True,
+) -> None:
+    """Install the hook, or renew it now that more is known."""
+    global _current  # noqa: PLW0603  a process has one excepthook
+    # On renewal this also drops torch's hook, which came on top to say the rank: this one says it too.
+    previous = _current.previous if _current else sys.excepthook
+    previous_of_threads = _current.previous_of_threads if _current else threading.excepthook
+    _current = Hook(rank, size, hostname, abort, is_first, previous, previous_of_threads)
+    sys.excepthook = _current
+    threading.excepthook = _current.of_thread
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in C leaves a traceback, too
+
+
+def disarm() -> None:
+    """Take the hook out again; where somebody put another on top of it, it only passes on."""
+    global _current  # noqa: PLW0603
+    if _current is not None and sys.excepthook is _current:
+        sys.excepthook = _current.previous
+    if _current is not None and threading.excepthook == _current.of_thread:
+        threading.excepthook = _current.previous_of_threads
+    _current = None
+
+
+_code: Any = vars(SystemExit)["code"]
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises: it notes that Python ends the process by it, which it does not where it is caught."""
+
+    @property
+    def code(self) -> Any:
+        global _exit_status  # noqa: PLW0603  a process ends once
+        status = _code.__get__(self)
+        if sys._getframe().f_back is None:  # the interpreter reads it, below all functions of the program
+            _exit_status = _as_number(status)
+        return status
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        _code.__set__(self, status)
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:
+        return SystemExit, self.args
+
+
+_Exit.__module__ = "builtins"  # it is shown and named as what it stands for
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def _as_number(status: Any) -> int:
+    """Return the status that a process ends with for an argument of `sys.exit`."""
+    return 0 if status is None else status if isinstance(status, int) else 1
+
+
+_exit_status: int | None = None  # with which the process ends by sys.exit
+_tell_exit_at_once: Callable[[int], Any] | None = None
+
+
+def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
+    """Have `sys.exit` note its status, and `os._exit` say that it was called, which Python tells nobody in time.
+
+    Args:
+        tell_exit_at_once: Called with the status of `os._exit`, in this process alone.
+    """
+    global _tell_exit_at_once  # noqa: PLW0603  a process ends once
+    _tell_exit_at_once = tell_exit_at_once
+    if hasattr(sys.exit, "__wrapped__"):
+        return
+    python_exit, python_exit_at_once, pid = sys.exit, os._exit, os.getpid()
+
+    @functools.wraps(python_exit)
+    def sys_exit(status: Any = None, /) -> NoReturn:
+        # Elsewhere it ends the thread alone, and `threading` asks for the very type.
+        if threading.current_thread() is threading.main_thread() and os.getpid() == pid:
+            raise _Exit() if status is None else _Exit(status)
+        python_exit(status)
+
+    @functools.wraps(python_exit_at_once)
+    def os_exit(status: int) -> NoReturn:
+        if _tell_exit_at_once is not None and os.getpid() == pid:
+            _tell_exit_at_once(status)
+        python_exit_at_once(status)
+
+    sys.exit, os._exit = sys_exit, os_exit
+
+
+def exit_status() -> int | None:
+    """Return the status with which this process is about to end, as far as it is known."""
+    if _ends_by(getattr(sys, "last_value", None)):
+        return 1
+    on_its_way = sys.exc_info()[1]  # in a `finally`, say
+    if isinstance(on_its_way, SystemExit) and threading.current_thread() is threading.main_thread():
+        return _as_number(on_its_way.code)
+    return _exit_status
+
+
+def _ends_by(printed: BaseException | None) -> bool:
+    """Tell whether an exception that was printed ended the program, and not a line at a prompt within the program."""
+    trace = None if printed is None else printed.__traceback__
+    return trace is not None and trace.tb_frame.f_back is None and not _is_at_prompt()
+
+
+def say(text: str) -> None:
+    """Write to stderr in one piece, so that the lines of several ranks do not mix."""
+    with contextlib.suppress(Exception):  # a stream that fails must not keep the rank from ending the job
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if (held_back := _stderr_behind_pytest()) is not None:
+            os.write(held_back, text.encode())
+            return
+        # The real stream: torch's own hook swaps sys.stderr, and would show what is in it after the job is gone.
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(text)
+        stream.flush()
+
+
+def _stderr_behind_pytest() -> int | None:
+    """Return the descriptor of the stderr that pytest holds back while a test runs, and would lose with the process."""
+    capture = sys.modules.get("_pytest.capture")
+    if capture is None:
+        return None
+    captures = (each for each in gc.get_objects() if isinstance(each, capture.FDCapture))
+    return next((each.targetfd_save for each in captures if each.targetfd == 2 and each._state == "started"), None)

@@ -1,0 +1,44 @@
+"""Tests of the operations: all of them run on every rank of a world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.collective_ops.group_argument import resolve
+from tests.collective_ops.kinds import AMONG
+from tests.worlds import Group
+
+
+@pytest.fixture(scope="session", autouse=True)
+def everywhere(world: mpicomm.World, comms: dict[str, Any]) -> None:
+    """Give every test a world, also one that does not name it, and the groups that are made at their first use."""
+
+
+@pytest.fixture(scope="session")
+def comms(world: mpicomm.World) -> dict[str, Any]:
+    """Communicators of mpi4py's: the even and the odd ranks."""
+    made = {"comm": world.comm.Split(world.rank % 2, world.rank)}
+    for group in ("node", *["leaders"] * (world.local_rank == 0), made["comm"]):
+        resolve(group, "test")
+    return made
+
+
+@pytest.fixture(params=AMONG)
+def among(request: pytest.FixtureRequest, groups: dict[str, Group]) -> tuple[Any, int, int]:
+    """What `group=` may be, with this rank and the size: nothing, for all ranks, or a group of torch's."""
+    group = None if request.param == "all" else groups[request.param].handle
+    members = resolve(group, "test")
+    return group, members.rank, members.size
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def size_of(group: Any) -> int:
+    return dist.get_world_size(group)

@@ -1,0 +1,219 @@
+"""What does not fit together is an error on every rank, with names; what is wrong here, before anything is sent."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.errors import MismatchError, MpicommError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def usual() -> dict[str, Any]:
+    return {"a": torch.ones(3), "b": [torch.ones(2), torch.ones(4)]}
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "shape": (lambda: {"a": torch.ones(3), "b": [torch.ones(2), torch.ones(5)]}, r"\['b'\]\[1\] = tensor float32\[5\]"),
+    "dtype": (lambda: {"a": torch.ones(3).half(), "b": [torch.ones(2), torch.ones(4)]}, r"\['a'\] = tensor float16"),
+    "key": (lambda: {"c": torch.ones(3), "b": [torch.ones(2), torch.ones(4)]}, r"\['c'\] = tensor float32\[[3*]\]"),
+    "missing": (lambda: {"a": torch.ones(3), "b": [torch.ones(2)]}, "nothing"),
+    "kind": (lambda: {"a": np.ones(3, dtype=np.float32), "b": [torch.ones(2), torch.ones(4)]}, r"\['a'\] = array"),
+    "scalar": (lambda: {"a": torch.tensor(1.0), "b": usual()["b"]}, r"\['a'\] = tensor float32\[\] on cpu"),
+    "gradient": (lambda: {"a": torch.ones(3, requires_grad=True), "b": usual()["b"]}, "with gradient"),
+    "tensor": (lambda: torch.ones(9), r"the data = tensor float32\[[9*]\]"),
+    "container": (lambda: {"a": torch.ones(3), "b": (torch.ones(2), torch.ones(4))}, "in different containers"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "reduce_scatter", "gather", "all_gather"])
+def test_data_that_differ(world: mpicomm.World, operation: str, other: str) -> None:
+    if (other, operation) in [("shape", "gather"), ("shape", "all_gather")]:
+        pytest.skip("of any length")
+    if (other, operation) == ("scalar", "reduce_scatter"):
+        pytest.skip("refused before the ranks compare their data")
+    make, named = OTHERS[other]
+    last = world.size - 1
+    data = make() if world.rank == last else usual()
+    for is_async in (False, True):
+        with pytest.raises(MismatchError, match=named) as caught:
+            getattr(mpicomm, operation)(data, async_op=is_async).wait()
+        if other != "container":
+            assert f"rank {last}: " in str(caught.value)
+    dist.barrier()
+
+
+def test_different_operations(world: mpicomm.World) -> None:
+    with pytest.raises(MismatchError, match=r"rank 0: all_reduce MAX"):
+        mpicomm.all_reduce(1.0, "max" if world.rank == 0 else "sum")
+
+
+def test_gathering_data_of_another_width(world: mpicomm.World) -> None:
+    with pytest.raises(MismatchError, match=r"tensor float32\[\*, 3\]"):
+        mpicomm.all_gather(torch.ones(2, 3 if world.rank else 4))
+
+
+def test_the_group_is_usable_after_a_mismatch(world: mpicomm.World) -> None:
+    for _ in range(3):
+        with pytest.raises(MismatchError):
+            mpicomm.all_reduce([1, 2] if world.rank else [1])
+        assert mpicomm.all_reduce(1) == world.size
+
+
+class Own(dict):
+    pass
+
+
+def in_a_function() -> object:
+    Local = collections.namedtuple("Local", "x")
+    return Local(1)
+
+
+def read_only() -> np.ndarray:
+    array = np.ones(3)
+    array.flags.writeable = False
+    return array
+
+
+HELD: list[Any] = []
+HELD.append(HELD)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "op": (lambda: mpicomm.all_reduce(1, "summ"), ValueError, "op must be 'sum', .* or 'bxor', got 'summ'"),
+    "dst": (lambda: mpicomm.reduce(1, 99), ValueError, r"dst must be an integer from 0 to \d, got 99"),
+    "negative": (lambda: mpicomm.broadcast(1, -1), ValueError, "src must be an integer from 0 to .*, got -1"),
+    "bool rank": (lambda: mpicomm.gather(1, True), TypeError, r"dst must be an integer, got True \(bool\)"),
+    "text rank": (lambda: mpicomm.send(1, "0"), TypeError, r"dst must be an integer, got '0' \(str\)"),
+    "tag": (lambda: mpicomm.send(1, 0, tag=-1), ValueError, r"tag must be an integer from 0 to \d+, got -1"),
+    "large tag": (lambda: mpicomm.recv(0, tag=2**40), ValueError, r"tag must be an integer from 0 to \d+, got \d+"),
+    "dtype": (lambda: mpicomm.all_reduce(torch.ones(2), "band"), ValueError, "BAND has no meaning for float32"),
+    "complex": (lambda: mpicomm.all_reduce(1j, "max"), ValueError, "MAX has no meaning for complex128"),
+    "text": (lambda: mpicomm.all_reduce("text"), TypeError, "got a str"),
+    "text inside": (lambda: mpicomm.all_gather({"a": ["text"]}), TypeError, "got a str"),
+    "set": (lambda: mpicomm.all_reduce({1, 2}), TypeError, "a set cannot be sent leaf by leaf"),
+    "own dict": (lambda: mpicomm.all_reduce(Own(a=1)), TypeError, "a Own cannot be sent leaf by leaf"),
+    "key": (lambda: mpicomm.all_reduce({(1, 2): 1}), TypeError, r"has the key \(1, 2\)"),
+    "bool key": (lambda: mpicomm.all_reduce({True: 1}), TypeError, "has the key True"),
+    "masked": (lambda: mpicomm.all_gather(np.ma.masked_array([1, 2], [0, 1])), TypeError, "more than its numbers"),
+    "read-only": (lambda: mpicomm.all_reduce(read_only(), inplace=True), ValueError, "is read-only"),
+    "unpicklable": (lambda: mpicomm.all_gather_object(lambda: 1), TypeError, "cannot be pickled"),
+    "local class": (lambda: mpicomm.all_gather(in_a_function()), TypeError, "not within a function"),
+    "object array": (lambda: mpicomm.all_reduce(np.array([object()])), TypeError, "has no tensor"),
+    "sparse": (lambda: mpicomm.all_reduce(torch.eye(3).to_sparse()), TypeError, "to_dense"),
+    "large number": (lambda: mpicomm.all_reduce(2**70), ValueError, "does not fit into 64 bits"),
+    "holds itself": (lambda: mpicomm.all_reduce(HELD), ValueError, "Does it hold itself"),
+    "in place number": (lambda: mpicomm.all_reduce({"a": 1}, inplace=True), ValueError, r"\['a'\] is a number"),
+    "in place scalar": (lambda: mpicomm.all_reduce(np.float32(1), inplace=True), ValueError, "the data is a scalar"),
+    "in place gradient": (
+        lambda: mpicomm.all_reduce(torch.ones(2, requires_grad=True), inplace=True),
+        ValueError,
+        "has a gradient",
+    ),
+    "too few": (lambda: mpicomm.all_to_all([1]), ValueError, "one item for each"),
+    "no list": (lambda: mpicomm.all_to_all(7), TypeError, "items must be a list or tuple, got 7"),
+    "to itself": (lambda: mpicomm.send(1, dist.get_rank()), ValueError, "would wait for itself"),
+    "group": (
+        lambda: mpicomm.all_reduce(1, group="nodes"),
+        ValueError,
+        "group must be 'node' or 'leaders', got 'nodes'",
+    ),
+    "group type": (lambda: mpicomm.all_reduce(1, group=7), TypeError, "group must be a torch ProcessGroup, .*, got 7"),
+    "scalar cut": (lambda: mpicomm.reduce_scatter(1.0), ValueError, "cannot be cut"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_here_is_an_error_before_anything_is_sent(what: str) -> None:
+    call, kind, text = WRONG[what]
+    with pytest.raises(kind, match=text) as caught:
+        call()
+    assert "\n" in str(caught.value), "the message has no remedy"
+    dist.barrier()
+
+
+def test_groups_that_this_rank_is_not_in(world: mpicomm.World) -> None:
+    part = dist.new_group([0])
+    if world.rank:
+        with pytest.raises(ValueError, match="not in the group"):
+            mpicomm.all_reduce(1, group=part)
+        if world.local_rank:
+            with pytest.raises(ValueError, match="is its node's first"):
+                mpicomm.all_reduce(1, group="leaders")
+    else:
+        assert mpicomm.all_reduce(1, group=part) == 1
+        dist.destroy_process_group(part)
+
+
+def test_a_communicator_in_another_order(world: mpicomm.World) -> None:
+    turned = world.comm.Split(0, -world.rank)
+    with pytest.raises(ValueError, match="in the order of its ranks"):
+        mpicomm.all_reduce(1, group=turned)
+    turned.Free()
+
+
+def test_memory_that_what_comes_does_not_fit_into(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        mpicomm.send(torch.ones(3), 1)
+    elif world.rank == 1:
+        with pytest.raises(ValueError, match=r"out= expects float32\[4\], but what comes is float32\[3\]"):
+            mpicomm.recv(0, out=torch.empty(4))
+        # The content is still on its way; receive it, as the error leaves it there.
+    dist.barrier()
+
+
+def test_what_torch_has_sent_is_no_message_of_a_verb(world: mpicomm.World) -> None:
+    from mpicomm.collective_ops import messages
+
+    tag = messages._head_tag(3)
+    if world.rank == 0:
+        dist.send(torch.full((512,), 7, dtype=torch.uint8), 1, tag=tag)
+    elif world.rank == 1:
+        with pytest.raises(MpicommError, match="it does not begin as one"):
+            mpicomm.recv(0, tag=3)
+    dist.barrier()
+
+
+def test_a_broadcast_of_nothing(world: mpicomm.World) -> None:
+    """Only src can know, and tells the others."""
+    for is_async in (False, True):
+        with pytest.raises((ValueError, MpicommError), match="there are no data on src"):
+            mpicomm.broadcast(None, async_op=is_async).wait()
+        with pytest.raises((TypeError, MpicommError), match="got a str"):
+            mpicomm.broadcast("text" if world.rank == 0 else None, async_op=is_async).wait()
+        with pytest.raises((TypeError, MpicommError), match="cannot be pickled"):
+            mpicomm.broadcast_object((lambda: 1) if world.rank == 0 else None, async_op=is_async).wait()
+        given = torch.ones(3) if world.rank == 0 else None
+        with pytest.raises((ValueError, MpicommError), match=r"do not fit|different arguments"):
+            mpicomm.broadcast(given, out=torch.ones(2), async_op=is_async).wait()
+        with pytest.raises((ValueError, MpicommError), match="one item for each"):
+            mpicomm.scatter([1] * (world.size + 1) if world.rank == 0 else None, async_op=is_async).wait()
+    assert mpicomm.broadcast(3 if world.rank == 0 else None) == 3
+
+
+def test_calls_from_several_threads_on_groups_of_their_own(world: mpicomm.World) -> None:
+    groups = [dist.new_group(list(range(world.size))) for _ in range(3)]
+    wrong: list[Any] = []
+
+    def work(index: int) -> None:
+        for number in range(30):
+            got = mpicomm.all_reduce({"a": torch.full((index + 1,), float(number)), "b": index}, group=groups[index])
+            if got["b"] != index * world.size or got["a"][0] != number * world.size:
+                wrong.append(got)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for group in groups:
+        dist.destroy_process_group(group)

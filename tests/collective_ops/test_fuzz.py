@@ -1,0 +1,70 @@
+"""Drawn data and arguments, the same on all ranks: a right result or a clear error, never a hang."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mpicomm
+from tests.collective_ops.kinds import same
+from tests.unit.test_pytree import CONTAINERS
+
+VERBS = ["all_reduce", "reduce", "broadcast", "gather", "all_gather", "reduce_scatter", "all_to_all", "scatter"]
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 7), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3),
+    st.sampled_from(["sum", "max", "node", "world", object()]),
+)  # fmt: skip
+
+
+def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
+    """Return what rank 0 draws (collective): two ranks with one seed do not draw alike."""
+    found: list[Any] = []
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(example: Any) -> None:
+        found.append(example)
+
+    if dist.get_rank() == 0:
+        collect()
+    packed = io.BytesIO()
+    torch.save(found, packed)  # which knows all dtypes, other than pickle
+    told = [packed.getvalue()]
+    dist.broadcast_object_list(told, 0)
+    return torch.load(io.BytesIO(told[0]), weights_only=False)
+
+
+def test_any_container_comes_as_it_was(world: mpicomm.World) -> None:
+    src, after, before = world.size - 1, (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for data, is_async in drawn(st.tuples(CONTAINERS, st.booleans()), 60):
+
+        def finished(result: Any, is_async: bool = is_async) -> Any:
+            return result.wait() if is_async else result
+
+        if data is not None:
+            got = finished(mpicomm.broadcast(data if world.rank == src else None, src, async_op=is_async))
+            assert same(got, data)
+        assert same(finished(mpicomm.all_gather(data, async_op=is_async)), [data] * world.size)
+        assert same(finished(mpicomm.all_to_all([data] * world.size, async_op=is_async)), [data] * world.size)
+        assert same(finished(mpicomm.sendrecv(data, after, before, async_op=is_async)), data)
+
+
+def test_any_arguments_are_right_or_refused_by_all(world: mpicomm.World) -> None:
+    groups = st.one_of(st.none(), st.none(), st.none(), st.just("node"), ODD)  # most of ODD are refused at once
+    calls = st.tuples(st.sampled_from(VERBS), st.one_of(CONTAINERS, ODD), ODD, groups, st.booleans())
+    for operation, data, second, group, is_async in drawn(calls, 100):
+        try:
+            result = getattr(mpicomm, operation)(data, second, group=group, async_op=is_async)
+            if is_async:
+                result.wait()
+            refused = ""
+        except (ValueError, TypeError, mpicomm.MpicommError) as error:
+            refused = str(error) or "an error without a message"
+        told = mpicomm.all_gather_object(refused)
+        assert len({bool(each) for each in told}) == 1, (operation, data, second, told)
+        assert "an error without a message" not in told

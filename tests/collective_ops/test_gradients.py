@@ -1,0 +1,257 @@
+"""Gradients of operations: `gradcheck` across ranks, on a function of what all ranks bring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from tests.worlds import Group
+
+Verb = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Everybodys(torch.autograd.Function):
+    """An operation as one process sees it: from the inputs of all ranks, by row, to the outputs of all."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Verb, inputs: torch.Tensor) -> torch.Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        with torch.enable_grad():
+            mine = inputs[rank].detach().requires_grad_()
+            output = operation(mine)
+        ctx.mine, ctx.output = mine, output
+        rows = [torch.empty_like(output) for _ in range(size)]
+        dist.all_gather(rows, output.detach())
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        ctx.mine.grad = None
+        ctx.output.backward(gradient[rank], retain_graph=True)
+        rows = [torch.empty_like(ctx.mine.grad) for _ in range(size)]
+        dist.all_gather(rows, ctx.mine.grad)
+        return None, torch.stack(rows)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return mpicomm.sendrecv(tensor * 2, (rank + 1) % size, (rank - 1) % size)
+
+
+def in_a_container(tensor: torch.Tensor) -> torch.Tensor:
+    got = mpicomm.all_reduce({"a": tensor[:2] * 3, "b": [tensor[2:].square()], "count": 1})
+    return torch.cat([got["a"], got["b"][0]])
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack(mpicomm.all_gather(tensor.sin())).cumsum(0)
+
+
+def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    last = dist.get_world_size() - 1
+    told = mpicomm.broadcast(tensor.square() if dist.get_rank() == last else None, last)
+    return told * tensor
+
+
+def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+    size = dist.get_world_size()
+    return torch.stack(mpicomm.all_to_all([(rank + 1) * tensor for rank in range(size)])).prod(0)
+
+
+def scattered(tensor: torch.Tensor) -> torch.Tensor:
+    return mpicomm.reduce_scatter(tensor.repeat(dist.get_world_size(), 1).exp())[0]
+
+
+def averaged(tensor: torch.Tensor) -> torch.Tensor:
+    return mpicomm.reduce_scatter(tensor.repeat(dist.get_world_size(), 1), "mean")[0]
+
+
+def in_the_background(tensor: torch.Tensor) -> torch.Tensor:
+    return mpicomm.all_reduce(tensor.tanh(), "mean", async_op=True).wait()
+
+
+def around(tensor: torch.Tensor) -> torch.Tensor:
+    """Each rank sends to the next and receives from the one before, by separate calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return tensor
+    sending = mpicomm.isend(tensor * (rank + 1), (rank + 1) % size)
+    got = mpicomm.recv((rank - 1) % size)
+    return got.square() + sending.wait()
+
+
+VERBS: dict[str, Verb] = {
+    "all_reduce sum": mpicomm.all_reduce,
+    "all_reduce mean": lambda tensor: mpicomm.all_reduce(tensor, "mean"),
+    "in a container": in_a_container,
+    "in the background": in_the_background,
+    "broadcast": broadcast,
+    "all_gather": gathered,
+    "reduce_scatter sum": scattered,
+    "reduce_scatter mean": averaged,
+    "all_to_all": exchanged,
+    "sendrecv": shifted,
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_gradcheck(world: mpicomm.World, name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(world.size, 4, dtype=dtype, generator=generator, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda each: Everybodys.apply(VERBS[name], each), (inputs,), nondet_tol=0.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_of_a_message_flow_back(world: mpicomm.World) -> None:
+    """The loss is on the last rank; each rank multiplies, and sends on."""
+    weight = torch.full((3,), float(world.rank + 2), dtype=torch.float64, requires_grad=True)
+    value = torch.ones(3, dtype=torch.float64)
+    if world.rank:
+        value = mpicomm.recv(world.rank - 1)
+    value = value * weight
+    loss = value.sum() if world.rank == world.size - 1 else mpicomm.send(value, world.rank + 1)
+    loss.backward()
+    product = torch.arange(2, world.size + 2, dtype=torch.float64).prod() / (world.rank + 2)
+    assert torch.equal(weight.grad, product.expand(3))
+
+
+def test_what_is_not_differentiable_has_no_gradient(world: mpicomm.World) -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    assert not mpicomm.all_reduce(tensor, "max").requires_grad
+    assert not mpicomm.all_reduce(tensor.detach()).requires_grad
+    with torch.no_grad():
+        assert not mpicomm.all_reduce(tensor).requires_grad
+        assert not mpicomm.broadcast(tensor if world.rank == 0 else None).requires_grad
+        handles = [
+            mpicomm.all_gather(tensor, async_op=True),
+            mpicomm.all_to_all([tensor] * world.size, async_op=True),
+            mpicomm.broadcast([tensor] if world.rank == 0 else None, async_op=True),
+        ]
+    for each in mpicomm.wait_all(handles):  # whose last steps run on a thread of ours
+        assert not each[0].requires_grad
+    got = mpicomm.gather(tensor, 0)
+    assert got is None or not got[0].requires_grad
+    assert not mpicomm.scatter([tensor] * world.size if world.rank == 0 else None).requires_grad
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_is_sent_without_gradients_has_none(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        with torch.no_grad():
+            assert mpicomm.send(torch.ones(3, requires_grad=True), 1) is None
+    elif world.rank == 1:
+        assert not mpicomm.recv(0).requires_grad
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_broadcast_to_ranks_that_want_no_gradient(world: mpicomm.World) -> None:
+    """They call it before rank 0, so that its last step runs later, on another thread."""
+    tensor = torch.ones(3, requires_grad=True)
+    if world.rank == 0:
+        for rank in range(1, world.size):
+            mpicomm.recv(rank)
+        assert mpicomm.broadcast(tensor, async_op=True).wait().requires_grad
+    else:
+        with torch.no_grad():
+            handle = mpicomm.broadcast(async_op=True)
+        mpicomm.send(world.rank, 0)
+        assert not handle.wait().requires_grad
+
+
+def test_the_gradient_of_a_broadcast_in_a_group(groups: dict[str, Group]) -> None:
+    """Roots are counted within the group, forward and backward."""
+    group = groups["parity"]
+    src = group.size - 1
+    mine = torch.full((2,), 3.0, requires_grad=True)
+    told = mpicomm.broadcast(mine if group.rank == src else None, src, group=group.handle)
+    ((group.rank + 1) * told).sum().backward()
+    total = group.size * (group.size + 1) / 2
+    assert mine.grad is None if group.rank != src else mine.grad.tolist() == [total] * 2
+
+
+def test_whole_numbers_travel_beside_gradients(world: mpicomm.World) -> None:
+    mine = torch.ones(2, requires_grad=True)
+    got = mpicomm.all_gather({"x": mine, "n": torch.tensor([world.rank])})
+    assert [each["n"].item() for each in got] == list(range(world.size))
+    assert all(each["x"].requires_grad and not each["n"].requires_grad for each in got)
+    sum(each["x"].sum() for each in got).backward()
+    assert mine.grad.tolist() == [world.size] * 2
+
+
+def test_gradients_of_gradients(world: mpicomm.World) -> None:
+    tensor = torch.full((2,), float(world.rank + 1), dtype=torch.float64, requires_grad=True)
+    total = mpicomm.all_reduce(tensor.pow(3))
+    (first,) = torch.autograd.grad(total.sum(), tensor, create_graph=True)
+    assert torch.allclose(first, 3 * world.size * tensor.square())
+    (second,) = torch.autograd.grad(first.sum(), tensor)
+    assert torch.allclose(second, 6.0 * world.size * tensor)
+
+
+def test_the_backward_pass_goes_by_the_order_of_the_calls(world: mpicomm.World) -> None:
+    """Steps run on other threads, where autograd counts on its own; equal shapes could be taken for each other."""
+    for number in range(40):
+        x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        if (number + world.rank) % 2:
+            time.sleep(2e-4)
+        a = mpicomm.all_reduce(x, async_op=True).wait() if number % 3 else mpicomm.all_reduce(x)
+        b = mpicomm.all_reduce(y, async_op=True).wait()
+        (2 * a + 3 * b).sum().backward()
+        assert (x.grad.item(), y.grad.item()) == (2 * world.size, 3 * world.size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_are_not_taken_for_messages(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        token = mpicomm.send(x, 1)
+        coming = mpicomm.irecv(1)
+        token.backward()
+        assert x.grad.tolist() == [3, 3]
+        assert coming.wait() == 7
+    elif world.rank == 1:
+        (3 * mpicomm.recv(0)).sum().backward()
+        mpicomm.send(7, 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exchange_where_one_rank_has_a_gradient(world: mpicomm.World) -> None:
+    other = world.rank ^ 1
+    if other < world.size:
+        mine = torch.full((2,), 1.0 + world.rank, requires_grad=world.rank % 2 == 0)
+        got = mpicomm.sendrecv(mine, other)
+        assert got.tolist() == [1.0 + other] * 2
+        (5 * got).sum().backward()
+        assert mine.grad is None if world.rank % 2 else mine.grad.tolist() == [5, 5]
+        assert mpicomm.sendrecv(42 + world.rank, other) == 42 + other
+
+
+def test_all_to_all_where_one_rank_has_a_gradient(world: mpicomm.World) -> None:
+    mine = torch.ones(2, requires_grad=world.rank == 0)
+    got = mpicomm.all_to_all([mine * 2] * world.size)
+    sum(each.sum() for each in got).backward()
+    assert mine.grad is None if world.rank else mine.grad.tolist() == [2 * world.size] * 2
+
+
+def test_results_may_be_written_into(world: mpicomm.World) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    total = mpicomm.all_reduce(weight)
+    total += 1
+    parts = mpicomm.all_gather(weight)
+    parts[-1] += 1
+    plain = mpicomm.all_reduce({"a": torch.ones(2), "b": torch.ones(2, 1)})
+    plain["a"].mul_(weight)
+    plain["b"].add_(1)
+    given = torch.ones(3)
+    told = mpicomm.broadcast(given if world.rank == 0 else None)
+    told += 1
+    assert given.tolist() == [1, 1, 1]
+    (total.sum() + sum(each.sum() for each in parts) + plain["a"].sum()).backward()
+    assert weight.grad.tolist() == [2.0 * world.size + world.size] * 2  # of the sum, the parts and the product

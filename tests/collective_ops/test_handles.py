@@ -1,0 +1,244 @@
+"""Operations in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import gc
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm import durations
+from mpicomm.durations import Deadline
+from tests.collective_ops.kinds import same
+
+
+def test_starting_does_not_wait_for_anybody(world: mpicomm.World) -> None:
+    """Rank 0 starts, and receives before it waits; the others send before they start."""
+    if world.rank == 0:
+        handle = mpicomm.all_reduce({"a": torch.ones(3), "b": 1}, async_op=True)
+        for rank in range(1, world.size):
+            assert mpicomm.recv(rank) == rank
+    else:
+        mpicomm.send(world.rank, 0)
+        handle = mpicomm.all_reduce({"a": torch.ones(3), "b": 1}, async_op=True)
+    assert handle.wait()["b"] == world.size
+
+
+def test_many_at_once_in_one_order(world: mpicomm.World) -> None:
+    """Operations of several steps, among operations of torch's: their places must be the same on all ranks."""
+    handles, tensors, works = [], [], []
+    for number in range(40):
+        if (number + world.rank) % 3 == 0:
+            time.sleep(1e-3)
+        tensors.append(torch.full((5,), float(number)))
+        data = {"a": torch.full((world.rank + number % 3,), number), "b": number}
+        src = number % world.size
+        handles.append(mpicomm.all_gather(data, async_op=True))
+        works.append(dist.all_reduce(tensors[-1], async_op=True))
+        handles.append(mpicomm.all_reduce(number, async_op=True))
+        handles.append(mpicomm.broadcast(number if world.rank == src else None, src, async_op=True))
+    results = mpicomm.wait_all(handles)
+    for work in works:
+        work.wait()
+    for number in range(40):
+        gathered, total, told = results[3 * number : 3 * number + 3]
+        assert [each["b"] for each in gathered] == [number] * world.size
+        assert [len(each["a"]) for each in gathered] == [rank + number % 3 for rank in range(world.size)]
+        assert total == number * world.size
+        assert told == number
+        assert tensors[number][0] == number * world.size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_in_flight_keep_apart(world: mpicomm.World) -> None:
+    """Many at once, of all lengths, between the same ranks under one tag."""
+    other = world.rank ^ 1
+    if other < world.size:
+        coming = [mpicomm.irecv(other) for _ in range(20)]
+        going = [mpicomm.isend({"n": n, "data": torch.full((10 ** (n % 6),), n)}, other) for n in range(20)]
+        for n, got in enumerate(mpicomm.wait_all(coming)):
+            assert got["n"] == n
+            assert torch.equal(got["data"], torch.full((10 ** (n % 6),), n))
+        mpicomm.wait_all(going)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_large_message_comes_while_nobody_waits(world: mpicomm.World) -> None:
+    """The receiver does something else; the sender waits for it to be through."""
+    if world.rank == 0:
+        handle = mpicomm.irecv(1)
+        dist.barrier()
+        assert handle.wait().sum() == 4_000_000
+    else:
+        if world.rank == 1:
+            mpicomm.isend(torch.ones(4_000_000), 0).wait()
+        dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_whoever_sends_first(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        got = [mpicomm.recv() for _ in range(1, world.size)]
+        assert sorted(each["rank"] for each in got) == list(range(1, world.size))
+        assert all(torch.equal(each["data"], torch.full((1000,), each["rank"])) for each in got)
+    else:
+        mpicomm.send({"rank": world.rank, "data": torch.full((1000,), world.rank)}, 0)
+
+
+def test_done_and_as_completed(world: mpicomm.World) -> None:
+    handles = [mpicomm.all_reduce(torch.full((1000,), float(n)), async_op=True) for n in range(5)]
+    seen = {id(handle): handle.wait()[0].item() for handle in mpicomm.as_completed(handles)}
+    assert [seen[id(handle)] for handle in handles] == [n * world.size for n in range(5)]
+    assert all(handle.done() for handle in handles)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_handles_come_in_the_order_in_which_they_end(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        first, second = mpicomm.irecv(1, tag=1), mpicomm.irecv(1, tag=2)
+        assert not first.done()
+        assert not second.done()
+        mpicomm.send(None, 1)
+        ended = mpicomm.as_completed([first, second])
+        assert next(ended) is second
+        assert not first.done()
+        mpicomm.send(None, 1)
+        assert next(ended) is first
+        assert (first.wait(), second.wait()) == (1, 2)
+    elif world.rank == 1:
+        for tag in (2, 1):
+            mpicomm.recv(0)
+            mpicomm.send(tag, 0, tag=tag)
+
+
+def test_await(world: mpicomm.World) -> None:
+    async def work() -> list[int]:
+        first = mpicomm.all_reduce(1, async_op=True)
+        second = mpicomm.all_gather(world.rank, async_op=True)
+        return [await first, *await second]
+
+    assert asyncio.run(work()) == [world.size, *range(world.size)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_timeout_leaves_a_message_on_its_way(world: mpicomm.World) -> None:
+    if world.rank == 0:
+        handle = mpicomm.irecv(1)
+        with pytest.raises(TimeoutError, match=r"irecv from test_handles.py:\d+ .* has not ended within 0.05 s"):
+            handle.wait(0.05)
+        dist.barrier()
+        assert handle.wait(10) == 4
+    else:
+        dist.barrier()
+        if world.rank == 1:
+            mpicomm.send(4, 0)
+
+
+def test_wait_all_has_one_timeout(world: mpicomm.World) -> None:
+    handles = [mpicomm.all_reduce(n, async_op=True) for n in range(3)]
+    assert mpicomm.wait_all(handles, 10) == [n * world.size for n in range(3)]
+
+
+def test_each_handle_gets_what_the_others_leave_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on by 2 s with each wait, which looks at it often."""
+    now, timeouts = [100.0], []
+
+    def wait(_: object, deadline: Deadline) -> int:
+        timeouts.append(deadline.left())
+        for _ in range(4):
+            now[0] += 0.5
+            deadline.left()
+        return len(timeouts)
+
+    monkeypatch.setattr(durations, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(mpicomm.Handle, "_wait", wait)
+    ended = mpicomm.Handle(iter(()), "all_reduce", in_callbacks=False, in_order=False)  # type: ignore[arg-type]
+    assert mpicomm.wait_all([ended] * 4, datetime.timedelta(seconds=5)) == [1, 2, 3, 4]
+    assert timeouts == [5.0, 3.0, 1.0, -1.0]
+    assert ended.done()
+
+
+def test_a_handle_that_is_dropped_warns(world: mpicomm.World) -> None:
+    handle = [mpicomm.all_reduce(1, async_op=True)]
+    dist.barrier()  # behind it: it has ended
+    time.sleep(0.05)
+    with pytest.warns(RuntimeWarning, match=r"handle of all_reduce from test_handles.py:\d+ .* was dropped"):
+        handle.clear()
+
+
+def test_a_handle_that_was_waited_for_does_not_warn(world: mpicomm.World, recwarn: pytest.WarningsRecorder) -> None:
+    mpicomm.all_reduce(1, async_op=True).wait()
+    gc.collect()
+    assert not [each for each in recwarn if "was dropped" in str(each.message)]
+
+
+def test_a_barrier_in_the_background(world: mpicomm.World) -> None:
+    assert mpicomm.barrier(async_op=True).wait() is None
+    with pytest.raises(ValueError, match="timeout must be None with async_op=True, got "):
+        mpicomm.barrier(timeout=3, async_op=True)
+
+
+def test_a_wrong_timeout_is_refused(world: mpicomm.World) -> None:
+    """Where it would be silently the default, or a TypeError of Python's."""
+    handle = mpicomm.all_reduce(1, async_op=True)
+    for timeout, error in ((-1, ValueError), ("5", TypeError)):
+        with pytest.raises(error, match=r"^timeout must be "):
+            mpicomm.barrier(timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(error, match=r"^timeout must be "):
+            handle.wait(timeout)  # type: ignore[arg-type]
+        with pytest.raises(error, match=r"^timeout must be "):
+            mpicomm.wait_all([handle], timeout)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^timeout must be "):
+        mpicomm.barrier(timeout=0)
+    assert handle.wait() == world.size
+
+
+def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
+    gloo = dist.new_group(backend="gloo")
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    data = {"a": torch.full((3,), float(world.rank)), "n": world.rank}
+    handles = [
+        mpicomm.all_reduce(data, group=gloo, async_op=True),
+        mpicomm.all_reduce(data, "mean", group=gloo, async_op=True),
+        mpicomm.all_gather(torch.zeros(world.rank), group=gloo, async_op=True),
+        mpicomm.broadcast(b"x"[0] if world.rank == 0 else None, group=gloo, async_op=True),
+        mpicomm.reduce_scatter(torch.ones(world.size), group=gloo, async_op=True),
+    ]
+    total = sum(range(world.size))
+    results = [handle.wait(20) for handle in handles]
+    assert results[0]["n"] == total
+    assert results[0]["a"].tolist() == [total] * 3
+    assert results[1]["n"] == total / world.size
+    assert [len(each) for each in results[2]] == list(range(world.size))
+    assert results[3] == 120
+    assert results[4].tolist() == [world.size]
+    if world.size > 1:
+        sending = mpicomm.isend(data, after, group=gloo)
+        coming = mpicomm.irecv(before, group=gloo)
+        assert next(mpicomm.as_completed([coming])).wait(20)["n"] == before
+        sending.wait(20)
+    of_each = [torch.arange(float(each)) for each in range(world.size)]  # of lengths that differ
+    got = mpicomm.gather(of_each[world.rank], group=gloo, async_op=True).wait(20)
+    assert same(got, of_each if world.rank == 0 else None)
+    assert same(mpicomm.all_gather(of_each[world.rank], group=gloo), of_each)
+    got = mpicomm.scatter(of_each if world.rank == 0 else None, group=gloo, async_op=True).wait(20)
+    assert same(got, of_each[world.rank])
+    items = [torch.full((world.rank,), each) for each in range(world.size)]
+    got = mpicomm.all_to_all(items, group=gloo, async_op=True).wait(20)
+    assert same(got, [torch.full((each,), world.rank) for each in range(world.size)])
+    got = mpicomm.reduce(world.rank, world.size - 1, group=gloo, async_op=True).wait(20)
+    assert got == (total if world.rank == world.size - 1 else None)
+    below = torch.tensor([world.rank - 2 * world.size])
+    mpicomm.all_reduce(below, "mean", group=gloo, inplace=True)
+    assert below.tolist() == [math.trunc(total / world.size - 2 * world.size)]
+    with pytest.raises(mpicomm.MismatchError) if world.size > 1 else contextlib.nullcontext():
+        mpicomm.all_reduce(torch.ones(2 + world.rank), group=gloo, async_op=True)
+    dist.destroy_process_group(gloo)

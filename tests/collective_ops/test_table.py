@@ -1,0 +1,284 @@
+"""Every operation with data of every kind, synchronous and asynchronous, in every kind of group, against formulas."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.collective_ops import data_movement, messages, pytree
+from mpicomm.collective_ops.group_argument import resolve
+from mpicomm.collective_ops.wire_format import Description
+from tests.collective_ops.kinds import AMONG, KINDS, averaged, make, nested, same
+
+pytestmark = pytest.mark.each_torch("collective_ops")
+
+Among = tuple[Any, int, int]
+# Data of every kind among all ranks, and of some kinds in every group.
+SOME = ("strided", "array", "nested", "many")
+PAIRS = [("all", kind) for kind in KINDS] + [(each, kind) for each in AMONG[1:] for kind in SOME]
+EVERY = pytest.mark.parametrize(("among", "kind"), PAIRS, indirect=["among"])
+# Sums and averages treat each kind in its own way; the other operations are those of its dtype.
+REDUCTIONS = [(pair, op) for pair in PAIRS for op in ("sum", "mean")] + [
+    (("all", kind), op) for kind in ("tensor", "int", "nested") for op in ("max", "min", "product")
+]
+CUTTABLE = [kind for kind in KINDS if kind not in ("scalar tensor", "array scalar", "int", "float", "nested")]
+
+
+def finished(result: Any, is_async: bool) -> Any:
+    return result.wait() if is_async else result
+
+
+@pytest.mark.parametrize(
+    ("among", "kind", "op"), [(among, kind, op) for (among, kind), op in REDUCTIONS], indirect=["among"]
+)
+def test_all_reduce(among: Among, is_async: bool, kind: str, op: str) -> None:
+    group, rank, size = among
+    values = {
+        "sum": sum(range(1, size + 1)),
+        "max": size,
+        "min": 1,
+        "product": math.factorial(size),
+        "mean": (size + 1) / 2,
+    }
+    data = make(kind, rank + 1)
+    before = copy.deepcopy(data)
+    got = finished(mpicomm.all_reduce(data, op, group=group, async_op=is_async), is_async)
+    assert same(got, averaged(kind, values[op]) if op == "mean" else make(kind, values[op]))
+    assert same(data, before)
+
+
+@pytest.mark.parametrize("among", AMONG, indirect=True)
+def test_the_average_of_negative_integers(among: Among) -> None:
+    group, rank, size = among
+    data = np.full((4, 2), rank - 2 * size, dtype=np.int32)
+    mean = np.full((4, 2), math.trunc((size - 1) / 2 - 2 * size), dtype=np.int32)
+    assert same(mpicomm.all_reduce(data, "mean", group=group), mean)
+
+
+@EVERY
+def test_reduce(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    got = finished(mpicomm.reduce(make(kind, rank), size - 1, group=group, async_op=is_async), is_async)
+    assert same(got, make(kind, sum(range(size))) if rank == size - 1 else None)
+
+
+@EVERY
+def test_broadcast_to_ranks_that_know_nothing(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    data = make(kind, 7) if rank == size - 1 else None
+    got = finished(mpicomm.broadcast(data, size - 1, group=group, async_op=is_async), is_async)
+    assert same(got, make(kind, 7))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "strided", "array", "many", "empty tensor", "bfloat16"])
+def test_broadcast_into_memory(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    out = make(kind, rank)
+    data = make(kind, size) if rank == 0 else None
+    got = finished(mpicomm.broadcast(data, 0, group=group, out=out, async_op=is_async), is_async)
+    assert got is out
+    assert same(out, make(kind, size))
+
+
+@EVERY
+def test_gather_and_all_gather(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    of_all = [make(kind, each) for each in range(size)]
+    got = finished(mpicomm.gather(make(kind, rank), size - 1, group=group, async_op=is_async), is_async)
+    assert same(got, of_all if rank == size - 1 else None)
+    got = finished(mpicomm.all_gather(make(kind, rank), group=group, async_op=is_async), is_async)
+    assert same(got, of_all)
+
+
+def test_gathering_of_any_lengths(among: Among, is_async: bool) -> None:
+    group, rank, size = among
+
+    def of(each: int) -> dict[str, Any]:
+        return {"rows": torch.full((each, 3), float(each)), "array": np.full(2 * each + 1, each), "one": each} | {
+            f"p{index}": torch.full(((each + index) % 3,), index) for index in range(20)
+        }
+
+    of_all = [of(each) for each in range(size)]
+    got = finished(mpicomm.gather(of(rank), 0, group=group, async_op=is_async), is_async)
+    assert same(got, of_all if rank == 0 else None)
+    assert same(finished(mpicomm.all_gather(of(rank), group=group, async_op=is_async), is_async), of_all)
+
+
+@EVERY
+def test_scatter(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    items = [make(kind, each) for each in range(size)] if rank == size - 1 else None
+    got = finished(mpicomm.scatter(items, size - 1, group=group, async_op=is_async), is_async)
+    assert same(got, make(kind, rank))
+
+
+@EVERY
+def test_all_to_all(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    items = [make(kind, 10 * rank + each) for each in range(size)]
+    got = finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async)
+    assert same(got, [make(kind, 10 * each + rank) for each in range(size)])
+
+
+def test_all_to_all_of_any_lengths_and_structures(among: Among, is_async: bool) -> None:
+    group, rank, size = among
+
+    def of(src: int, dst: int) -> Any:
+        if (src + dst) % 3 == 0:
+            return nested(float(src))
+        return torch.full((src + 2 * dst,), float(src)) if (src + dst) % 3 == 1 else [src, dst]
+
+    items = [of(rank, each) for each in range(size)]
+    got = finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async)
+    assert same(got, [of(each, rank) for each in range(size)])
+
+
+@pytest.mark.parametrize("kind", CUTTABLE)
+def test_reduce_scatter(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    got = finished(mpicomm.reduce_scatter(make(kind, rank), group=group, async_op=is_async), is_async)
+    whole = make(kind, sum(range(size)))
+
+    def cut(each: Any) -> Any:
+        if isinstance(each, np.ndarray):
+            return np.array_split(each, size)[rank]
+        return each.tensor_split(size)[rank]
+
+    expected = {key: cut(each) for key, each in whole.items()} if isinstance(whole, dict) else cut(whole)
+    assert same(got, expected)
+
+
+@EVERY
+def test_messages(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    after, before = (rank + 1) % size, (rank - 1) % size
+    got = finished(mpicomm.sendrecv(make(kind, rank), after, before, group=group, async_op=is_async), is_async)
+    assert same(got, make(kind, before))
+    sending = mpicomm.isend(make(kind, rank), after, tag=5, group=group)
+    got = finished(mpicomm.recv(before, tag=5, group=group, async_op=is_async), is_async)
+    assert same(got, make(kind, before))
+    sending.wait()
+
+
+def test_objects(among: Among, is_async: bool) -> None:
+    group, rank, size = among
+
+    def of(each: int) -> Any:
+        return {"set": {each, "text"}, "bytes": b"x" * each}
+
+    assert finished(mpicomm.all_gather_object(of(rank), group=group, async_op=is_async), is_async) == [
+        of(each) for each in range(size)
+    ]
+    got = finished(mpicomm.gather_object(of(rank), 0, group=group, async_op=is_async), is_async)
+    assert got == ([of(each) for each in range(size)] if rank == 0 else None)
+    got = finished(mpicomm.broadcast_object(of(9) if rank == 0 else None, group=group, async_op=is_async), is_async)
+    assert got == of(9)
+    items = [of(each) for each in range(size)]
+    got = finished(mpicomm.scatter_object(items if rank == 0 else None, group=group, async_op=is_async), is_async)
+    assert got == of(rank)
+    items = [of(10 * rank + each) for each in range(size)]
+    got = finished(mpicomm.all_to_all_object(items, group=group, async_op=is_async), is_async)
+    assert got == [of(10 * each + rank) for each in range(size)]
+    if size > 1:
+        sending = mpicomm.send_object(of(rank), (rank + 1) % size, group=group, async_op=True)
+        got = finished(mpicomm.recv_object((rank - 1) % size, group=group, async_op=is_async), is_async)
+        assert got == of((rank - 1) % size)
+        sending.wait()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "strided", "array", "many", "bfloat16"])
+def test_inplace(among: Among, is_async: bool, kind: str) -> None:
+    group, rank, size = among
+    data = make(kind, rank)
+    got = finished(mpicomm.all_reduce(data, group=group, inplace=True, async_op=is_async), is_async)
+    assert same(data, make(kind, sum(range(size))))
+    assert same(got, data)
+
+
+def test_a_megabyte_in_one_leaf_among_small_ones(among: Among, is_async: bool) -> None:
+    group, rank, size = among
+
+    def of(value: float) -> list[torch.Tensor]:
+        return [torch.full((300_000,), value), torch.full((3,), value), torch.full((5,), int(value))]
+
+    total = of(sum(range(size)))
+    assert same(finished(mpicomm.all_reduce(of(rank), group=group, async_op=is_async), is_async), total)
+    got = finished(mpicomm.all_gather(of(rank), group=group, async_op=is_async), is_async)
+    assert same(got, [of(each) for each in range(size)])
+
+
+# -- what results are made of, and what travels ------------------------------------------------------------------------
+
+
+def test_results_are_the_callers_to_write_into(among: Among, is_async: bool) -> None:
+    group, rank, size = among
+    mine = torch.full((3,), float(rank))
+    items = [torch.full((3,), float(each)) for each in range(size)]
+    results = [
+        finished(mpicomm.scatter(items if rank == 0 else None, group=group, async_op=is_async), is_async),
+        *(finished(mpicomm.gather(mine, group=group, async_op=is_async), is_async) or []),
+        *finished(mpicomm.all_gather(mine, group=group, async_op=is_async), is_async),
+        *finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async),
+        finished(mpicomm.broadcast(mine, group=group, async_op=is_async), is_async),
+        finished(mpicomm.reduce_scatter(torch.cat(items), group=group, async_op=is_async), is_async),
+    ]
+    for result in results:
+        result.fill_(-1.0)
+    assert torch.equal(mine, torch.full((3,), float(rank)))
+    assert torch.equal(torch.stack(items), torch.arange(float(size)).repeat_interleave(3).view(size, 3))
+
+
+@pytest.mark.parametrize(
+    "room", [messages._HEAD - messages._START, data_movement._HEAD - 8], ids=["message", "broadcast"]
+)
+@pytest.mark.parametrize("by", [-1, 0, 1])
+def test_descriptions_that_just_fit_into_the_head(world: mpicomm.World, room: int, by: int) -> None:
+    length = len(Description.of(pytree.take({"": 1}, "test")).encoded())
+    data = {"k" * (room + by - length): world.rank}
+    assert len(Description.of(pytree.take(data, "test")).encoded()) == room + by
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    assert list(mpicomm.sendrecv(data, after, before).values()) == [before]
+    assert list(mpicomm.broadcast(data).values()) == [0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scatter_and_messages_keep_apart(world: mpicomm.World) -> None:
+    """Rank 1 waits for a message when an item comes, of the smallest tag and of the largest."""
+    items = [10 + rank for rank in range(world.size)] if world.rank == 0 else None
+    for tag in (0, messages.largest_tag() - 1):
+        coming = mpicomm.irecv(0, tag=tag) if world.rank == 1 else None
+        assert mpicomm.scatter(items, 0) == 10 + world.rank
+        if world.rank == 0:
+            mpicomm.send(7, 1, tag=tag)
+        assert coming is None or coming.wait() == 7
+
+
+# -- what `group=` may be ----------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_this_node(world: mpicomm.World) -> None:
+    assert mpicomm.all_gather(world.rank, group="node") == list(range(world.size))  # the tests run on one host
+
+
+def test_the_first_rank_of_each_node(world: mpicomm.World) -> None:
+    if world.local_rank == 0:
+        assert mpicomm.all_gather(world.rank, group="leaders") == [0]
+
+
+def test_a_communicator(world: mpicomm.World, comms: dict[str, Any]) -> None:
+    members = list(range(world.rank % 2, world.size, 2))
+    assert mpicomm.all_gather(world.rank, group=comms["comm"]) == members
+    assert mpicomm.broadcast(world.rank, len(members) - 1, group=comms["comm"]) == members[-1]
+
+
+def test_a_group_that_was_destroyed_is_made_anew(world: mpicomm.World) -> None:
+    for _ in range(2):
+        assert mpicomm.all_reduce(1, group=world.comm) == world.size
+        dist.destroy_process_group(resolve(world.comm, "test").handle)

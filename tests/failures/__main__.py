@@ -1,0 +1,321 @@
+"""Ranks that leave a job: `table` runs every way and writes docs/faults.md, `random 50` runs random faults.
+
+`OTHER_MPI_ENV=path python -m tests.failures table` runs the ways on both MPIs, and with `--srun` as steps of a Slurm
+cluster with two nodes, such as `python -m tests.cluster up` makes, where TMPDIR must be a directory that they share.
+`python -m tests.failures random 50 [--seed S] [--only K]` repeats all faults of that seed, or the K-th.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpicomm.watchdog import hang_report
+from tests.failures import ways
+from tests.failures.ways import Result, Way
+from tests.launching import ROOT, run_command
+
+PAGE = ROOT / "docs" / "faults.md"
+MPI4PY = ROOT / "docs" / "results" / "faults.json"
+
+_WHO = 2
+
+
+def main() -> int:
+    """Do what the command line asks for, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.failures", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    table = commands.add_parser("table", help="run every way and write docs/faults.md")
+    table.add_argument("--srun", action="store_true", help="by srun on two nodes, instead of mpiexec")
+    faults = commands.add_parser("random", help="run random faults")
+    faults.add_argument("count", type=int, help="how many")
+    faults.add_argument("--seed", type=int, default=None)
+    faults.add_argument("--only", type=int, default=None, metavar="K", help="run only the K-th of them")
+    args = parser.parse_args()
+    if args.command == "table":
+        return write_tables(by_srun=args.srun)
+    return run_random(args.count, args.seed, args.only)
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+_INTRODUCTION = f"""\
+# How a rank leaves, and what becomes of the job
+
+A rank that fails, leaves early or stands still must not leave the others waiting for ever. With mpicomm
+
+- an exception that nobody catches, on any thread, is printed once, with its rank, and ends the job at once;
+- a rank that dies without a word, or calls `os._exit`, is named by rank 0 as soon as its connection breaks
+  (MPICH's launcher ends the others too when a rank is killed, on a busy machine before rank 0 has said so);
+- a rank that has left in good order, by `sys.exit` or at the end of its program, ends the job once another has waited
+  for it for 5 s;
+- what stands still in any other way is shown in a table of where every rank is, after `MPICOMM_HANG_SECONDS`, and
+  ends the job when the timeout of the operation passes;
+- a rank that is only slow ends nothing.
+
+The tables show what was measured: rank {_WHO} of {ways.SIZE} leaves in each of these ways while the others are in
+`all_reduce`, once with mpicomm (`bootstrap(timeout={ways.TIMEOUT})`, `MPICOMM_HANG_SECONDS=3`) and once with mpi4py
+alone. The seconds are those from the fault to the end of the launcher, whose exit status follows. HANG: the job was
+still there {ways.PLAIN_LIMIT} s after its start, and was killed. `python -m tests.failures table` makes this page, with
+`--srun` the tables for srun, on two hosts of `make cluster-up`.
+"""
+_HEAD = """\
+| rank {who} leaves by | with mpicomm: ended | seconds | status | named | without: ended | seconds | status |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def write_tables(*, by_srun: bool) -> int:
+    """Run every way with and without mpicomm, on the MPIs there are, and write the page and the raw results.
+
+    What was measured with other launchers and MPIs stays.
+    """
+    tables: list[dict[str, Any]] = json.loads(MPI4PY.read_text()) if MPI4PY.exists() else []
+    is_well = True
+    for environment in ways.environments():
+        machine = _machine(environment)
+        launcher = _srun(ways.mpi_of(ways.programs_of(environment))) if by_srun else []
+        title = _title(machine["mpi"], launcher)
+        tables = [each for each in tables if each["title"] != title]
+        tables.append({"title": title, "machine": machine, "rows": []})
+        for way in ways.WAYS:
+            ours = ways.run(way, _WHO, environment=environment, launcher=launcher)
+            plain = None if way.env else ways.run(way, _WHO, is_plain=True, environment=environment, launcher=launcher)
+            without = "" if plain is None else f"; without mpicomm {_end(plain)}"
+            _print(f"{ours}, names {ours.named}{without}{''.join(f'; {each}' for each in ours.problems)}")
+            is_well = is_well and not ours.problems
+            tables[-1]["rows"].append({"way": way.name, "with": _raw(ours), "without": plain and _raw(plain)})
+            _write(tables)
+    return 0 if is_well else 1
+
+
+def _srun(mpi: str) -> list[str]:
+    kind = "pmix" if mpi == ways.OPEN_MPI else "pmi2"
+    return ["srun", "--kill-on-bad-exit=1", "--nodes=2", f"--ntasks-per-node={ways.SIZE // 2}", f"--mpi={kind}"]
+
+
+def _title(mpi: str, launcher: list[str]) -> str:
+    return f"{mpi}, started by {' '.join(launcher)}" if launcher else mpi
+
+
+def _write(tables: list[dict[str, Any]]) -> None:
+    tables = sorted(tables, key=lambda table: ("srun" in table["title"], not table["title"].startswith(ways.OPEN_MPI)))
+    MPI4PY.parent.mkdir(parents=True, exist_ok=True)
+    MPI4PY.write_text(_public(json.dumps(tables, indent=1) + "\n"))
+    PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables)))
+
+
+def _shown_table(table: dict[str, Any]) -> str:
+    rows = []
+    for row in table["rows"]:
+        ours, plain = row["with"], row["without"]
+        cells = [_code(row["way"]), *_cells(ours), _named(ours)]
+        cells += ["as above", "", ""] if plain is None else _cells(plain)
+        rows.append(f"| {' | '.join(cells)} |\n")
+    machine = table["machine"]
+    return f"\n## {table['title']}\n\n{_described(machine)}\n\n{_HEAD.format(who=_WHO)}{''.join(rows)}"
+
+
+def _cells(raw: dict[str, Any]) -> list[str]:
+    if not raw["ended"]:
+        return ["**HANG**", "", ""]
+    seconds = "" if raw["seconds"] is None else f"{raw['seconds']:.1f}"
+    return ["yes", seconds, ways.described_status(raw["status"])]
+
+
+def _named(raw: dict[str, Any]) -> str:
+    if raw["named"]:
+        return hang_report.called(raw["named"])
+    return "nobody: the launcher was faster" if raw["status"] else "nobody"
+
+
+def _code(name: str) -> str:
+    """Set calls and variables in code."""
+    return re.sub(r"((?:raise )?[\w.]+\(\d*\)|MPICOMM_\w+=\d|all_reduce)", r"`\1`", name)
+
+
+def _end(result: Result) -> str:
+    return f"ends after {result.seconds or 0:.1f} s, status {result.status}" if result.ended else "HANG"
+
+
+def _raw(result: Result) -> dict[str, Any]:
+    names = ("ended", "seconds", "status", "named", "lines", "left")
+    raw = {name: getattr(result, name) for name in names}
+    return {**raw, "seconds": None if result.seconds is None else round(result.seconds, 2)}
+
+
+_VERSIONS = """
+import json, platform, torch, mpi4py
+from mpi4py import MPI
+print(json.dumps({"mpi": MPI.Get_library_version(), "mpi4py": mpi4py.__version__, "torch": torch.__version__,
+    "python": platform.python_version()}))
+"""
+
+
+def _machine(environment: Path | None) -> dict[str, Any]:
+    said = run_command([str(ways.programs_of(environment) / "python"), "-c", _VERSIONS]).stdout
+    versions = json.loads(said.splitlines()[-1])
+    first = re.split(r"[,\n]", versions["mpi"])[0]
+    mpi = " ".join(first.replace("Version:", "").replace(" v", " ").split())
+    return {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), **versions, "mpi": mpi}
+
+
+def _described(machine: dict[str, Any]) -> str:
+    versions = f"mpi4py {machine['mpi4py']}, torch {machine['torch']}, Python {machine['python']}"
+    return f"{machine['date']}, one machine with {machine['cores']} cores: {machine['mpi']}, {versions}."
+
+
+def _public(text: str) -> str:
+    """Take the machine's name and its paths out."""
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "host", text)
+    for path in (str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())):
+        text = text.replace(path, "...")
+    return text
+
+
+# -- random faults -----------------------------------------------------------------------------------------------------
+
+_OPERATIONS = [
+    "all_reduce()",
+    "broadcast({root})",
+    "barrier()",
+    "ring()",
+    "start_all_reduce().wait()",
+]
+_RING = """
+def ring():
+    if rank % 2:
+        receive((rank - 1) % size)
+        send((rank + 1) % size)
+    else:
+        send((rank + 1) % size)
+        receive((rank - 1) % size)
+"""
+_MOST_OPERATIONS = 30
+_TAG = 99  # of a message that nobody sends
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault at a moment in a program of random operations."""
+
+    way: Way
+    who: int
+    before: list[str]
+    """What all ranks run before."""
+
+    def run(self) -> Result:
+        """Run the program."""
+        return ways.run(self.way, self.who, before=_RING + "\n".join(self.before))
+
+    def __str__(self) -> str:
+        return f"{self.way.name}, rank {self.who}, after {len(self.before)} operations"
+
+
+def _known(*names: str) -> Callable[[random.Random], Way]:
+    return lambda rng: ways.BY_NAME[rng.choice(names)]
+
+
+def _sys_exit(rng: random.Random) -> Way:
+    status = rng.choice([0, 1, 3])
+    way = ways.BY_NAME["sys.exit(0)"]
+    words = way.words.replace("status 0", f"status {status}")
+    return dataclasses.replace(
+        way, name=f"sys.exit({status})", code=f"sys.exit({status})", words=words, open_mpi_status=status or None
+    )
+
+
+def _os_exit(rng: random.Random) -> Way:
+    status = rng.choice([0, 1, 3])
+    code = f"os._exit({status})"
+    return Way(code, code, ways.AT_ONCE, re.escape(f"called {code}"), open_mpi_status=status or None)
+
+
+def _standstill(rng: random.Random) -> Way:
+    if rng.random() < 0.5:
+        return Way(
+            "recv of what nobody sends",
+            f"receive((rank - 1) % size, {_TAG})",
+            ways.DEADLINE,
+            r"\n  rank {who} +in recv from rank \d, ",
+            named=ways.ANYBODY,  # who waits may be in several places
+        )
+    return Way(
+        "barrier where the others all_reduce, MPICOMM_DEBUG=1",
+        "barrier()",
+        ways.AT_ONCE,
+        r"MismatchError: [\s\S]*?\n *rank {who}: .*barrier",
+        others="all_reduce()",
+        env={"MPICOMM_DEBUG": "1"},
+    )
+
+
+_KINDS: dict[str, Callable[[random.Random], Way]] = {
+    "exception": _known("exception", "exception, while a thread lives"),
+    "sys.exit": _sys_exit,
+    "os._exit": _os_exit,
+    "SIGKILL": _known("SIGKILL"),
+    "SIGSTOP": _known("SIGSTOP"),
+    "deadlock or mismatch": _standstill,
+    "assertion in a thread": _known("failed assertion in a thread"),
+    "end of the program": _known("end of the program"),
+}
+_OF_EACH = 5
+
+
+def _draw(count: int, seed: int) -> list[Fault]:
+    """Return random faults, all kinds alike often, up to so many of each; the rest at random."""
+    rng = random.Random(seed)
+    kinds = list(_KINDS) * min(_OF_EACH, count // len(_KINDS))
+    kinds += rng.choices(list(_KINDS), k=count - len(kinds))
+    rng.shuffle(kinds)
+    return [_draw_one(kind, rng) for kind in kinds]
+
+
+def _draw_one(kind: str, rng: random.Random) -> Fault:
+    way = _KINDS[kind](rng)
+    program = [rng.choice(_OPERATIONS).format(root=rng.randrange(ways.SIZE)) for _ in range(_MOST_OPERATIONS)]
+    moment = rng.randrange(len(program))
+    first = [way.others] if way.env else []  # what the calls are to differ in
+    others = "\n".join([*first, *program[moment:], "all_reduce()", "all_reduce()"])
+    return Fault(dataclasses.replace(way, others=others), rng.randrange(ways.SIZE), program[:moment])
+
+
+def run_random(count: int, seed: int | None, only: int | None) -> int:
+    """Run random faults, and return 1 if any did not end as it is to."""
+    seed = random.randrange(1_000_000) if seed is None else seed
+    _print(f"seed {seed}: {count} faults at {ways.SIZE} ranks on {ways.mpi_of(ways.programs_of(None))}")
+    bad: list[int] = []
+    for number, fault in enumerate(_draw(count, seed)):
+        if only not in (None, number):
+            continue
+        result = fault.run()
+        bad += [number] if result.problems else []
+        _print(f"{number:3} {fault}: {_end(result)}, {_who_is_named(result)}: {'; '.join(result.problems) or 'well'}")
+        if result.problems:
+            _print("\n".join(f"      {line}" for line in result.stderr.splitlines()))
+    _print(f"{len(bad)} violations{f', in {bad}' if bad else ''}; seed {seed}")
+    return 1 if bad else 0
+
+
+def _who_is_named(result: Result) -> str:
+    return f"{hang_report.called(result.named)} named" if result.named else "nobody named"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,470 @@
+"""Every way in which a rank can leave a job while the others wait for it, once, and what is then to happen.
+
+The code of a way runs on one rank, `who`, while the others are in `all_reduce`. It is the same with mpicomm and with
+mpi4py alone: the preambles give it the same names.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpicomm.watchdog import hang_report
+from tests.launching import run_command
+
+SIZE = 4
+TIMEOUT = 8
+"""Seconds that an operation may take: longer than the watchdog waits for a rank that has left."""
+
+PLAIN_LIMIT = 15
+"""Seconds after which a job without mpicomm counts as one that hangs."""
+
+OPEN_MPI, MPICH = "Open MPI", "MPICH"
+
+AT_ONCE, WAIT_LIMIT, DEADLINE, GOOD = (
+    "at once",
+    "after the wait limit of 5 s",
+    "at the deadline",
+    "never: the job ends well",
+)
+
+# Between which seconds after the fault the job must be over. The machine may be busy: the upper bounds only tell an end
+# from none, but "at once" must be before the deadline.
+BOUNDS = {
+    AT_ONCE: (0.0, TIMEOUT - 0.5),
+    WAIT_LIMIT: (4.5, 30.0),
+    DEADLINE: (TIMEOUT - 0.5, 30.0),
+    GOOD: (0.0, 30.0),
+}
+_WITHOUT_RANK_0 = 4.0  # seconds more, where the others have to find out that rank 0 does not answer
+_LIMIT = 180.0
+
+_ENV = {"MPICOMM_HANG_SECONDS": "3"}
+_AT = "FAULTS_AT"
+
+WHO, OTHERS, EVERYBODY, NOBODY, ANYBODY = "who", "others", "everybody", "nobody", "anybody"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to leave a job, or to keep the others waiting."""
+
+    name: str
+    code: str
+    """What rank `who` runs while the others are in `all_reduce`."""
+
+    when: str
+    """When the job ends: AT_ONCE, WAIT_LIMIT, DEADLINE, or GOOD if it is not to end."""
+
+    words: str
+    """A pattern for what mpicomm says of it."""
+
+    named: str = WHO
+    """Which ranks mpicomm names as the cause."""
+
+    trace: str = ""
+    """The last line of the one traceback; empty if there is none."""
+
+    open_mpi_status: int | None = None
+    """With which status Open MPI's mpiexec ends; None for any but 0."""
+
+    is_sudden: bool = False
+    """The rank says nothing; some launchers kill the others before they can."""
+
+    others: str = "for _ in range(3):\n    all_reduce()"
+    """What the other ranks run."""
+
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def bounds(self, who: int) -> tuple[float, float]:
+        """Return between which seconds after the fault the job must be over."""
+        low, high = BOUNDS[self.when]
+        return low, high + (_WITHOUT_RANK_0 if who == 0 else 0.0)
+
+
+_HOLD = "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+_DIED = r"died: its process has ended without a word"
+_LEFT = r"has left, but others wait for it; the job cannot go on\.[\s\S]*?\n  rank {who} +left \d+ s ago "
+_STATE = r".*: process \d+ is "
+_NO_ANSWER = rf"(rank {{who}} +not answering for \d+ s|rank {{who}} .*has not answered for \d+ s){_STATE}"
+_FAILED = "failed and ends the job:"
+_IN_A_THREAD = """
+def check():
+    assert False, "in a thread"
+threading.Thread(target=check).start()
+time.sleep(600)
+"""
+_RECEIVE = "receive((rank - 1) % size)"
+_BROADCAST = "broadcast((rank + 1) % size)\nall_reduce()"
+
+WAYS = [
+    Way("exception", 'raise ValueError("a bad batch")', AT_ONCE, _FAILED, trace="ValueError: a bad batch"),
+    Way(
+        "exception, while a thread lives",
+        _HOLD + 'raise ValueError("a bad batch")',
+        AT_ONCE,
+        _FAILED,
+        trace="ValueError: a bad batch",
+    ),
+    Way("sys.exit(0)", "sys.exit(0)", WAIT_LIMIT, _LEFT + "with status 0"),
+    Way("sys.exit(3)", "sys.exit(3)", WAIT_LIMIT, _LEFT + "with status 3", open_mpi_status=3),
+    Way(
+        "sys.exit(3), while a thread lives",
+        _HOLD + "sys.exit(3)",
+        WAIT_LIMIT,
+        _LEFT + "with status 3",
+        open_mpi_status=3,
+    ),
+    Way("raise SystemExit(4)", "raise SystemExit(4)", WAIT_LIMIT, _LEFT),
+    Way("os._exit(0)", "os._exit(0)", AT_ONCE, r"called os\._exit\(0\)"),
+    Way("os._exit(3)", "os._exit(3)", AT_ONCE, r"called os\._exit\(3\)", open_mpi_status=3),
+    Way("end of the program", "pass", WAIT_LIMIT, _LEFT + "at the end of its program"),
+    Way(
+        "failed assertion in a thread",
+        _IN_A_THREAD,
+        AT_ONCE,
+        r"thread Thread-1.*, failed and ends the job:",
+        trace="AssertionError: in a thread",
+    ),
+    Way("MPI error", 'comm.Send(b"x", dest=99)', AT_ONCE, _FAILED, trace="mpi4py.MPI.Exception: "),
+    Way("segmentation fault", "ctypes.string_at(0)", AT_ONCE, _DIED, is_sudden=True),
+    Way("os.abort()", "os.abort()", AT_ONCE, _DIED, is_sudden=True),
+    Way("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)", AT_ONCE, _DIED, is_sudden=True),
+    Way(
+        "SIGTERM",
+        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)",
+        AT_ONCE,
+        "was ended by SIGTERM",
+        is_sudden=True,
+    ),
+    Way("SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)", DEADLINE, _NO_ANSWER + r"stopped by a signal \(SIGSTOP\)"),
+    Way(
+        "call in C that keeps the GIL",
+        "ctypes.PyDLL(None).sleep(600)",
+        DEADLINE,
+        _NO_ANSWER + "asleep, in code that keeps the GIL",
+    ),
+    Way(
+        "end of the program, with an all_reduce that nobody joins",
+        "start_all_reduce()",
+        WAIT_LIMIT,
+        r"have left, but others wait for them[\s\S]*?\n  rank {who} +in all_reduce #4, ",
+        named=OTHERS,
+        others="pass",
+    ),
+    Way(
+        "deadlock of receives",
+        _RECEIVE,
+        DEADLINE,
+        r"has waited in recv from rank \d[\s\S]*?\n  rank {who} +in recv from rank \d, ",
+        named=EVERYBODY,
+        others=_RECEIVE,
+    ),
+    Way(
+        "broadcast where the others all_reduce",
+        _BROADCAST,
+        DEADLINE,
+        r"has waited in [\s\S]*?\n  rank {who} +in broadcast #4, root rank \d, ",
+    ),
+    Way(
+        "broadcast where the others all_reduce, MPICOMM_DEBUG=1",
+        _BROADCAST,
+        AT_ONCE,
+        r"MismatchError: [\s\S]*?\n *rank {who}: .*broadcast",
+        env={"MPICOMM_DEBUG": "1"},
+    ),
+    Way("5 s of sleep, within the timeout", "time.sleep(5)\nfor _ in range(3):\n    all_reduce()", GOOD, "", NOBODY),
+]
+
+BY_NAME = {way.name: way for way in WAYS}
+
+_COMMON = f"""
+import ctypes, os, resource, signal, sys, threading, time
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+def now():
+    Path(os.environ["{_AT}"]).write_text(str(time.time()))
+"""
+_MPICOMM = f"""
+import torch
+import torch.distributed as dist
+import mpicomm
+world = mpicomm.bootstrap(timeout={TIMEOUT})
+rank, size, comm = world.rank, world.size, world.comm
+tensor = torch.ones(4)
+
+def all_reduce():
+    dist.all_reduce(tensor)
+def start_all_reduce():
+    return dist.all_reduce(tensor, async_op=True)
+def broadcast(root):
+    dist.broadcast(tensor, root)
+def barrier():
+    dist.barrier()
+def send(to):
+    dist.send(tensor, to)
+def receive(source, tag=0):
+    dist.recv(tensor, source, tag=tag)
+"""
+_PLAIN = """
+import array
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+numbers = array.array("f", [1] * 4)
+requests = []
+
+def all_reduce():
+    comm.Allreduce(MPI.IN_PLACE, numbers)
+def start_all_reduce():
+    requests.append(comm.Iallreduce(MPI.IN_PLACE, numbers))
+def broadcast(root):
+    comm.Bcast(numbers, root)
+def receive(source):
+    comm.Recv(numbers, source)
+"""
+_BEFORE = "for _ in range(3):\n    all_reduce()"
+
+
+def script(way: Way, who: int, *, before: str = _BEFORE, is_plain: bool = False) -> str:
+    """Return the program of a way.
+
+    Args:
+        before: What all ranks run before.
+        is_plain: With mpi4py alone, instead of mpicomm.
+    """
+    parts = [_COMMON, _PLAIN if is_plain else _MPICOMM, before, f"if rank == {who}:", _indented("now()\n" + way.code)]
+    return "\n".join([*parts, "else:", _indented(way.others)]) + "\n"
+
+
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}" for line in code.strip().splitlines())
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a job ended in which a rank left."""
+
+    way: Way
+    who: int
+    size: int
+    mpi: str
+    ended: bool
+    """Whether it ended by itself."""
+
+    seconds: float | None
+    """From the fault to the end of the job; None if it did not end."""
+
+    status: int | None
+    lines: list[str]
+    """What mpicomm said: its `[mpicomm]` lines and the tables below them."""
+
+    causes: list[str]
+    """Those lines that name the cause of the job's end."""
+
+    named: list[int]
+    """The ranks that are named there."""
+
+    left: list[str]
+    """Processes and files that the job left. The package makes no file in /dev/shm: it uses memfd_create."""
+
+    stderr: str
+    """All that was written to stderr; what happened, if the job did not end."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it is to be; empty if the job with mpicomm ended as its way says."""
+        if not self.ended:
+            return [f"has not ended after {_LIMIT:.0f} s", *self.left]
+        checks = [self._wrong_status(), self._wrong_moment(), self._wrong_names(), self._wrong_trace(), *self.left]
+        return [problem for problem in checks if problem]
+
+    def _wrong_status(self) -> str:
+        wanted = self.way.open_mpi_status if self.mpi == OPEN_MPI else None
+        if self.way.when == GOOD:
+            wanted = 0
+        if self.status == 0 if wanted is None else self.status != wanted:
+            return f"status {self.status}, not {'another than 0' if wanted is None else wanted}"
+        return ""
+
+    def _wrong_moment(self) -> str:
+        low, high = self.way.bounds(self.who)
+        if self.seconds is None:
+            return "the fault did not happen"
+        return "" if low <= self.seconds <= high else f"{self.seconds:.1f} s, not {low:g} to {high:g} s"
+
+    def _wrong_names(self) -> str:
+        others = sorted(set(range(self.size)) - {self.who})
+        named = {WHO: [self.who], OTHERS: others, EVERYBODY: list(range(self.size)), NOBODY: []}.get(self.way.named)
+        if self.is_silent_by_launcher or self.way.when == GOOD:
+            return "" if not self.causes else f"a cause is told: {self.causes}"
+        if named is not None and self.named != named:
+            return f"names {self.named}, not {named}"
+        if len(self.causes) != 1:
+            return f"{len(self.causes)} causes are told: {self.causes}"
+        words = self.way.words.replace("{who}", str(self.who))
+        return "" if re.search(words, "\n".join(self.lines)) else f"does not say {words!r}"
+
+    def _wrong_trace(self) -> str:
+        is_timed_out = self.way.when == DEADLINE and any(line.startswith(_TIMED_OUT) for line in self.lines)
+        times = 1 if self.way.trace or is_timed_out else 0
+        for text in filter(None, ["Traceback (most recent call last)", self.way.trace]):
+            if (count := self.stderr.count(text)) != times:
+                return f"{text!r} is there {count} times, not {times}"
+        return ""
+
+    @property
+    def is_silent_by_launcher(self) -> bool:
+        """Whether MPICH's launcher has killed the others before they could tell that a rank had died."""
+        return self.way.is_sudden and self.mpi == MPICH and not self.named
+
+    def __str__(self) -> str:
+        moment = "has not ended" if self.seconds is None else f"{self.seconds:.1f} s"
+        return f"{self.mpi}, {self.way.name}, rank {self.who} of {self.size}: {moment}, status {self.status}"
+
+
+def run(
+    way: Way,
+    who: int = 2,
+    size: int = SIZE,
+    *,
+    before: str = _BEFORE,
+    is_plain: bool = False,
+    environment: Path | None = None,
+    launcher: Sequence[str] = (),
+) -> Result:
+    """Run a way, in a directory of its own.
+
+    Args:
+        before: What all ranks run before.
+        is_plain: With mpi4py alone, instead of mpicomm.
+        environment: The virtual environment with the MPI; this Python's if left out.
+        launcher: The command that starts the ranks; the MPI's own mpiexec if left out.
+    """
+    programs = programs_of(environment)
+    if launcher:  # which has a status of its own for ranks that fail; and rank 0 sees its own host's processes alone
+        way = dataclasses.replace(way, open_mpi_status=None, words=way.words.partition(_STATE)[0])
+    with tempfile.TemporaryDirectory() as folder:
+        at, cwd = Path(folder, "at"), Path(folder, "cwd")
+        cwd.mkdir()
+        command = [*(launcher or [str(programs / "mpiexec"), "-n", str(size)]), str(programs / "python")]
+        command += ["-c", script(way, who, before=before, is_plain=is_plain)]
+        try:
+            outcome = run_command(
+                ["env", "-C", str(cwd), *command],
+                env={**_ENV, **way.env, _AT: str(at)},
+                timeout=PLAIN_LIMIT if is_plain else _LIMIT,
+            )
+        except AssertionError as error:  # it was killed, or left processes
+            return _of_failure(way, who, size, mpi_of(programs), str(error))
+        left = [f"file {path.name}" for path in sorted(cwd.iterdir())]
+        seconds = outcome.ended - float(at.read_text()) if at.exists() else None
+    lines = _lines_of_ours(outcome.stderr)
+    causes = [line for line in lines if _CAUSE.match(line)]
+    named = _named(lines)
+    return Result(
+        way, who, size, mpi_of(programs), True, seconds, outcome.status, lines, causes, named, left, outcome.stderr
+    )
+
+
+def programs_of(environment: Path | None) -> Path:
+    """Return the directory with an environment's `mpiexec` and `python`; this Python's if there is none."""
+    return Path(sys.executable).parent if environment is None else environment.absolute() / "bin"
+
+
+@functools.cache
+def mpi_of(programs: Path) -> str:
+    """Return which MPI an environment has."""
+    said = subprocess.run([programs / "mpiexec", "--version"], capture_output=True, text=True, timeout=30, check=True)
+    return OPEN_MPI if "Open MPI" in said.stdout else MPICH
+
+
+def _of_failure(way: Way, who: int, size: int, mpi: str, error: str) -> Result:
+    is_hang = error.startswith("killed after")
+    left = [] if is_hang else [error.splitlines()[0]]
+    status = re.search(r"^status (-?\d+) after", error, re.MULTILINE)
+    lines = _lines_of_ours(error)
+    causes = [line for line in lines if _CAUSE.match(line)]
+    known = None if is_hang or not status else int(status[1])
+    return Result(way, who, size, mpi, not is_hang, None, known, lines, causes, _named(lines), left, error)
+
+
+# -- what mpicomm said -------------------------------------------------------------------------------------------------
+
+_CAUSE = re.compile(
+    r"\[mpicomm\] (ranks? [\d, -]+) of \d+ on [\w.-]+(?:, (?!thread )[\w.-]+)*(?:, thread .*,)? "
+    r"(failed and ends the job|died:|called os|was ended by|has left|have left|has waited in|has not answered)"
+    r"|mpicomm\.MismatchError: "
+)
+_ROW = re.compile(r" +(ranks? [\d, -]+?)(?: +|: #\d+ )(not answering|died|left|(?:in )?[a-z_]+)")
+_TIMED_OUT = "TimeoutError: barrier #"  # how a barrier tells that its deadline has passed; the others end the job
+_IS_ELSEWHERE = {"not answering", "died", "left", "in no"}
+
+
+def _lines_of_ours(stderr: str) -> list[str]:
+    """Return the lines of mpicomm's and the indented ones below them."""
+    lines: list[str] = []
+    is_ours = False
+    # Open MPI's own words may end in the middle of a line.
+    for line in re.sub(r"[^\S\n]*(?=\[mpicomm\] )", "\n", stderr).splitlines():
+        starts = line.startswith(("[mpicomm]", "mpicomm.", _TIMED_OUT))
+        is_ours = starts or (is_ours and line.startswith("  "))
+        if is_ours:
+            lines.append(line)
+    return lines
+
+
+def _named(lines: Sequence[str]) -> list[int]:
+    """Return the ranks that are told as the cause: in the line itself, or by the table below it."""
+    named: set[int] = set()
+    for number, line in enumerate(lines):
+        if (cause := _CAUSE.match(line)) is None:
+            continue
+        below = lines[number + 1 :]
+        if below and below[0].startswith(_TIMED_OUT):
+            named |= _odd_ones(below[1:])
+        elif cause[2] == "has waited in" or cause[1] is None:
+            named |= _odd_ones(below)
+        else:
+            named |= _ranks(cause[1])
+    return sorted(named)
+
+
+def _odd_ones(lines: Sequence[str]) -> set[int]:
+    """Return the ranks that a table shows not to be where most are; all if they are all in the same operation."""
+    places: dict[int, str] = {}
+    for line in lines:
+        if not line.startswith(" "):
+            break
+        if (row := _ROW.match(line)) and "its hub, which does not answer" not in line:
+            places |= dict.fromkeys(_ranks(row[1]), row[2])
+    elsewhere = {rank for rank, place in places.items() if place in _IS_ELSEWHERE}
+    most = collections.Counter(places.values()).most_common(1)
+    return elsewhere or {rank for rank, place in places.items() if place != most[0][0]} or set(places)
+
+
+def _ranks(text: str) -> set[int]:
+    return set(hang_report.parse_ranges(re.sub("ranks? ", "", text)))
+
+
+def described_status(status: int | None) -> str:
+    """Return a launcher's status, with the signal that it may stand for."""
+    if status is None:
+        return ""
+    number = -status if status < 0 else status - 128
+    return f"{status} ({signal.Signals(number).name})" if number in set(signal.Signals) else str(status)
+
+
+def environments(other: str | None = os.environ.get("OTHER_MPI_ENV")) -> list[Path | None]:
+    """Return the environments with an MPI: this one and, where there is one, the other."""
+    return [None, Path(other)] if other else [None]

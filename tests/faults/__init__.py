@@ -1,1 +1,0 @@
-"""Ranks that leave a job, in every way there is: `ways` has them, `python -m tests.faults` runs them."""

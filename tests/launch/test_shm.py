@@ -1,0 +1,86 @@
+"""Large tensors on their way through the memory of a node, when a rank dies there, and where there is little memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.failures import ways
+from tests.launching import run_command, run_ranks
+
+SECONDS = 30  # from the death to the end of the job, on a busy machine
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import mpicomm
+from tests import nodes
+
+world = mpicomm.bootstrap()
+if sys.argv[1] == "direct" and not nodes.may_read():
+    sys.exit("not allowed")
+nodes.lead_by(sys.argv[1], dist.group.WORLD)
+tensor = torch.zeros(2**24)
+dist.all_reduce(tensor)
+if world.rank == 1:
+    def die(*_arguments):
+        print(f"dying at {time.time()}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(type(dist.group.WORLD._operations.node._node), {"direct": "_add", "segment": "_terms"}[sys.argv[1]], die)
+for _ in range(1000):
+    dist.all_reduce(tensor)
+print("not reached")
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("kind", ["direct", "segment"])
+def test_a_rank_that_dies_inside_ends_the_job(kind: str) -> None:
+    outcome = run_ranks(3, ["-c", PROGRAM, kind])
+    if "not allowed" in outcome.stderr:
+        pytest.skip("processes may not read each other's memory here")
+    assert outcome.status != 0, outcome
+    assert "not reached" not in outcome.stdout, outcome
+    died = float(outcome.stdout.partition("dying at ")[2].split()[0])
+    assert outcome.ended - died < SECONDS, outcome
+    # MPICH's launcher may kill rank 0 before it names rank 1; its own message on standard output is removed.
+    is_told_by_launcher = ways.mpi_of(ways.programs_of(None)) == ways.MPICH and outcome.status == signal.SIGKILL
+    assert is_told_by_launcher or re.search(r"\[mpicomm\] rank 1 of 3 on \S+ died: ", outcome.stderr), outcome
+
+
+LARGE = """
+import torch
+import torch.distributed as dist
+import mpicomm
+from tests import nodes
+
+world = mpicomm.bootstrap()
+for kind in ("direct", "segment") if nodes.may_read() else ("segment",):
+    handle = dist.new_group()
+    nodes.lead_by(kind, handle)
+    tensor = torch.ones(2**24)
+    dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == world.size).all())
+    assert handle._operations.node._node is not None
+    if world.rank == 0:
+        print("done by", kind)
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make /dev/shm small")
+def test_a_dev_shm_of_64_mb_is_enough() -> None:
+    launcher = Path(sys.executable).parent / "mpiexec"
+    script = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(launcher), "-n", "2", sys.executable, "-c", LARGE]
+    outcome = run_command(command)
+    if "unshare failed" in outcome.stderr:
+        pytest.skip("mounts of one's own are not allowed here")
+    assert outcome.status == 0, outcome
+    assert "done by segment" in outcome.stdout, outcome

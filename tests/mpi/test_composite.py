@@ -1,0 +1,282 @@
+"""A group with an inner back end hands it the tensors of its device; Gloo on CPU tensors stands in for NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm.backend import factory, gpu_transport, torch_internals
+from mpicomm.backend.composite import CompositeProcessGroup
+from mpicomm.backend.operations import Operations
+from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.backend.work import JointWork
+from mpicomm.settings import Settings
+from mpicomm.watchdog import flight_recorder
+
+
+class Witness:
+    """Passes calls on to a back end and remembers which."""
+
+    def __init__(self, backend: object) -> None:
+        self.backend = backend
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        self.called.append(name)
+        return getattr(self.backend, name)
+
+
+class Grouping(Witness):
+    """Puts calls together, as NCCL does: they return nothing, and what ends the group returns the work of all."""
+
+    supports_coalescing = True
+    coalesced = ("_allgather_base", "_reduce_scatter_base")
+
+    def _start_coalescing(self) -> None:
+        self.called.append("start")
+        self.works: list[dist.Work] = []
+
+    def _end_coalescing(self) -> dist.Work:
+        self.called.append("end")
+        return JointWork(self.works)
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self.coalesced:
+            return super().__getattr__(name)
+        self.called.append(name)
+        return lambda *args: self.works.append(getattr(self.backend, name)(*args))
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def routed(
+    world: mpicomm.World, request: pytest.FixtureRequest
+) -> Iterator[tuple[CompositeProcessGroup, Witness, bool]]:
+    """Return a group whose inner back end serves CPU tensors, or CUDA tensors, of which there are none here."""
+    store = dist.PrefixStore(f"routed-{request.node.name}", dist.distributed_c10d._get_default_store())
+    gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
+    record = flight_recorder.Group("routed", range(world.size), 60, is_world=False)
+    operations = Operations(world.comm.Dup(), record, Settings(), gpu_transport.NO_TRANSPORT)
+    group = CompositeProcessGroup(operations, "routed", "mpicomm_nccl", store, request.param, lambda *_: gloo)
+    yield group, gloo, request.param == "cpu"
+    if request.param == "cuda":
+        MPIProcessGroup.barrier(group).wait()
+    gloo.backend.shutdown()
+    group._inner = Witness(type("Ended", (), {"shutdown": lambda self: None})())
+    group.shutdown()
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroupGloo, "supports_tensor_alloc"), reason="torch 2.7 does not ask for it")
+def test_memory_for_collectives_is_the_inner_back_ends(routed: tuple) -> None:
+    """FSDP2 asks the back end of a device; NCCL has memory that its network reaches faster."""
+    group, gloo, is_inner = routed
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        is_here = is_inner == (device.type == "cpu")
+        gloo.called.clear()
+        assert group._get_backend(device).supports_tensor_alloc(device) is False
+        assert gloo.called == (["supports_tensor_alloc"] if is_here else [])
+
+
+def test_tensors_go_where_they_belong(world: mpicomm.World, routed: tuple) -> None:
+    group, gloo, is_inner = routed
+    total = torch.full((3,), 1.0 + world.rank)
+    group.allreduce([total]).wait()
+    assert torch.equal(total, torch.full((3,), world.size * (world.size + 1) / 2))
+    group.reduce(tensors=[total.clone()], opts=_reduction()).wait()
+
+    copies = [torch.empty(3) for _ in range(world.size)]
+    group.allgather([copies], [torch.full((3,), float(world.rank))]).wait()
+    assert [int(each[0]) for each in copies] == list(range(world.size))
+
+    flat = torch.empty(3 * world.size)
+    group.all_gather_single(flat, torch.full((3,), float(world.rank))).wait()
+    assert torch.equal(flat, torch.arange(world.size).repeat_interleave(3).float())
+
+    group.broadcast([total], _root(world.size - 1)).wait()
+    inner = ["allreduce", "reduce", "allgather", "_allgather_base", "broadcast"]
+    called = [name.replace("all_gather_single", "_allgather_base") for name in gloo.called]
+    assert called == (inner if is_inner else [])
+
+
+def test_all_to_all_goes_there_too(world: mpicomm.World, routed: tuple) -> None:
+    group, gloo, is_inner = routed
+    source, output = torch.arange(world.size) + 100.0 * world.rank, torch.empty(world.size)
+    group.all_to_all_single(output, source, [], []).wait()
+    assert torch.equal(output, 100.0 * torch.arange(world.size) + world.rank)
+    single = torch_internals.inner_method(("all_to_all_single", "alltoall_base"))
+    assert (single in gloo.called) == is_inner
+    outputs = [torch.empty(1) for _ in range(world.size)]
+    try:
+        group.alltoall(outputs, list(source.chunk(world.size))).wait()
+    except RuntimeError as error:
+        if "Backend gloo does not support alltoall" not in str(error):
+            raise
+        pytest.skip("torch's Gloo has no alltoall")
+    assert torch.equal(torch.cat(outputs), output)
+    assert ("alltoall" in gloo.called) == is_inner
+
+
+# Only a group that serves CPU tensors calls the inner back end, grouped or not.
+@pytest.mark.parametrize(
+    ("routed", "is_grouped"), [("cpu", False), ("cpu", True), ("cuda", False)], indirect=["routed"]
+)
+def test_what_is_inside_for_one_tensor_alone(world: mpicomm.World, routed: tuple, is_grouped: bool) -> None:
+    """torch 2.13 has no method for several tensors; where the inner backend groups calls, they are grouped."""
+    group, gloo, is_inner = routed
+    if is_grouped:
+        gloo = group._inner = Grouping(gloo.backend)
+    sources = [torch.full((2,), float(world.rank)), torch.full((3,), float(world.rank))]
+    outputs = [torch.empty(2 * world.size), torch.empty(3 * world.size)]
+    group.all_gather_single_coalesced(outputs, sources, torch_internals.AllgatherOptions()).wait()
+    sums = [torch.empty(2), torch.empty(3)]
+    group.reduce_scatter_single_coalesced(sums, outputs, torch_internals.ReduceScatterOptions()).wait()
+    for source, output, sum_ in zip(sources, outputs, sums, strict=True):
+        assert torch.equal(output, torch.arange(world.size).float().repeat_interleave(len(source)))
+        assert torch.equal(sum_, world.size * source)
+    has_none_for_several = not hasattr(gloo.backend, "all_gather_single_coalesced")
+    expected = 2 if is_grouped and is_inner and has_none_for_several else 0
+    assert gloo.called.count("start") == gloo.called.count("end") == expected
+
+
+def test_a_batch_of_calls_inside(world: mpicomm.World, routed: tuple) -> None:
+    group, _gloo, _is_inner = routed
+    tensors = [torch.full((2,), float(world.rank)) for _ in range(3)]
+    group._start_coalescing(torch.device("cpu"))
+    for tensor in tensors:
+        group.allreduce([tensor])
+    group._end_coalescing(torch.device("cpu")).wait()
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.full((2,), float(sum(range(world.size)))))
+
+
+def test_a_part_of_it_has_an_inner_back_end_of_its_own(world: mpicomm.World, routed: tuple) -> None:
+    group, gloo, is_inner = routed
+    group._make_inner = lambda operations, name, store: Witness(
+        dist.ProcessGroupGloo(store, operations.comm.rank, operations.comm.size)
+    )
+    part = group.split_group([0])
+    assert (part is None) == (world.rank != 0)
+    if part is not None:
+        part.allreduce([torch.ones(1)]).wait()
+        assert ("allreduce" in part._inner.called) == is_inner
+        assert "allreduce" not in gloo.called
+        part.shutdown()
+
+
+def test_who_serves_which_device(routed: tuple) -> None:
+    group, gloo, is_inner = routed
+    cpu = torch.device("cpu")
+    assert group._get_backend(cpu) is (gloo if is_inner else group)
+    assert cpu in group._device_types
+
+
+def test_every_method_that_takes_tensors_looks_where_they_are() -> None:
+    for name, method in vars(MPIProcessGroup).items():
+        if inspect.isfunction(method) and not name.startswith("_check"):
+            first = list(inspect.signature(method).parameters)[1:2]
+            assert first not in (["tensors"], ["output"], ["outputs"]) or name in vars(CompositeProcessGroup), name
+
+
+def test_what_the_inner_back_end_lacks_is_an_error_with_a_remedy(routed: tuple) -> None:
+    group, _gloo, is_inner = routed
+    inner, group._inner = group._inner, SimpleNamespace(name=lambda: "simple")
+    if is_inner:
+        with pytest.raises(NotImplementedError, match=r"simple has no allreduce for tensors on cpu\.\nMove them"):
+            group.allreduce([torch.ones(1)])
+    else:
+        group.allreduce([torch.ones(1)]).wait()
+    group._inner = inner
+
+
+def _reduction() -> object:
+    return torch_internals.ReduceOptions()
+
+
+def _root(rank: int) -> object:
+    options = torch_internals.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+class GroupingMessages(Grouping):
+    coalesced = ("send", "recv")
+
+
+@pytest.fixture
+def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Grouping]]:
+    """Return a group that torch knows, whose inner backend gets CPU tensors and puts messages together."""
+
+    def create(options: Any, _backend_options: object) -> CompositeProcessGroup:
+        def make_inner(operations: Operations, name: str, store: dist.Store) -> Grouping:
+            return GroupingMessages(dist.ProcessGroupGloo(store, operations.comm.rank, operations.comm.size))
+
+        operations = factory._make_operations(options, takes_gpu_tensors=False)
+        return CompositeProcessGroup(operations, options.group_id, "likenccl", options.store, "cpu", make_inner)
+
+    if not hasattr(dist.Backend, "LIKENCCL"):
+        dist.Backend.register_backend("likenccl", create, extended_api=True, devices=["cpu"])
+    group = dist.new_group(backend="likenccl")
+    yield group, group._inner
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.each_torch("p2p")
+@pytest.mark.mpi(min_size=2)
+def test_a_batch_of_messages_is_one_operation_of_the_inner_backend(world: mpicomm.World, like_nccl: tuple) -> None:
+    """NCCL's messages would wait for each other otherwise."""
+    group, inner = like_nccl
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for repetition in range(2):
+        mine, received = torch.full((4,), float(world.rank + repetition)), torch.empty(4)
+        messages = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, received, before, group)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        assert torch.equal(received, torch.full((4,), float(before + repetition)))
+    assert [name for name in inner.called if name in ("start", "send", "recv", "end")] == [
+        *("start", "send", "recv", "end") * 2
+    ]
+
+
+def test_a_batch_of_messages_is_checked_first(like_nccl: tuple) -> None:
+    _group, inner = like_nccl
+    with pytest.raises(ValueError, match="p2p_op_list"):
+        dist.batch_isend_irecv([torch.ones(1)])
+    with pytest.raises((ValueError, IndexError)):
+        dist.batch_isend_irecv([])
+    assert "start" not in inner.called
+
+
+@pytest.mark.each_torch("groups")
+def test_torchs_function_sets_both_timeouts(world: mpicomm.World, like_nccl: tuple) -> None:
+    """That of the inner backend ends later: the watchdog names the ranks before NCCL ends the process."""
+    group, inner = like_nccl
+    inner.set_timeout = inner._set_default_timeout = mock.Mock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=7.5), group)
+    assert group.timeout_seconds == 7.5
+    assert [call.args for call in inner.set_timeout.mock_calls] == [(datetime.timedelta(seconds=37.5),)]
+
+
+@pytest.mark.each_torch("groups")
+def test_torchs_function_sets_the_timeout_of_a_group_over_mpi(world: mpicomm.World) -> None:
+    group = dist.new_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=7.5), group)
+        before = dist.group.WORLD.timeout_seconds
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=before + 1))
+    assert (group.timeout_seconds, dist.group.WORLD.timeout_seconds) == (7.5, before + 1)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=before))
+    with pytest.raises(TypeError):
+        dist.distributed_c10d._set_pg_timeout(7.5, group)
+    dist.destroy_process_group(group)

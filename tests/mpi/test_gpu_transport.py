@@ -1,0 +1,258 @@
+"""How the ranks of a group agree on the way of GPU tensors. There need be no GPU: what torch and MPI say is made up."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm import mpi
+from mpicomm.backend import gpu_probe, gpu_transport, mpi_calls
+from mpicomm.backend.gpu_transport import GPUDirect
+from mpicomm.backend.staging import Staged
+from mpicomm.settings import Settings
+from tests.movers import FewChunks
+from tests.torches import all_gather_single, reduce_scatter_single
+
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget that the library has stood the test."""
+    monkeypatch.setattr(gpu_transport, "_has_passed", False)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool, failures: list[str]) -> list[int]:
+    """Make up a GPU, what the library says, and what a test finds; return the list that counts the tests."""
+    tests: list[int] = []
+
+    def test(*_args: object) -> list[str]:
+        tests.append(1)
+        return failures
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
+    monkeypatch.setattr(gpu_probe, "is_claimed", lambda _environ: is_claimed)
+    monkeypatch.setattr(gpu_probe, "failures", test)
+    return tests
+
+
+def test_without_a_gpu_tensors_go_as_they_are(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = pretend(monkeypatch, has_gpu=False, is_claimed=True, failures=[])
+    assert gpu_transport.choose(world.comm, Settings()) is gpu_transport.NO_TRANSPORT
+    assert not tests
+
+
+def test_one_rank_with_a_gpu_is_enough_to_stage_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, has_gpu=world.rank == world.size - 1, is_claimed=False, failures=[])
+    assert isinstance(gpu_transport.choose(world.comm, Settings()), Staged)
+
+
+def test_addresses_go_where_the_library_stands_the_test_once(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
+    for _ in range(2):
+        assert isinstance(gpu_transport.choose(world.comm, Settings()), GPUDirect)
+    assert tests == [1]
+
+
+def test_a_group_tests_again_if_one_of_its_ranks_has_not(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
+    monkeypatch.setattr(gpu_transport, "_has_passed", world.rank != 0)
+    assert isinstance(gpu_transport.choose(world.comm, Settings()), GPUDirect)
+    assert tests == [1]
+
+
+def test_one_rank_that_fails_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ["all_reduce of 1 elements"] if world.rank == 0 else []
+    pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=found)
+    if found:
+        with pytest.warns(UserWarning, match=r"cannot: all_reduce of 1 elements\. GPU tensors go by way of the host"):
+            transport = gpu_transport.choose(world.comm, Settings())
+    else:
+        transport = gpu_transport.choose(world.comm, Settings())
+    assert isinstance(transport, Staged)
+
+
+def test_one_rank_that_is_told_to_stage_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
+    settings = Settings(gpu_aware="0" if world.rank == 0 else None)
+    assert isinstance(gpu_transport.choose(world.comm, settings), Staged)
+    assert not tests
+
+
+def test_the_test_is_made_where_the_user_insists(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
+    assert isinstance(gpu_transport.choose(world.comm, Settings(gpu_aware="1")), GPUDirect)
+    assert tests == [1]
+
+
+def test_the_shortest_chunk_is_everybodys(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
+    transport = gpu_transport.choose(world.comm, Settings(gpu_chunk_kib=str(1 + world.rank)))
+    assert isinstance(transport, Staged)
+    assert transport._chunk_bytes == 1024
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_is_not_exported_is_warned_of(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
+) -> None:
+    pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
+    monkeypatch.setenv(name, f"max_split_size_mb:64, {setting}")
+    with pytest.warns(UserWarning, match=rf"has {setting}: UCX cannot map such memory"):
+        gpu_transport.choose(world.comm, Settings())
+
+
+@pytest.mark.each_mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("says", ["staged", "direct"])
+def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    pretend(monkeypatch, has_gpu=True, is_claimed=says == "direct", failures=[])
+    handle = dist.new_group()
+    operations = handle._operations
+    assert isinstance(operations.transport, Staged if says == "staged" else GPUDirect)
+    cut: list[torch.Tensor] = []
+    monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
+    quick, done = handle._at_once.all_reduce, []
+    monkeypatch.setattr(handle._at_once, "all_reduce", lambda *args: done.append(quick(*args)) or done[-1])
+    small, large = torch.full((3,), 1.0 + world.rank), torch.full((4 << 20,), 1.0 + world.rank)
+    total = world.size * (world.size + 1) / 2
+    for each in (small, large):
+        dist.all_reduce(each, group=handle)
+        assert torch.equal(each, torch.full_like(each, total))
+    assert not cut
+    assert [work is not None for work in done] == [True, says == "direct"]  # of 3 elements, and of 16 MiB
+    assert operations.node._is_open
+    dist.destroy_process_group(handle)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [1, 6, 7, 1000])
+def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mpicomm.World, count: int) -> None:
+    """Rank 0's tensors count as those of a GPU; chunks have 24 bytes."""
+    handle = dist.new_group()
+    operations = handle._operations
+    all_ranks = functools.partial(gpu_transport.on_all_ranks, operations.comm)
+    operations.transport = FewChunks(world.size, all_ranks, is_on_gpu=world.rank == 0)
+    size, total = world.size, world.size * (world.size + 1) / 2
+    mine = torch.full((count,), 1.0 + world.rank)
+    for is_async in (False, True):
+        summed, shared, everybodys = mine.clone(), mine.clone(), torch.empty(size * count)
+        spread, swapped = torch.arange(float(size * count)) * (1 + world.rank), torch.empty(size * count)
+        block = torch.empty(count)
+        works = [
+            dist.all_reduce(summed, group=handle, async_op=is_async),
+            dist.broadcast(shared, size - 1, group=handle, async_op=is_async),
+            all_gather_single(everybodys, mine, group=handle, async_op=is_async),
+            reduce_scatter_single(block, spread, group=handle, async_op=is_async),
+            dist.all_to_all_single(swapped, spread, group=handle, async_op=is_async),
+        ]
+        for work in filter(None, works):
+            work.wait()
+        own = torch.arange(float(size * count)).view(size, count)[world.rank]
+        assert torch.equal(summed, torch.full((count,), total))
+        assert torch.equal(shared, torch.full((count,), float(size)))
+        assert torch.equal(everybodys, torch.arange(1.0, size + 1).repeat_interleave(count))
+        assert torch.equal(block, total * own)
+        assert torch.equal(swapped, torch.cat([own * (1 + rank) for rank in range(size)]))
+    dist.destroy_process_group(handle)
+
+
+# -- the test itself, with addresses on the host -----------------------------------------------------------------------
+
+
+def test_memory_that_mpi_reaches_stands_the_test(world: mpicomm.World) -> None:
+    assert gpu_probe.failures(world.comm, HOST) == []
+
+
+OPERATIONS = [name for name in gpu_probe._TESTS if not name.startswith("uneven")]
+
+
+def found_by_any(world: mpicomm.World) -> set[str]:
+    """Return the operations that fail on some rank."""
+    found = world.comm.allgather(gpu_probe.failures(world.comm, HOST))
+    return {failure.split(" of ")[0] for failures in found for failure in failures}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("writes", ["something wrong", "nothing"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_wrong_result_is_found_and_named(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, writes: str
+) -> None:
+    function = {"message": "receive" if writes == "nothing" else "send"}.get(name, name)
+    right = getattr(mpi_calls, function)
+    kept = []  # memory of messages on their way
+
+    def wrong(comm: object, *args: object) -> object:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if writes == "nothing":
+            args = tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in args)
+            kept.append(args)
+        elif tensors:
+            tensors[0] += 1
+        return right(comm, *args)
+
+    monkeypatch.setattr(mpi_calls, function, wrong)
+    monkeypatch.setattr(gpu_probe, "_COUNTS", (3,))
+    assert found_by_any(world) == {each for each in gpu_probe._TESTS if each.removeprefix("uneven ") == name}
+
+
+def test_an_error_of_mpi_is_a_failure(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise mpi.api().Exception(mpi.api().ERR_BUFFER)
+
+    monkeypatch.setattr(mpi_calls, "gather", refuse)
+    assert {failure.split(" of ")[0] for failure in gpu_probe.failures(world.comm, HOST)} == {"gather"}
+
+
+def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: str | None) -> None:
+    """Make up a library without queries, and the kinds of memory that it names."""
+    info = SimpleNamespace(Get=lambda _key: kinds)
+    comm = SimpleNamespace(Get_info=lambda: info)
+    library = SimpleNamespace(description=description, path="")
+    made_up = SimpleNamespace(api=lambda: SimpleNamespace(COMM_WORLD=comm), library=lambda: library)
+    monkeypatch.setattr(gpu_probe, "mpi", made_up)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_claimed"),
+    [
+        (None, False),
+        ("system,mpi", False),
+        ("system,rocm", False),
+        ("system,cuda", True),
+        ("system,cuda:device", True),
+        ("cuda:host:device,system", True),
+    ],
+)
+def test_a_library_that_names_kinds_of_memory(
+    monkeypatch: pytest.MonkeyPatch, kinds: str | None, is_claimed: bool
+) -> None:
+    pretend_library(monkeypatch, "MPICH", kinds)
+    assert gpu_probe.is_claimed({}) == is_claimed
+
+
+@pytest.mark.parametrize("enabled", [None, "0", "1"])
+def test_crays_library_is_believed_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch, enabled: str | None) -> None:
+    pretend_library(monkeypatch, "CRAY MPICH version 8.1", "system,cuda")
+    environ = {} if enabled is None else {"MPICH_GPU_SUPPORT_ENABLED": enabled}
+    assert gpu_probe.is_claimed(environ) == (enabled == "1")
+
+
+def test_the_mpis_of_the_package_index_claim_nothing(world: mpicomm.World) -> None:
+    if not mpi.library().path.startswith(sys.prefix):
+        pytest.skip("this MPI was installed otherwise")
+    assert not gpu_probe.is_claimed({"MPICH_GPU_SUPPORT_ENABLED": "1"})

@@ -1,0 +1,312 @@
+"""Faults in launching, start-up and the watchdog."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    # -- watchdog -------------------------------------------------------------------------------------------
+    Mutant(
+        "watchdog/coordinator.py",
+        old='elif kind in ("hang", "deadline", "missing"):',
+        new='elif kind in ("hang", "missing"):',
+        fault="Rank 0 ignores the message that an operation has passed its timeout, so the job never ends.",
+        tests="tests/unit/test_coordinator.py -k test_a_deadline_ends_the_job",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/coordinator.py",
+        old="now + _END_SECONDS, now, status or 1)",
+        new="now + _END_SECONDS, now, 1)",
+        fault="A job that ends because a rank has left ends with status 1, not with the status of that rank.",
+        tests="tests/unit/test_coordinator.py -k test_the_job_ends_with_the_status_of_the_leaver",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/channel.py",
+        old='hmac.digest(token, nonce + str(rank).encode(), "sha256")',
+        new='hmac.digest(token, str(rank).encode(), "sha256")',
+        fault="The proof of the token does not depend on the nonce, so an old proof is accepted again.",
+        tests="tests/unit/test_channel.py -k repeats_an_old_proof",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/agent.py",
+        old="return turn_of(self.place.rank) + behind",
+        new="return turn_of(self.place.hub) + behind",
+        fault="All ranks of a hub take the same turn to speak for rank 0, so several ranks print the cause.",
+        tests="tests/launch/test_many_watchdogs.py -k test_rank_1_speaks_for_rank_0",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/agent.py",
+        old="dump.write(directory, self.place.rank, about, ",
+        new="dump.write(directory, self.place.hub, about, ",
+        fault="A rank writes its operations and stacks into the files of its hub.",
+        tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/agent.py",
+        old="""\
+            for operation in flight_recorder.running():
+                operation.forgive(late)""",
+        new="""\
+            pass""",
+        fault="The time in which a process was suspended counts against the timeout of its operations.",
+        tests="tests/launch/test_ends.py -k test_a_job_that_was_suspended_goes_on",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/signals.py",
+        old="if signal.SIGTERM not in numbers:",
+        new="if numbers[0] != signal.SIGTERM:",
+        fault="SIGTERM is lost if another signal has come before it.",
+        tests="tests/unit/test_signals.py -k test_a_process_ends_by_sigterm_if_nobody_takes_care_of_it",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/exit_hooks.py",
+        old="if self is not _current or os.getpid() != self.pid or _goes_on():",
+        new="if self is not _current or _goes_on():",
+        fault="An exception in a forked child of a rank ends the whole job.",
+        tests="tests/launch/test_children.py -k fork",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/flight_recorder.py",
+        old="if start <= instruction < end and line is not None)",
+        new="if start <= instruction and line is not None)",
+        fault="An operation is said to be called at the first line of its function.",
+        tests="tests/unit/test_flight_recorder.py -k test_the_callers_line_is_found",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/channel_setup.py",
+        old="return not problems",
+        new="return not problem",
+        fault="Each rank decides alone whether the side channel is open; ranks that have it wait for one without it.",
+        tests="tests/launch/test_ends.py -k channel",
+        ranks=0,
+    ),
+    # -- startup --------------------------------------------------------------------------------------------
+    Mutant(
+        "startup/rendezvous.py",
+        old="if all(heard)]",
+        new="if any(heard)]",
+        fault="The store listens at an address that one node reaches, but not every node.",
+        tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
+        ranks=0,
+    ),
+    Mutant(
+        "startup/startup_barrier.py",
+        old="tag=_ARRIVED) for rank in range(1, comm.size)}",
+        new="tag=_ARRIVED) for rank in range(1, comm.size - 1)}",
+        fault="Rank 0 does not wait for the last rank, and so never names it as missing.",
+        tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
+        ranks=0,
+    ),
+    Mutant(
+        "startup/devices.py",
+        old="chosen[rank] = uuids[rank % len(uuids)]",
+        new="chosen[rank] = uuids[0]",
+        fault="All ranks that are left over share the first GPU.",
+        tests="tests/unit/test_devices.py -k test_ranks_that_outnumber_gpus_share_evenly",
+        ranks=0,
+    ),
+    # -- runtime --------------------------------------------------------------------------------------------
+    Mutant(
+        "runtime.py",
+        old='private.add("mpicomm/failures", 1) == 1',
+        new='private.add("mpicomm/failures", 1) >= 1',
+        fault="Every rank that fails takes itself for the first, so each prints its traceback.",
+        tests="tests/launch/test_failures.py -k test_all_ranks_fail_at_once",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/flight_recorder.py",
+        old='_MACHINERY = ("contextlib", "functools", ',
+        new='_MACHINERY = ("functools", ',
+        fault="A decorator of contextlib around new_group is named as the line of the program.",
+        tests="tests/launch/test_ends.py -k new_group",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/flight_recorder.py",
+        old="            operation.take_number()\n            self._open.append(operation)",
+        new="            operation.begin()\n            self._open.append(operation)",
+        fault="The time that an operation waits in a GPU's stream counts toward its timeout.",
+        tests="tests/unit/test_flight_recorder.py -k wait_for_earlier",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/flight_recorder.py",
+        old="    if _rank_pid:",
+        new="    if False:",
+        fault="A forked child takes part in collectives as the rank.",
+        tests="tests/launch/test_children.py -k fork",
+        ranks=0,
+    ),
+    Mutant(
+        "runtime.py",
+        old="""\
+        session.environ[name] = os.environ.get(name)
+        os.environ[name] = str(value)""",
+        new="""\
+        os.environ[name] = str(value)
+        session.environ[name] = os.environ.get(name)""",
+        fault="shutdown() leaves RANK and the other variables as bootstrap() has set them.",
+        tests="tests/launch/test_exit.py -k test_a_world_of_one",
+        ranks=0,
+    ),
+    Mutant(
+        "runtime.py",
+        old="timeout=request.limit,",
+        new="timeout=_DEFAULT_TIMEOUT,",
+        fault="The process group does not get the timeout that bootstrap() was given.",
+        tests="tests/launch/test_leaving.py -k deadlock",
+        ranks=0,
+    ),
+    Mutant(
+        "runtime.py",
+        old="""\
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before""",
+        new="""\
+        os.environ.pop(name, None)""",
+        fault="shutdown() removes variables that were set before bootstrap(), such as those of torchrun.",
+        tests="tests/launch/test_exit.py -k test_a_world_of_one",
+        ranks=0,
+    ),
+    Mutant(
+        "runtime.py",
+        old="assignment = devices.assign(mates)[where.local_rank]",
+        new="assignment = devices.assign(mates)[comm.rank]",
+        fault="GPUs are assigned by the rank in the job, not by the rank on the node.",
+        tests="tests/unit/test_devices.py -k test_every_node_seats_its_own_ranks",
+        ranks=0,
+    ),
+    # -- launch/detect, settings, mpi, errors ---------------------------------------------------------------
+    Mutant(
+        "launch/detect.py",
+        old='size="FLUX_JOB_SIZE"',
+        new='size="FLUX_JOB_NNODES"',
+        fault="The number of nodes of a job of Flux's is read as its number of ranks.",
+        tests="tests/unit/test_detect.py -k test_a_launcher_is_known_by_its_variables",
+        ranks=0,
+    ),
+    Mutant(
+        "launch/detect.py",
+        old="""\
+    if override == "torchrun" or (override is None and environ.get("TORCHELASTIC_RUN_ID")):
+""",
+        new="""\
+    is_of_mpi = any(environ.get(launcher.rank) for launcher in MPI_LAUNCHERS)
+    if override == "torchrun" or (override is None and environ.get("TORCHELASTIC_RUN_ID") and not is_of_mpi):
+""",
+        fault="The variables of an MPI launcher are believed before those of torchrun.",
+        tests="tests/unit/test_detect.py -k test_torchrun_is_the_truth",
+        ranks=0,
+    ),
+    Mutant(
+        "launch/detect.py",
+        old="for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM)]",
+        new="for launcher in (SLURM, TORCHRUN, *MPI_LAUNCHERS)]",
+        fault="Under mpirun in a Slurm job the ranks take SLURM_PROCID for their rank, and share one log of --log-dir.",
+        tests="tests/unit/test_detect.py -k test_the_rank_of_an_mpi_launcher_is_the_best_guess",
+        ranks=0,
+    ),
+    Mutant(
+        "settings.py",
+        old='return self.debug == "1"',
+        new="return bool(self.debug)",
+        fault="MPICOMM_DEBUG=0 lets the ranks compare their calls.",
+        tests="tests/unit/test_settings.py -k test_what_the_variables_mean",
+        ranks=0,
+    ),
+    Mutant(
+        "mpi.py",
+        old="if mpi is None or _pid not in (None, os.getpid()):",
+        new="if mpi is None:",
+        fault="A forked child of a rank finalizes MPI when it ends.",
+        tests="tests/launch/test_children.py -k fork",
+        ranks=0,
+    ),
+    Mutant(
+        "errors.py",
+        old="    error.is_everywhere = True\n",
+        new="",
+        fault="An error that every rank raises is not marked as one, so every rank prints it.",
+        tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
+        ranks=0,
+    ),
+    # -- launch ---------------------------------------------------------------------------------------------
+    Mutant(
+        "launch/commands/srun.py",
+        old='"--kill-on-bad-exit=0"',
+        new='"--kill-on-bad-exit=1"',
+        fault="The first rank that leaves with status 85 has srun kill the others, and the status is lost.",
+        tests="tests/unit/test_launch_commands.py -k test_ranks_are_tasks_of_a_step",
+        ranks=0,
+    ),
+    Mutant(
+        "launch/commands/torchrun.py",
+        old='f"--nproc-per-node={ranks // nodes}"',
+        new='f"--nproc-per-node={ranks}"',
+        fault="torchrun starts on each node as many ranks as the whole job is to have.",
+        tests="tests/unit/test_launch_commands.py -k test_srun_starts_one_agent_on_each_node",
+        ranks=0,
+    ),
+    Mutant(
+        "launch/hosts.py",
+        old='found.append((match["name"], slots[1] if slots else match["hydra"]))',
+        new='found.append((match["name"], match["hydra"]))',
+        fault="`slots=4` in a file of hosts is ignored.",
+        tests="tests/unit/test_launch_commands.py -k test_files_of_hosts",
+        ranks=0,
+    ),
+    # -- jobscript ------------------------------------------------------------------------------------------
+    Mutant(
+        "launch/jobscript/slurm.py",
+        old='"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+        new='"$SLURM_ARRAY_JOB_ID"',
+        fault="One job of an array requeues the whole array.",
+        tests="tests/unit/test_jobs.py -k test_one_job_of_an_array_is_requeued_alone",
+        ranks=0,
+    ),
+    Mutant(
+        "launch/jobscript/shell.py",
+        old='if character in "\\\\\'":',
+        new='if character == "\'":',
+        fault="A backslash in a word with a newline is not quoted: bash makes another word of it.",
+        tests="tests/unit/test_jobs.py -k test_the_program_gets_its_words",
+        ranks=0,
+    ),
+    # -- cli, job_info --------------------------------------------------------------------------------------
+    Mutant(
+        "cli/rank_log.py",
+        old="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)",
+        new="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)",
+        fault="SIGUSR1, by which a scheduler warns a rank, ends the process that writes the rank's log.",
+        tests='tests/launch/test_run.py -k "test_ranks_get_the_signals and logged"',
+        ranks=0,
+    ),
+    Mutant(
+        "cli/info.py",
+        old="out.print(_variables(everybodys[arguments.env]))",
+        new="out.print(_variables(everybodys[world.rank]))",
+        fault="`mpicomm info --env 1` shows the variables of rank 0.",
+        tests="tests/launch/test_info.py -k test_what_launchers_say",
+        ranks=0,
+    ),
+    Mutant(
+        "job_info.py",
+        old="if wanted.intersection(here):",
+        new="if wanted.issuperset(here):",
+        fault="A NUMA node of which a rank has only some processors is not shown.",
+        tests="tests/launch/test_info.py -k test_numa_nodes",
+        ranks=0,
+    ),
+]

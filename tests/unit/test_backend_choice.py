@@ -1,0 +1,72 @@
+"""Which backend "auto" selects, what each backend needs, and the devices for which ours is registered."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from torch import version
+
+from mpicomm.backend import plugin
+from mpicomm.startup import backend_choice
+
+CONCRETE = [name for name in backend_choice.KNOWN if name != "auto"]
+
+
+@pytest.mark.parametrize(
+    "backend", [*backend_choice.KNOWN, None], ids=repr
+)  # pytest-mpi takes an id `mpi` for its mark
+def test_a_known_back_end_is_accepted(backend: str | None) -> None:
+    backend_choice.check(backend)
+
+
+@pytest.mark.parametrize("backend", ["", "MPI", "ucc", "cpu:mpi", "cuda:nccl,cpu:mpi"])
+def test_another_is_refused_with_those_that_exist(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"^backend must be ") as caught:
+        backend_choice.check(backend)
+    assert repr(backend) in str(caught.value)
+    assert all(repr(name) in str(caught.value) for name in backend_choice.KNOWN)
+
+
+@pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
+def test_auto(has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
+    chosen = backend_choice.choose("auto", has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl)
+    assert ("mpi" in str(chosen)) == has_mpi
+    assert ("gloo" in str(chosen)) == (not has_mpi)
+    assert backend_choice.needs_mpi(chosen) == has_mpi
+    assert backend_choice.needs_nccl(chosen) == (gpu_each and has_nccl)
+
+
+@pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
+@pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
+def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
+    assert backend_choice.choose(backend, has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl) == backend
+
+
+@pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
+def test_what_a_back_end_needs_is_in_its_name(backend: str | None) -> None:
+    assert backend_choice.needs_mpi(backend) == ("mpi" in (backend or ""))
+    assert backend_choice.needs_nccl(backend) == ("nccl" in (backend or ""))
+
+
+@pytest.mark.parametrize(
+    ("uuids", "hosts", "each"),
+    [
+        (["a", "b", "c"], ["x", "x", "y"], True),
+        (["a", "a"], ["x", "y"], True),  # virtual machines may give every host's GPU the same name
+        (["a", "a"], ["x", "x"], False),
+        (["a", None], ["x", "x"], False),
+        (["a", None, "a"], ["x", "x", "y"], False),
+        ([None], ["x"], False),
+        (["a"], ["x"], True),
+    ],
+)
+def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts: list[str], each: bool) -> None:
+    assert backend_choice.gpu_each(uuids, hosts) is each
+
+
+@pytest.mark.parametrize(("cuda", "hip"), [("12.8", None), (None, "6.4"), (None, None)])
+def test_the_devices_of_a_build(cuda: str | None, hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "cuda", cuda)
+    monkeypatch.setattr(version, "hip", hip)
+    assert plugin._devices_of_build() == (["cpu", "cuda"] if cuda or hip else ["cpu"])

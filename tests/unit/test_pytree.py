@@ -1,0 +1,185 @@
+"""Containers and their descriptions on the wire, without any wire: round trips, and garbage."""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpicomm.collective_ops import messages, pytree, wire_format
+from mpicomm.collective_ops.wire_format import Description
+from mpicomm.errors import MpicommError
+from tests.collective_ops.kinds import KINDS, Batch, Pair, Shifted, make, same
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.uint16, torch.float8_e5m2]
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    return st.builds(
+        lambda shape, dtype, is_turned: (torch.ones(shape).to(dtype).t() if is_turned and len(shape) == 2
+                                         else torch.ones(shape).to(dtype)),
+        SHAPES, st.sampled_from(DTYPES), st.booleans(),
+    )  # fmt: skip
+
+
+LEAVES = st.one_of(
+    tensors(),
+    st.builds(np.zeros, st.tuples(st.integers(0, 3), st.integers(0, 3))),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.complex_numbers(allow_nan=False),
+    st.none(),
+)
+KEYS = st.one_of(st.text(max_size=5), st.integers(), st.none())
+CONTAINERS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Batch, inner, st.integers(0, 9), inner),
+    ),
+    max_leaves=12,
+)
+
+
+def sent(data: pytree.Data) -> Any:
+    """Return data as a receiver gets them."""
+    description = Description.of(data)
+    got = Description.decoded(description.encoded())
+    assert got == description
+    output_buffers = {device: wire_format.pack(data.tensors, description, device) for device in description.devices}
+    assert all(output_buffer.numel() == got.nbytes(device) for device, output_buffer in output_buffers.items())
+    return got.rebuilt(
+        got.unpacked({device: output_buffer.clone() for device, output_buffer in output_buffers.items()})
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(CONTAINERS)
+def test_what_is_sent_is_what_is_received(data: Any) -> None:
+    assert same(sent(pytree.take(data, "send")), data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str) -> None:
+    assert same(sent(pytree.take(make(kind, 3), "send")), make(kind, 3))
+
+
+def test_the_constructor_of_a_dataclass_does_not_run_again() -> None:
+    assert same(sent(pytree.take([Shifted(5)], "send")), [Shifted(5)])
+
+
+@pytest.mark.parametrize("thing", [{1, 2}, "text", b"", object, [lambda: 3, None][1:]])
+def test_objects(thing: object) -> None:
+    assert sent(pytree.pickled(thing)) == thing
+
+
+@settings(deadline=None, max_examples=200)
+@given(CONTAINERS)
+def test_every_leaf_has_a_place(data: Any) -> None:
+    taken = pytree.take(data, "send")
+    assert len(list(pytree.paths(taken.structure))) == len(taken.tensors)
+
+
+def test_places_are_written_as_in_python() -> None:
+    data = {"a": [1, Pair(2, Batch(3, 4))], 5: collections.OrderedDict(b=6)}
+    taken = pytree.take(data, "send")
+    assert list(pytree.paths(taken.structure)) == [
+        "['a'][0]", "['a'][1][0]", "['a'][1][1].inputs", "['a'][1][1].count", "[5]['b']",
+    ]  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200))
+def test_garbage_is_no_description(raw: bytes) -> None:
+    with pytest.raises(MpicommError, match="was not sent by an operation"):
+        Description.decoded(raw)
+
+
+WORDS = ["leaf", "none", "list", "tuple", "dict", "ordered", "namedtuple", "dataclass", "tensor", "float32", "cpu"]
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=6), st.sampled_from([*WORDS, "save"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500)
+@given(JSON)
+def test_what_looks_like_a_description_is_one_or_an_error(plain: Any) -> None:
+    try:
+        found = Description.decoded(json.dumps(plain).encode())
+    except MpicommError:
+        return
+    assert len(list(pytree.paths(found.structure))) == len(found.leaves)
+
+
+@settings(max_examples=300)
+@given(JSON, JSON)
+def test_halves_that_look_like_a_description(structure: Any, of_leaves: Any) -> None:
+    try:
+        found = Description.decoded(json.dumps([structure, of_leaves]).encode())
+    except MpicommError:
+        return
+    assert all(leaf.nbytes < 2**62 for leaf in found.leaves)
+
+
+@settings(deadline=None, max_examples=200)
+@given(CONTAINERS, st.data())
+def test_a_description_with_a_change_is_one_or_an_error(data: Any, draws: st.DataObject) -> None:
+    plain = json.loads(Description.of(pytree.take(data, "send")).encoded())
+    try:
+        found = Description.decoded(json.dumps(with_a_change(plain, draws)).encode())
+    except MpicommError:
+        return
+    assert len(list(pytree.paths(found.structure))) == len(found.leaves)
+    assert all(leaf.nbytes < 2**62 for leaf in found.leaves)
+
+
+def with_a_change(plain: Any, draws: st.DataObject) -> Any:
+    """Return JSON in which something else is in one place."""
+    if not isinstance(plain, list) or not plain or draws.draw(st.integers(0, 9)) == 0:
+        return draws.draw(JSON | st.integers(2**60, 2**64))
+    index = draws.draw(st.integers(0, len(plain) - 1))
+    return [*plain[:index], with_a_change(plain[index], draws), *plain[index + 1 :]]
+
+
+NEAR = st.integers(-2, 2)
+
+
+@given(
+    st.one_of(NEAR.map(lambda by: max(messages._first() + by, 0)), NEAR.map(lambda by: messages._last() + by)),
+    st.one_of(st.integers(0, 2), NEAR.map(lambda by: 2**40 + by), st.just(2**64 - 1)),
+)
+def test_the_numbers_of_a_head_are_within_their_bounds(number: int, length: int) -> None:
+    raw = messages._MAGIC + number.to_bytes(8, "little") + length.to_bytes(8, "little")
+    head = torch.frombuffer(bytearray(raw.ljust(512, b"\0")), dtype=torch.uint8)
+    if messages._first() <= number <= messages._last() and length < 2**40:
+        assert messages._read(head)[:2] == (number, length)
+    else:
+        with pytest.raises(MpicommError, match="its head is damaged"):
+            messages._read(head)
+
+
+@given(st.binary(min_size=512, max_size=512))
+def test_what_begins_otherwise_is_no_head(raw: bytes) -> None:
+    with pytest.raises(MpicommError, match="does not begin as one"):
+        messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+
+def test_a_class_that_is_none_is_not_made() -> None:
+    plain = [["namedtuple", "os:system", [["leaf"]]], [["number", "int64", [], "cpu", False]]]
+    found = Description.decoded(json.dumps(plain).encode())
+    with pytest.raises(MpicommError, match="os:system, which is no namedtuple or dataclass"):
+        found.rebuilt([torch.tensor(1)])

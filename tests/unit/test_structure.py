@@ -1,0 +1,248 @@
+"""The house: what may import what, read off the syntax tree, and what the public names are."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import graphlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpicomm
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "mpicomm"
+
+# A room is a module or a package directly under mpicomm. Imports point to lower floors, or stay in the room.
+LAYERS = {
+    "errors": 0,
+    "settings": 0,
+    "arguments": 0,
+    "durations": 0,
+    "launch": 0,
+    "mpi": 1,
+    "terminal": 1,
+    "startup": 2,
+    "shm": 2,
+    "watchdog": 3,
+    "backend": 4,
+    "runtime": 5,
+    "collective_ops": 6,
+    "training": 7,
+    "bench": 7,
+    "reports": 7,
+    "job_info": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+BASE = 0  # whose rooms may import each other, and otherwise the standard library alone
+DOOR_TO_MPI = "mpicomm.mpi"
+DOOR_TO_PRIVATE_TORCH = "mpicomm.backend.torch_internals"
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One module imported by another."""
+
+    target: str
+    line: int
+    is_run: bool
+    """False under `if TYPE_CHECKING`: for the type checker alone."""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str:
+    """Return the room of a module; the package itself is nobody's room."""
+    return module.split(".")[1] if "." in module else ""
+
+
+PATHS = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "examples")
+TREES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in PATHS}
+each_module = pytest.mark.parametrize("module", list(TREES))
+
+
+def imports_of(module: str) -> list[Import]:
+    return list(_walk(TREES[module], is_run=True))
+
+
+def _walk(node: ast.AST, is_run: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, is_run)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: relative imports hide where they point"
+            for alias in child.names:
+                whole = f"{child.module}.{alias.name}"
+                yield Import(whole if whole in TREES else str(child.module), child.lineno, is_run)
+        elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for statement in child.body:
+                yield from _walk(ast.Module([statement], []), is_run=False)
+            for statement in child.orelse:
+                yield from _walk(ast.Module([statement], []), is_run)
+        else:
+            yield from _walk(child, is_run)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+# -- imports ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reader_of_imports_reads_them_all() -> None:
+    assert {"mpicomm", "mpicomm.mpi", "mpicomm.runtime", "mpicomm.startup.rendezvous"} <= set(TREES)
+    targets = {each.target for each in imports_of("mpicomm.startup.rendezvous")}
+    assert {"mpicomm.errors", "mpicomm.startup.topology", "mpi4py.MPI", "torch.distributed"} <= targets
+    assert [each.is_run for each in imports_of("mpicomm.startup.rendezvous") if each.target == "mpi4py.MPI"] == [False]
+
+
+@each_module
+def test_every_module_has_a_floor(module: str) -> None:
+    assert not layer_of(module) or layer_of(module) in LAYERS
+
+
+@each_module
+def test_imports_point_down(module: str) -> None:
+    """Also those for the type checker: what a room knows of is below it."""
+    if not layer_of(module):
+        pytest.skip("the package's own module names the public ones, on first use")
+    layer = layer_of(module)
+    wrong = []
+    for each in imports_of(module):
+        if not within(each.target, "mpicomm"):
+            continue
+        target = layer_of(each.target)
+        both_in_base = LAYERS[layer] == BASE == LAYERS.get(target)
+        if not (target == layer or both_in_base or LAYERS.get(target, 99) < LAYERS[layer]):
+            wrong.append(f"{module}:{each.line} imports {each.target}")
+    assert not wrong
+
+
+def test_imports_make_no_circles() -> None:
+    graph = {
+        module: {each.target for each in imports_of(module) if each.is_run and each.target in TREES} - {"mpicomm"}
+        for module in TREES
+    }
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph) + ("mpicomm" not in graph)
+
+
+@pytest.mark.parametrize("module", [module for module in TREES if LAYERS.get(layer_of(module)) == BASE])
+def test_the_ground_floor_needs_the_standard_library_alone(module: str) -> None:
+    roots = {each.target.split(".")[0] for each in imports_of(module)}
+    assert roots <= set(sys.stdlib_module_names) | {"mpicomm"}
+
+
+@each_module
+def test_mpi4py_is_imported_behind_one_door(module: str) -> None:
+    if module == DOOR_TO_MPI:
+        return
+    assert [each for each in imports_of(module) if each.is_run and within(each.target, "mpi4py")] == []
+
+
+@each_module
+def test_private_names_of_torch_are_behind_one_door(module: str) -> None:
+    if module == DOOR_TO_PRIVATE_TORCH:
+        return
+    imported = [each.target for each in imports_of(module) if within(each.target, "torch") and "._" in each.target]
+    used = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and ast.unparse(node).split(".")[0] in {"torch", "dist"}
+    ]
+    assert imported + used == []
+
+
+@each_module
+def test_what_is_unpickled_is_in_the_modules_that_security_md_names(module: str) -> None:
+    """Ranks exchange objects, and checkpoints hold them. The side channel and the store carry none."""
+    pickles = {each.target for each in imports_of(module)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    assert not pickles or module in {"mpicomm.collective_ops.pytree", "mpicomm.training.checkpoint"}
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert "weights_only=True" in ast.unparse(node), f"line {node.lineno}"
+
+
+def test_importing_the_package_imports_little_of_ours() -> None:
+    """What the public names need comes on their first use."""
+    at_top = {each.target for each in imports_of("mpicomm") if each.is_run}
+    assert {target for target in at_top if within(target, "mpicomm")} == {"mpicomm.backend.plugin"}
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@each_module
+def test_no_module_is_a_drawer_for_everything(module: str) -> None:
+    assert module.rpartition(".")[2] not in {"utils", "util", "helpers", "common", "misc"}
+
+
+def test_no_module_bears_the_name_of_a_public_function() -> None:
+    """`mpicomm.bench` would be the function or the module, depending on what was imported before."""
+    last = {module.split(".")[-1] for module in TREES if module != "mpicomm"}
+    assert not last & set(mpicomm.__all__)
+
+
+def test_public_names_are_sorted_and_listed() -> None:
+    assert list(mpicomm.__all__) == sorted(mpicomm.__all__)
+    assert dir(mpicomm) == sorted(mpicomm.__all__)
+    assert set(mpicomm._HOMES) == set(mpicomm.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", mpicomm.__all__)
+def test_a_public_name_resolves_to_its_home(name: str) -> None:
+    value = getattr(mpicomm, name)
+    if name != "__version__":
+        assert value.__name__ == name
+        assert value.__module__ == mpicomm._HOMES[name]
+
+
+@pytest.mark.parametrize("name", [name for name in mpicomm.__all__ if not name.startswith("__")])
+def test_a_public_name_is_documented(name: str) -> None:
+    value = getattr(mpicomm, name)
+    assert inspect.cleandoc(value.__doc__ or "").splitlines()[0].endswith((".", "command", "can"))
+    if inspect.isclass(value):
+        assert not value.__doc__.startswith(f"{name}("), "dataclasses write such a text where there is none"
+        methods = [each for key, each in vars(value).items() if inspect.isfunction(each) and not key.startswith("_")]
+        assert all(method.__doc__ for method in methods)
+    else:
+        for parameter in inspect.signature(value).parameters:
+            assert f"    {parameter}: " in value.__doc__, f"{parameter} is not explained"
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    blocks = [node for node in TREES["mpicomm"].body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if node.module != "typing"]
+    assert {alias.name: node.module for node in imports for alias in node.names} == mpicomm._HOMES
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'mpicomm' has no attribute 'bootstarp'"):
+        mpicomm.bootstarp  # noqa: B018
+
+
+@each_module
+def test_every_module_says_what_it_is_for(module: str) -> None:
+    assert ast.get_docstring(TREES[module])
+
+
+def test_examples_are_one_copy() -> None:
+    assert (ROOT / "examples").samefile(PACKAGE / "examples")
+    assert (PACKAGE / "examples").readlink() == Path("../examples")
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()
