@@ -1,7 +1,8 @@
-"""Checkpoints of a run: written aside, synced, renamed, marked; the marked one with the most steps is what counts.
+"""Checkpoints of a run. A save is atomic: write to a temporary directory, sync, rename, write the marker COMPLETE.
 
-The content goes by torch.distributed.checkpoint, so that another number of ranks can read it. What is killed at any
-moment leaves a directory without a mark, which the next start removes.
+A run resumes from the marked checkpoint with the most steps. A run that is killed while saving leaves a directory
+without a marker, which the next start removes. The content is in the format of torch.distributed.checkpoint, so that
+another number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import pickle
 import shutil
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -38,45 +40,50 @@ _MARK = "COMPLETE"
 _ASIDE = ".partial"
 _PREFIX = "step-"
 _LOCK = ".lock"
-_GONE_SECONDS = 10.0  # in which a job must have ended that is started anew
-_SEEN_SECONDS = 10.0  # in which a new file must be seen on all hosts
+_GONE_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
+_SEEN_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
 
 State = dict[str, Any]
-"""`model` and `optimizer` as torch.distributed.checkpoint knows them, and objects by name."""
+"""`model` and `optimizer` in the form that torch.distributed.checkpoint saves, and pickled objects by name."""
 
 
 class Checkpoints:
-    """The checkpoints in a directory that all ranks see."""
+    """The checkpoints in a directory on a file system that all ranks share."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int, device: torch.device) -> None:
-        """Open the directory, see that all ranks can write there, and remove what was not finished (collective).
+        """Open the directory, check that all ranks can write to it, and remove incomplete checkpoints (collective).
 
         Args:
-            keep: How many to keep.
-            device: This rank's.
+            directory: The directory, which is created if necessary.
+            keep: The number of checkpoints to keep.
+            device: The device of this rank.
 
         Raises:
-            CheckpointError: On every rank, if a rank cannot write there.
+            CheckpointError: On every rank, if a rank cannot write to the directory or another job uses it.
         """
+        # 1. create the saving thread
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._rank = dist.get_rank()
         self._is_ours = isinstance(dist.group.WORLD, MPIProcessGroup)
         self._in_background = mpi.serves_threads() if self._is_ours else dist.is_gloo_available()
-        # A thread of its own begins with the first GPU as its current one.
+        # The current GPU of a new thread is the first one, so the thread selects its own.
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
         self._running: concurrent.futures.Future[None] | None = None
         self._lock: TextIO | None = None
+        # 2. lock and check the directory
         self._open()
+        # 3. agree on the newest checkpoint, and create the group of the saving thread
         self.newest = collectives.broadcast_object(_newest(self.directory) if self._rank == 0 else None, src=0)
-        """The last complete checkpoint; None if there is none."""
+        """The newest complete checkpoint, or None."""
         self._group = self._make_group()
 
     def _make_group(self) -> dist.ProcessGroup:
-        """Make the group of the saving thread, whose operations must not mix with those of training (collective).
+        """Create the group of the saving thread, separate from the group that training uses (collective).
 
-        Operations of two NCCL groups must start in one order on all ranks, which two threads cannot guarantee:
+        With NCCL as the backend of training, it uses Gloo if available: operations of two NCCL groups must start in the
+        same order on all ranks, which two threads cannot guarantee:
         https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
         """
         if self._is_ours or not dist.is_gloo_available():
@@ -93,30 +100,35 @@ class Checkpoints:
 
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.directory / _LOCK).open("w")  # the kernel lets go of it when this process ends, however
+        self._lock = (self.directory / _LOCK).open("w")  # the kernel releases the lock however this process ends
         if not mpi.poll(lambda: _is_locked(self._lock), _GONE_SECONDS, longest_pause=0.1):
             raise OSError("another job is using it")
         self._remove_unmarked()
 
     def _agree(self, act: Callable[[], object]) -> None:
-        """Do something that may fail, and fail everywhere if it fails on any rank (collective)."""
+        """Call `act`, and raise an error on every rank if it raises OSError on any rank (collective)."""
         failure = rank_sync.first_failure(act, OSError)
         if failure is not None:
             raise raised_on_all_ranks(
                 CheckpointError(
                     f"rank {failure[0]} cannot use {self.directory} for checkpoints: {failure[1]}.\n"
-                    f"Give a directory that all hosts share, in which this user may write."
+                    f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
                 )
             )
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, name: str, step: int, state: State, *, wait: bool) -> None:
-        """Write a checkpoint, in the background unless `wait` (collective).
+        """Write a checkpoint, in the background unless `wait` is set (collective).
 
         Args:
-            name: What its directory is to be called; those of later ones come later in the alphabet.
-            state: What it holds; nobody may change it meanwhile.
+            name: The name of its directory. Names of later checkpoints must sort later alphabetically.
+            step: The step of the run, for the marker and for messages.
+            state: The content, which must not change until the checkpoint is complete.
+            wait: Return after the checkpoint is complete. Implied where the backend cannot serve a second thread.
+
+        Raises:
+            CheckpointError: On every rank, if the previous checkpoint, or with `wait` this one, cannot be written.
         """
         self.wait()
         self._running = self._pool.submit(self._save, name, step, state)
@@ -125,22 +137,22 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the checkpoint that was being written has failed, as far as this rank knows; `wait` raises that."""
+        """Whether the save in progress has failed, as far as this rank knows; `wait` raises the error."""
         running = self._running
         return running is not None and running.done() and running.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete.
+        """Wait until the save in progress, if any, is complete.
 
         Raises:
-            CheckpointError: On every rank, if it could not be written.
+            CheckpointError: On every rank, if the checkpoint cannot be written.
         """
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and end the thread and the group (collective)."""
+        """Wait for the last save, then release the saving thread, the lock and the group (collective)."""
         self.wait()
         self._pool.shutdown()
         if self._lock is not None:
@@ -148,11 +160,14 @@ class Checkpoints:
         dist.destroy_process_group(self._group)
 
     def _save(self, name: str, step: int, state: State) -> None:
+        # Runs on the saving thread.
+        # 1. all ranks write the content, then rank 0 renames and marks it
         path = self.directory / name
         aside = path.with_suffix(_ASIDE)
         failure = self._store(aside, state)
         if not failure and self._rank == 0:
             failure = self._publish(aside, path, step)
+        # 2. agree on the result
         told = [failure]
         dist.broadcast_object_list(told, src=0, group=self._group)
         if not told[0]:
@@ -162,29 +177,34 @@ class Checkpoints:
             return
         if self._rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        last = f"The last complete one is {self.newest}." if self.newest else "There is no complete one yet."
+        last = f"The last complete checkpoint is {self.newest}." if self.newest else "No checkpoint is complete yet."
         raise raised_on_all_ranks(
             CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.directory}: {told[0]}\n{last} "
-                f"Make room there, and start the run again."
+                f"cannot write the checkpoint of step {step} to {self.directory}: {told[0]}\n{last}\n"
+                f"Free space in this directory or correct its permissions, then start the run again."
             )
         )
 
     def _store(self, aside: Path, state: State) -> str:
-        """Write the content, and return why that failed; the same on all ranks."""
+        """Write the content, and return the reason of a failure or "", the same on all ranks (collective)."""
         try:
             writer = dcp.FileSystemWriter(aside, sync_files=True)
             dcp.save(state, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
             rank, (why, _) = min(error.failures.items())
-            return f"rank {rank}: {why}"
+            reason = f"rank {rank}: {why}"
+            # Free the buffers of the failed write: in a reference cycle they crash Python 3.12.0 and 3.12.1
+            # (python/cpython#111211).
+            for failed in (error, *[each for each, _ in error.failures.values()]):
+                traceback.clear_frames(failed.__traceback__)
+            return reason
         return ""
 
     def _publish(self, aside: Path, path: Path, step: int) -> str:
-        """Give the content its name and its mark, and return why that failed."""
+        """Rename and mark the content, and return the reason of a failure or ""."""
         try:
             files.sync(aside)
-            if path.exists():  # without a mark; it could not be removed
+            if path.exists():  # an unmarked directory that could not be removed
                 path.rename(path.with_suffix(f".{uuid.uuid4().hex}"))
             aside.rename(path)
             files.sync(self.directory)
@@ -194,10 +214,10 @@ class Checkpoints:
         return ""
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints beyond those to keep, and what earlier removals left."""
+        """Remove all but the newest `keep` checkpoints, and leftovers of earlier removals."""
         for mark in sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]:
             with _warning_if_it_stays(mark):
-                mark.unlink()  # first, so that a checkpoint that is partly removed is not used
+                mark.unlink()  # before the content, so that no run resumes from a partly removed checkpoint
         self._remove_unmarked()
 
     def _remove_unmarked(self) -> None:
@@ -215,15 +235,15 @@ class Checkpoints:
 
     @functools.cached_property
     def _contents(self) -> dict[str, Any]:
-        """The description of the newest checkpoint (collective on first use).
+        """The metadata of the newest checkpoint (collective on first use).
 
         Raises:
             CheckpointError: On every rank, if a rank cannot read it.
         """
         assert self.newest is not None
         reader, contents = dcp.FileSystemReader(self.newest), {}
-        # Not every torch can unpickle the metadata of a later one: torch 2.15 writes six properties of a tensor, and
-        # torch 2.13 expects five. What is raised depends on the class.
+        # A torch version may be unable to unpickle the metadata of a later one: torch 2.15 writes six properties of a
+        # tensor, and torch 2.13 expects five. The type of the exception depends on the class that fails.
         failure = rank_sync.first_failure(
             lambda: contents.update(reader.read_metadata().state_dict_metadata), Exception
         )
@@ -239,10 +259,10 @@ class Checkpoints:
         return {name.removeprefix("object."): pickle.loads(state[name]) for name in names}
 
     def load(self, state: State) -> None:
-        """Read of the newest checkpoint what a state has, into it (collective).
+        """Load the entries of a state from the newest checkpoint, in place (collective).
 
         Raises:
-            CheckpointError: On every rank, if something is missing or cannot be read.
+            CheckpointError: On every rank, if an entry is missing or cannot be read.
         """
         assert self.newest is not None
         try:
@@ -251,23 +271,28 @@ class Checkpoints:
             rank, (why, _) = min(error.failures.items())
             raise raised_on_all_ranks(
                 CheckpointError(
-                    f"{self.newest} cannot be read: rank {rank}: {why}\n"
-                    f"Is the model, or the optimizer, another one? Remove that directory to go on from the one before."
+                    f"cannot read the checkpoint {self.newest}: rank {rank}: {why}\n"
+                    f"Check that the model and the optimizer are those of this run, or remove that directory to resume "
+                    f"from the previous checkpoint."
                 )
             ) from error
 
     def parameters_with_state(self) -> set[str]:
-        """Return the parameters of which the newest checkpoint has the optimizer's state; some never get a gradient."""
+        """Return the names of the parameters with optimizer state in the newest checkpoint (collective on first use).
+
+        A parameter that never had a gradient has none. The result also contains prefixes of these names.
+        """
         prefix = "optimizer.state."
         places = [name.removeprefix(prefix).split(".") for name in self._contents if name.startswith(prefix)]
-        # How deep a state is below its parameter is the optimizer's affair.
+        # The depth of a state below the name of its parameter depends on the optimizer, so take every prefix.
         return {".".join(place[:end]) for place in places for end in range(1, len(place))}
 
     def check_model(self, model: Mapping[str, Any]) -> None:
-        """Refuse a model that is not the one of the newest checkpoint.
+        """Check that a model matches the newest checkpoint.
 
         Raises:
-            CheckpointError: If a parameter or buffer is missing, or of another shape or dtype; it is named.
+            CheckpointError: On every rank, if a parameter or buffer is missing or of another shape or dtype. The
+                message names the first one.
         """
         here = {name: (tuple(each.shape), each.dtype) for name, each in model.items() if isinstance(each, torch.Tensor)}
         there = {
@@ -280,16 +305,16 @@ class Checkpoints:
         first = next(name for name in {**here, **there} if here.get(name) != there.get(name))
         raise raised_on_all_ranks(
             CheckpointError(
-                f"{self.directory} holds a run of another model: {first} is {_shown(there.get(first))} there, and "
-                f"{_shown(here.get(first))} in this one.\n"
-                f"Give this run a checkpoint_dir of its own, or the model that was trained there."
+                f"the checkpoint in {self.directory} is of another model: expected {first} to be "
+                f"{_shown(there.get(first))}, got {_shown(here.get(first))}.\n"
+                f"Pass another checkpoint_dir, or the model of the checkpoint."
             )
         )
 
 
 @contextlib.contextmanager
 def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -> Iterator[Checkpoints]:
-    """Open a directory of checkpoints for a block (collective at both ends)."""
+    """Open a directory of checkpoints for a block (collective on entry and on exit)."""
     checkpoints = Checkpoints(directory, keep, device)
     try:
         yield checkpoints
@@ -302,7 +327,7 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
 
 @contextlib.contextmanager
 def _warning_if_it_stays(path: Path) -> Iterator[None]:
-    """Turn a failure to remove a file or directory into a warning: it costs space, and the run can continue."""
+    """Turn a failure to remove a file or directory into a warning: it only costs space, and the run can continue."""
     try:
         yield
     except OSError as error:
@@ -311,7 +336,7 @@ def _warning_if_it_stays(path: Path) -> Iterator[None]:
 
 
 def packed(objects: Mapping[str, Any]) -> State:
-    """Return objects as a part of a state."""
+    """Return objects in the form in which a state contains them: pickled, under `object.<name>`."""
     return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
 
 
@@ -321,29 +346,29 @@ def _newest(directory: Path) -> Path | None:
 
 
 def _unreadable(path: Path, rank: int, why: str) -> str:
-    """Return the message of a checkpoint whose description cannot be read."""
+    """Return the message for a checkpoint whose metadata cannot be read."""
     mine, writer = str(torch.__version__), json.loads((path / _MARK).read_text()).get("torch")
-    what = f"{path} cannot be read: rank {rank}: {why}."
+    what = f"cannot read the checkpoint {path}: rank {rank}: {why}."
     if mine == writer:
-        return f"{what}\nRemove that directory to continue from the checkpoint before it."
+        return f"{what}\nRemove that directory to resume from the previous checkpoint."
     its, install = ("an unknown version of torch", "")
     if writer is not None:
         its, install = f"torch {writer}", f" (pip install torch=={writer.split('+')[0]})"
     return (
-        f"{what}\nIt was written by {its}, and this is torch {mine}, which may not read it.\n"
-        f"Continue the run with that version of torch{install}, or remove that directory to continue from the "
-        f"checkpoint before it."
+        f"{what}\nThe checkpoint was written by {its}, which torch {mine} may be unable to read.\n"
+        f"Resume the run with that version of torch{install}, or remove that directory to resume from the previous "
+        f"checkpoint."
     )
 
 
 def _shown(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "nothing" if leaf is None else f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}"
+    return "absent" if leaf is None else f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}"
 
 
 def _probe(token: Path, rank: int) -> None:
-    """See whether rank 0's file is there, and whether this rank can write beside it."""
+    """Check that this rank sees the file of rank 0, and can write to the same directory."""
     if not mpi.poll(token.exists, _SEEN_SECONDS, longest_pause=0.1):
-        raise OSError("it is not the directory that rank 0 sees")
+        raise OSError("a file that rank 0 created in it is not visible on this rank")
     mine = token.with_suffix(f".{rank}")
     _write(mine, b"mpicomm")
     mine.unlink()
@@ -354,12 +379,12 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _is_locked(file: TextIO | None) -> bool:
-    """Lock a file against other processes, and tell whether that worked."""
+    """Lock a file against other processes; return False if another process holds the lock."""
     assert file is not None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # some file systems have no locks
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # some file systems do not support locks
     return True
 
 
