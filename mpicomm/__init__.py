@@ -3,8 +3,8 @@
     import mpicomm
     world = mpicomm.bootstrap()
 
-Importing this package imports neither torch nor MPI: the public names are resolved on first use. It lets torch know
-the back end, under the name `mpicomm`.
+Importing this package imports neither torch nor MPI: the public names are resolved on first use. The import registers
+the backend with torch under the name `mpicomm`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 
 from mpicomm.backend import plugin as _plugin
 
-TYPE_CHECKING = False  # the name says it to type checkers; to import it would take longer than all of this package
+TYPE_CHECKING = False  # type checkers recognise the name; importing typing would take longer than this package
 if TYPE_CHECKING:
     from typing import Any
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         RendezvousError,
         TrainingError,
     )
-    from mpicomm.runtime import World, bootstrap, dump_flight_recorder, shutdown
+    from mpicomm.runtime import World, bootstrap, current_world, dump_flight_recorder, shutdown
     from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.training.preemption import Preempted
     from mpicomm.training.trainer import Trainer
@@ -86,6 +86,7 @@ _HOMES = {
     "wait_all": "mpicomm.collective_ops.handles",
     "as_completed": "mpicomm.collective_ops.handles",
     "bootstrap": "mpicomm.runtime",
+    "current_world": "mpicomm.runtime",
     "shutdown": "mpicomm.runtime",
     "World": "mpicomm.runtime",
     "dump_flight_recorder": "mpicomm.runtime",
@@ -127,6 +128,7 @@ __all__ = [
     "bootstrap",
     "broadcast",
     "broadcast_object",
+    "current_world",
     "dump_flight_recorder",
     "gather",
     "gather_object",
@@ -159,4 +161,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_plugin.register_when_torch_comes()
+_plugin.register_on_import_of_torch()

@@ -1,7 +1,8 @@
-"""`bootstrap()`: from N processes to one job; `shutdown()`: back again.
+"""`bootstrap()` forms one job of N processes; `shutdown()` takes it down.
 
-The walk of a start: the launcher's variables, MPI, who is there, who is where, which device, the store, the group.
-Whatever goes wrong before the group is up is raised on every rank that MPI joins, with the same message.
+The steps of a bootstrap: read the launcher's variables, initialise MPI, wait for all ranks, discover the topology,
+assign the devices, open the store, initialise the process group. An error before the process group is initialised is
+raised with the same message on every rank that MPI has joined.
 """
 
 from __future__ import annotations
@@ -43,64 +44,64 @@ from mpicomm.watchdog.agent import Watchdog
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own
-_SHORTEST_TIMEOUT = 1  # seconds; ranks need a moment to come
-_DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks, where no timeout is given
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default
+_SHORTEST_TIMEOUT = 1  # seconds; processes need some time to start
+_DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks by default
 
-_SHORTEST_INIT = 30.0  # seconds that MPI_Init gets in any case: starting takes its time on a busy machine
+_SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
 
-_NOTICE_SECONDS = 30.0  # after which a rank that waits for others says so
-_CLAIM_SECONDS = 2.0  # in which rank 0's store says who failed first
-_LEAVE_PAUSE = 0.01  # seconds between two looks at messages on their way, while the others come to their end
+_NOTICE_SECONDS = 30.0  # after which a waiting rank prints which ranks are absent
+_CLAIM_SECONDS = 2.0  # the longest wait for the answer of rank 0's store to which rank failed first
+_LEAVE_PAUSE = 0.01  # seconds between two polls of messages in flight, while other ranks still run
 _DUMPS = "mpicomm-dumps"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# What torch calls a back end that bootstrap knows by another name.
+# torch's names of backends that have another name in bootstrap.
 _TORCH_NAMES = {backend_choice.MPI: plugin.NAME, backend_choice.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What was agreed at the start of the job. Nothing here communicates.
+    """The ranks, topology, device and backend of the job. Its attributes and methods do not communicate.
 
-    As a context manager it calls `shutdown()` at the end of the block.
+    As a context manager it calls `shutdown()` at the end of the block, unless the block raises an exception.
     """
 
     rank: int
-    """This process's rank, from 0 to size - 1."""
+    """The rank of this process, from 0 to size - 1."""
 
     size: int
     """The number of ranks."""
 
     local_rank: int
-    """This rank's place among the ranks of its node."""
+    """The rank of this process among the ranks of its node."""
 
     local_size: int
     """The number of ranks on this node."""
 
     node_rank: int
-    """The node's place among the nodes."""
+    """The index of this node among the nodes of the job."""
 
     num_nodes: int
-    """The number of nodes; a node is what shares memory."""
+    """The number of nodes; the ranks of a node share memory."""
 
     hostname: str
-    """The name of this host."""
+    """The name of this rank's host."""
 
     hosts: tuple[str, ...]
-    """The host of every rank, by rank."""
+    """The host name of every rank, by rank."""
 
     nodes: tuple[int, ...]
-    """The node of every rank, by rank."""
+    """The node index of every rank, by rank."""
 
     device: torch.device
-    """The device that this rank is to use; the current one, if it is a GPU."""
+    """The device of this rank; if it is a GPU, it is the current CUDA device."""
 
     backend: str | None
-    """The back end of the process group; None if there is none."""
+    """The backend of the process group; None if `bootstrap` created no process group."""
 
     launcher: str
-    """Who started the ranks."""
+    """The launcher that started the ranks."""
 
     master_addr: str
     """The address at which the job's store listens."""
@@ -109,7 +110,7 @@ class World:
     """The port at which the job's store listens."""
 
     comm: Intracomm | None = dataclasses.field(repr=False)
-    """A private duplicate of the ranks' communicator, for mpi4py; None where MPI is not in use."""
+    """A private duplicate of the job's communicator, for use with mpi4py; None where MPI is not in use."""
 
     def __str__(self) -> str:
         place = f"rank {self.rank} of {self.size} on {self.hostname}"
@@ -121,22 +122,23 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None:  # the others may be elsewhere after an error; the exception ends the job
+        if kind is None:  # after an error the other ranks may be in other operations; the exception ends the job
             shutdown()
 
 
 @dataclasses.dataclass
 class _Session:
-    """What `shutdown` must undo."""
+    """The state that `shutdown` must undo."""
 
+    request: _Request
     world: World
     store: dist.Store
     environ: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    """The variables that were exported, with what they held before."""
+    """The exported variables, with their values before `bootstrap`."""
 
     watch: Watchdog | None = None
     dumps: Path | None = None
-    """Where the ranks write their last operations."""
+    """The directory of the flight recorder's files."""
 
     is_open: bool = True
     pid: int = dataclasses.field(default_factory=os.getpid)
@@ -153,35 +155,44 @@ def bootstrap(
     device: str | int | torch.device | None = None,
     abort_on_error: bool = True,
 ) -> World:
-    """Make one job of the processes that srun, mpirun or torchrun started (collective).
+    """Form one job of the processes that srun, mpirun or torchrun started (collective).
 
     Afterwards `torch.distributed` is initialised, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set, and this rank's GPU, if any, is the current one. A second call returns the same World.
+    MASTER_PORT are set, and this rank's GPU, if any, is the current device. A second call returns the same World.
 
     Args:
-        backend: "auto" (MPI, with NCCL for GPU tensors where every rank has a GPU of its own; Gloo and NCCL under
-            torchrun), "mpi", "nccl", "gloo", "cpu:mpi,cuda:nccl", "cpu:gloo,cuda:nccl", or None to make the store and
-            the variables but no process group.
-        timeout: How long operations may take, and bootstrap may wait for ranks: seconds or a timedelta. Without it
-            operations have torch's 30 minutes, and ranks 10 minutes to come.
-        comm: The ranks that form the job, an mpi4py communicator; all of them if left out.
-        device: The device that this rank is to use; chosen among the visible GPUs if left out.
-        abort_on_error: End the whole job when this rank ends by an unhandled exception.
+        backend: "auto" (MPI, with NCCL for GPU tensors if every rank has its own GPU; Gloo and NCCL under torchrun),
+            "mpi", "nccl", "gloo", "cpu:mpi,cuda:nccl", "cpu:gloo,cuda:nccl", or None to create the store and set the
+            variables without a process group.
+        timeout: The timeout of operations, and of the wait for ranks in bootstrap, in seconds or as a timedelta. By
+            default 30 minutes for operations (torch's default), and 10 minutes for ranks.
+        comm: An mpi4py communicator of the ranks that form the job; all ranks by default.
+        device: The device of this rank; by default chosen among the visible GPUs.
+        abort_on_error: Whether an unhandled exception on this rank aborts the whole job.
+
+    Returns:
+        The World: rank, size, topology, device and backend.
 
     Raises:
-        LaunchError: If the ranks were started in a way that cannot become one job.
-        DeviceError: If a device does not exist, or NCCL would have to put two ranks on one GPU.
-        RendezvousError: If ranks do not come in time, or cannot reach rank 0.
-        ValueError: If there is no such backend, or the timeout is out of range.
+        LaunchError: If the processes were launched in a way that cannot form one job.
+        MPINotFoundError: If MPI is needed, and mpi4py or an MPI library is missing.
+        DeviceError: If a device does not exist, or two ranks would share one GPU under NCCL.
+        RendezvousError: If ranks do not arrive within the timeout, or cannot reach rank 0.
+        MpicommError: If this is a child process of a rank, or the ranks pass different backends.
+        ValueError: If the backend is unknown, the timeout is out of range, or an argument of a second call differs
+            from that of the first one.
         TypeError: If an argument is of a wrong type.
     """
-    global _session  # noqa: PLW0603  a process is in one job at a time, as torch.distributed has it too
+    global _session  # noqa: PLW0603  a process is in one job at a time, as in torch.distributed
+    # 1. a second call, in the rank or in a child process
     request = _Request(backend, timeout, comm, device, abort_on_error)
     if _session is not None and _session.is_open:
         if _session.pid != os.getpid():
             raise MpicommError(mpi.IN_A_CHILD)
         request.check()
+        request.check_repeats(_session.request, _session.world)
         return _session.world
+    # 2. abort the job on errors, with the rank that the environment suggests, then with the detected rank
     exit_hooks.watch_exits(_tell_exit_at_once)
     if abort_on_error:
         exit_hooks.arm(detect.guess_rank(os.environ), 1, socket.gethostname())
@@ -190,6 +201,7 @@ def bootstrap(
     launch = detect.detect(os.environ, settings.launcher)
     if abort_on_error:
         exit_hooks.arm(launch.rank, launch.size, socket.gethostname())
+    # 3. join the job
     if launch.kind in ("torchrun", "slurm"):
         _session = _join_by_environ(request, launch, settings)
     else:
@@ -203,17 +215,20 @@ def bootstrap(
 def shutdown() -> None:
     """Destroy the process groups, free the communicator and restore the environment (collective).
 
-    Runs at exit by itself. MPI is finalised at exit, not here, so that `bootstrap` may be called again.
+    Runs automatically at exit. MPI is finalised at exit, not here, so that `bootstrap` may be called again. While an
+    exception is being handled, the call has no effect.
     """
     session = _session
     if session is None or not session.is_open or session.pid != os.getpid():
         return
     if isinstance(sys.exc_info()[1], Exception):
-        return  # in a `finally`: the others may be elsewhere; the exception ends the job, or else this runs at exit
+        return  # in a `finally`: the other ranks may be elsewhere; the exception ends the job, or this runs at exit
+    # 1. wait for all ranks
     session.is_open = False
     atexit.unregister(_shutdown_at_exit)
     if session.watch is not None:
         _leave(session.watch)
+    # 2. release torch's and MPI's resources
     if dist.is_initialized():
         dist.destroy_process_group()
     torch_internals.let_gloo_finish()
@@ -221,11 +236,12 @@ def shutdown() -> None:
     mpi.set_job_comm(None)
     if session.world.comm is not None and mpi.is_usable() and not mpi.is_abandoned():
         session.world.comm.Free()
+    # 3. stop the watchdog
     if session.watch is not None:
         session.watch.stop()
         agent.set_current(None)
     exit_hooks.disarm()
-    # The store stays until the process ends or boots again: other ranks may not be here yet.
+    # The store stays open until the process exits or calls bootstrap again: other ranks may still use it.
 
 
 def _restore_environ(session: _Session) -> None:
@@ -237,22 +253,23 @@ def _restore_environ(session: _Session) -> None:
 
 
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Path:
-    """Write this rank's last operations, and the stacks of its threads, to files.
+    """Write this rank's last operations (the flight recorder) and the stacks of its threads to files.
 
     Args:
-        directory: Where to; MPICOMM_DUMP_DIR or a directory of the job's below `mpicomm-dumps` if left out.
+        directory: The directory to write to; by default a directory of the job, below MPICOMM_DUMP_DIR or
+            `mpicomm-dumps`.
 
     Returns:
-        The path of `rank-<rank>.json`; the stacks lie beside it.
+        The path of `rank-<rank>.json`; the file with the stacks is in the same directory.
 
     Raises:
-        MpicommError: If there is no job.
+        MpicommError: If `bootstrap` has not been called.
         TypeError: If the directory is not a path.
         OSError: If the files cannot be written. The job's directory must not be a link or belong to another user.
     """
     PATH.or_none().check(directory, "directory", "dump_flight_recorder")
     if _session is None:
-        raise MpicommError("there is no job whose operations could be written.\nCall mpicomm.bootstrap() first.")
+        raise MpicommError("dump_flight_recorder: mpicomm is not initialized.\nCall mpicomm.bootstrap() first.")
     world = _session.world
     about = {"size": world.size, "host": world.hostname}
     if directory is None and _session.dumps is not None:
@@ -261,22 +278,22 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Pat
 
 
 def current_world() -> World:
-    """Return what `bootstrap` returned.
+    """Return the World that `bootstrap` returned.
 
     Raises:
-        MpicommError: If there is no job.
+        MpicommError: If `bootstrap` has not been called, or `shutdown` has been called since.
     """
     if _session is None or not _session.is_open:
-        raise MpicommError("there is no job.\nCall mpicomm.bootstrap() first.")
+        raise MpicommError("mpicomm is not initialized.\nCall mpicomm.bootstrap() first.")
     return _session.world
 
 
 def _leave(watch: Watchdog) -> None:
-    """Wait until every rank has come to its end; nobody waits for ever for one that has (collective)."""
+    """Wait until every rank is ready to exit, so that no rank waits for one that has exited (collective)."""
     groups.drain()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
-            stream.flush()  # a launcher may end this rank as soon as another is gone, if MPI cannot be finalized
+            stream.flush()  # if MPI cannot be finalized, a launcher may end this rank as soon as another exits
     watch.leave(exit_hooks.exit_status(), is_stuck=groups.is_stuck(), sends=groups.are_sending())
     if watch.wait_for_all_to_leave(groups.advance, _LEAVE_PAUSE):
         mpi.abandon()
@@ -285,11 +302,11 @@ def _leave(watch: Watchdog) -> None:
 
 _COMM = Expected(
     "an mpi4py intracommunicator or None",
-    # Duck-typed: MPI is not loaded yet where torchrun has started the ranks. Intercommunicators have a remote group.
+    # Duck-typed, since MPI is not loaded under torchrun. Intercommunicators have a remote group.
     lambda comm: comm is None or (hasattr(comm, "Split_type") and not hasattr(comm, "Get_remote_group")),
     "a communicator that has this rank",
     lambda comm: comm is None or bool(comm),  # COMM_NULL is false
-    "Pass one whose ranks form the job, or leave comm out for all ranks.",
+    "Pass one whose ranks form the job, or omit comm for all ranks.",
 )
 
 
@@ -297,17 +314,17 @@ _COMM = Expected(
 class _Request:
     """The arguments of `bootstrap`."""
 
-    backend: str | None
-    timeout: float | datetime.timedelta | None
-    comm: Intracomm | None
-    device: str | int | torch.device | None
-    abort_on_error: bool
+    backend: str | None = "auto"
+    timeout: float | datetime.timedelta | None = None
+    comm: Intracomm | None = None
+    device: str | int | torch.device | None = None
+    abort_on_error: bool = True
 
     def check(self) -> None:
-        """Check the arguments, before anything is begun.
+        """Check the arguments, before the job is formed.
 
         Raises:
-            ValueError: If the backend is unknown, the timeout is out of range, or the communicator has no ranks.
+            ValueError: If the backend is unknown, the timeout is out of range, or the communicator is COMM_NULL.
             TypeError: If an argument is of a wrong type.
         """
         backend_choice.check(self.backend)
@@ -316,9 +333,25 @@ class _Request:
         devices.EXPECTED.or_none().check(self.device, "device")
         FLAG.check(self.abort_on_error, "abort_on_error")
 
+    def check_repeats(self, first: _Request, world: World) -> None:
+        """Check that a second call asks for nothing that the first one did not do; defaults ask for nothing.
+
+        Raises:
+            ValueError: If an argument differs from that of the first call.
+        """
+        same: dict[str, tuple[Any, ...]] = {"backend": (world.backend,), "device": (world.device, str(world.device))}
+        for field in dataclasses.fields(self):
+            name, given = field.name, getattr(self, field.name)
+            before = getattr(first, name)
+            if given not in (field.default, before, *same.get(name, ())):
+                raise ValueError(
+                    f"bootstrap() was called before with {name}={before!r}, got {name}={given!r}.\n"
+                    f"Omit {name} to get the existing World, or call mpicomm.shutdown() first."
+                )
+
     @property
     def limit(self) -> datetime.timedelta:
-        """How long operations may take."""
+        """The timeout of operations."""
         if self.timeout is None:
             return _DEFAULT_TIMEOUT
         if isinstance(self.timeout, datetime.timedelta):
@@ -327,7 +360,7 @@ class _Request:
 
     @property
     def wait_limit(self) -> float:
-        """How many seconds to wait for ranks."""
+        """The seconds to wait for ranks."""
         return _DEFAULT_PATIENCE if self.timeout is None else self.limit.total_seconds()
 
 
@@ -335,14 +368,16 @@ class _Request:
 
 
 def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Session:
+    # 1. initialise MPI
     by_all = request.comm is None and launch.kind != "single"
     base = _initialize_mpi(launch, request.wait_limit, settings, by_all=by_all)
     if request.comm is not None:
         base = request.comm
     elif launch.kind == "single":
         base = mpi.api().COMM_SELF
-    if request.abort_on_error and base.size > 1:  # who fails from here on must not leave the others waiting
+    if request.abort_on_error and base.size > 1:  # from here on, a failing rank must not leave the others waiting
         exit_hooks.arm(base.rank, base.size, socket.gethostname(), base.Abort)
+    # 2. wait for all ranks, and check that they form one job
     startup_notice = Notice(_seconds_to_notice(settings, request.wait_limit), exit_hooks.say)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
     startup_barrier(base, "bootstrap()", request.wait_limit, startup_notice, hosts)
@@ -351,6 +386,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     _agree(comm, lambda: other_group.refuse(request.backend))
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size):
         warnings.warn(warning, stacklevel=3)
+    # 3. agree on the topology, the backend and the devices
     where = topology.discover(comm)
     of_rank_0 = comm.bcast(request.backend)
     _agree(comm, lambda: _check_alike(of_rank_0, request.backend))
@@ -364,17 +400,19 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     if backend_choice.needs_nccl(backend):
         _agree(comm, lambda: devices.refuse_shared(uuids, where.hosts))
     startup_barrier(comm, "bootstrap(), after the choice of devices", request.wait_limit, startup_notice, where.hosts)
+    # 4. open the store and start the watchdog
     job_store = rendezvous.meet(comm, where, os.environ, settings.interface, request.limit)
     mpi.set_job_comm(comm)
     world = _world(comm.rank, comm.size, where, device, backend, launch, job_store.address, job_store.port, comm)
-    session = _Session(world, job_store.store)
+    session = _Session(request, world, job_store.store)
     session.dumps = _dumps(settings, comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{job_store.port}"))
     session.watch = _watch(session, comm, where, settings, launch)
+    # 5. export the variables and initialise the process group
     try:
         _export(session)
         _make_group(session, request)
     except BaseException:
-        if session.watch is not None:  # who leaves with an error is not to be taken for dead
+        if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
             session.watch.leave(1, is_stuck=False, waits=False)
         _restore_environ(session)
         raise
@@ -382,7 +420,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
 
 
 def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settings, launch: Launch) -> Watchdog | None:
-    """Open the side channel and start the watchdog; None if the ranks cannot all connect (collective)."""
+    """Open the out-of-band channel and start the watchdog; return None if a rank cannot connect (collective)."""
     place = channel_setup.rank_info_of(comm, where)
     start = channel_setup.ChannelSetup(comm, place, session.world.master_addr, settings.seconds_to_lose_host)
     limits = agent.Limits(settings.seconds_to_report, session.dumps, ends_local_processes=launch.step is not None)
@@ -405,25 +443,28 @@ def _dumps(settings: Settings, name: str) -> Path | None:
 
 
 def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
-    """Return what tells whether nobody has named a cause of the job's end before."""
+    """Return a function that returns whether this rank is the first to report why the job fails.
+
+    The first rank to ask the store prints the cause; the other ranks do not repeat it.
+    """
 
     def ask(answers: list[bool]) -> None:
-        with contextlib.suppress(RuntimeError):  # rank 0, and the store with it, is gone
-            # A connection of its own: another thread may be waiting on the store. It is made only now, since each is an
-            # open file of rank 0, which may have thousands of ranks.
+        with contextlib.suppress(RuntimeError):  # rank 0 and its store have exited
+            # A separate connection, since another thread may be waiting on the store. It is opened only now, since each
+            # connection is an open file of rank 0, which may have thousands of ranks.
             private = store.clone()  # type: ignore[attr-defined]  # missing in the stub
             private.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
             answers.append(private.add("mpicomm/failures", 1) == 1)
 
     def is_first() -> bool:
         answers: list[bool] = []
-        # If rank 0 is stopped, the store never answers, whatever its timeout is.
+        # If rank 0 is stopped (SIGSTOP), the store never answers and ignores its timeout: hence a thread.
         asking = threading.Thread(target=ask, args=(answers,), daemon=True)
         asking.start()
         asking.join(_CLAIM_SECONDS)
         if not answers:
-            time.sleep(agent.turn_of(rank))  # the rank before ends the job meanwhile
-        return answers[0] if answers else True  # better twice than never
+            time.sleep(agent.turn_of(rank))  # meanwhile a lower rank may report the cause and abort the job
+        return answers[0] if answers else True  # two reports are better than none
 
     return is_first
 
@@ -437,7 +478,7 @@ def _initialize_mpi(launch: Launch, wait_limit: float, settings: Settings, *, by
 
 
 def _seconds_to_notice(settings: Settings, limit: float) -> float:
-    """Return how long this rank waits for others before it says so."""
+    """Return the seconds that this rank waits for others before it prints a notice."""
     return min(_NOTICE_SECONDS, settings.seconds_to_report, limit / 2)
 
 
@@ -449,7 +490,7 @@ def _check_launch(launch: Launch) -> None:
 
 
 def _launch_error(launch: Launch, problem: str) -> LaunchError:
-    """Return the error of a rank that MPI did not join; everybody's, if all were told how many they are."""
+    """Return the error of a rank that MPI did not join; every rank raises it if the launcher gave each a size."""
     error = LaunchError(problem)
     return raised_on_all_ranks(error) if launch.claims and launch.size > 1 else error
 
@@ -457,15 +498,19 @@ def _launch_error(launch: Launch, problem: str) -> LaunchError:
 def _check_alike(of_rank_0: str | None, mine: str | None) -> None:
     if mine != of_rank_0:
         raise MpicommError(
-            f"this rank asks for backend={mine!r}, but rank 0 for {of_rank_0!r}.\nPass the same back end on every rank."
+            f"backend must be the same on every rank, got {mine!r}, but {of_rank_0!r} on rank 0.\n"
+            f"Pass the same backend on every rank."
         )
 
 
 def _agree(comm: Intracomm, check: Callable[[], Any]) -> Any:
-    """Run a local check; if it fails on any rank, raise on every rank (collective).
+    """Run a local check; if it fails on any rank, raise the error of the lowest such rank on every rank (collective).
 
     Returns:
         The result of this rank's check.
+
+    Raises:
+        MpicommError: If the check raises an MpicommError on any rank.
     """
     result, error = None, None
     try:
@@ -482,7 +527,7 @@ def _agree(comm: Intracomm, check: Callable[[], Any]) -> Any:
 
 
 def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.device, list[str | None]]:
-    """Choose this rank's device, and learn which GPU each rank has (collective)."""
+    """Return this rank's device, and the UUID of every rank's GPU, None for a CPU rank (collective)."""
     wanted = _agree(comm, lambda: None if request.device is None else devices.parse(request.device))
     visible = devices.visible_gpus() if wanted is None or wanted.type == "cuda" else []
     if wanted is not None and visible:
@@ -501,38 +546,42 @@ def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.de
 
 
 def _join_by_environ(request: _Request, launch: Launch, settings: Settings) -> _Session:
+    # 1. check the launch
     if backend_choice.needs_mpi(request.backend) or request.comm is not None:
         raise raised_on_all_ranks(
             LaunchError(
                 f"backend={request.backend!r} needs MPI, but this process was started by {launch.title}, without MPI.\n"
-                f"Start with MPI, or leave the back end to bootstrap():\n"
+                f"Start with MPI, or call bootstrap() without backend= and comm=:\n"
                 f"  mpirun -n {launch.size} {_command()}"
             )
         )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise LaunchError(
-            f"{launch.title} did not set {' and '.join(missing)}, and without MPI the ranks cannot agree on it.\n"
+            f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
     other_group.refuse(request.backend)
-    if launch.rank == 0:  # where torch opens the store, unless torchrun's agent has
+    # 2. join the store and discover the topology
+    if launch.rank == 0:  # torch opens the store here, unless torchrun's agent has opened it
         open_files.allow(launch.size)
     with notice.after(_seconds_to_notice(settings, request.wait_limit), launch, "rendezvous", request.wait_limit):
         store, rank, size = _rendezvous_by_environ(launch, request.wait_limit)
         where = _topology_from_store(store, rank, size, request.wait_limit)
+    # 3. choose the device and the backend
     device = _device_by_local_rank(request, where)
     has_gpu = device.type == "cuda"
     backend = backend_choice.choose(request.backend, has_mpi=False, gpu_each=has_gpu, has_nccl=dist.is_nccl_available())
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     world = _world(rank, size, where, device, backend, launch, address, port, None)
-    session = _Session(world, store)
+    # 4. export the variables and initialise the process group
+    session = _Session(request, world, store)
     _export(session)
     _make_group(session, request)
     return session
 
 
 def _rendezvous_by_environ(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int]:
-    """Open or join the store at MASTER_ADDR, as torch does it (collective)."""
+    """Open or join the store at MASTER_ADDR by torch's env:// rendezvous (collective)."""
     try:
         return next(
             torch_rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=wait_limit))
@@ -540,14 +589,15 @@ def _rendezvous_by_environ(launch: Launch, wait_limit: float) -> tuple[dist.Stor
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
         raise RendezvousError(
-            f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at {where}: "
+            f"rank {launch.rank} on {socket.gethostname()}: rendezvous at {where} failed: "
             f"{str(error).splitlines()[0]}\n"
-            f"Set MASTER_ADDR to rank 0's host, as the others reach it, and MASTER_PORT to a free port there."
+            f"Set MASTER_ADDR to an address of rank 0's host that all ranks can reach, and MASTER_PORT to a free port "
+            f"there."
         ) from None
 
 
 def _topology_from_store(store: dist.Store, rank: int, size: int, wait_limit: float) -> Topology:
-    """Find out who shares a node with whom, by what the launcher calls the node or else by host name (collective)."""
+    """Discover which ranks share a node, by GROUP_RANK or SLURM_NODEID, else by host name (collective)."""
     hostname = socket.gethostname()
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or hostname
     store.set(f"mpicomm/place/{rank}", f"{node} {hostname}")
@@ -557,9 +607,9 @@ def _topology_from_store(store: dist.Store, rank: int, size: int, wait_limit: fl
     except dist.DistError:
         missing = [f"rank {each}" for each in range(size) if not store.check([keys[each]])]
         raise RendezvousError(
-            f"bootstrap(): {len(missing)} of {size} ranks did not arrive within {wait_limit:g} s: "
+            f"bootstrap(): timed out after {wait_limit:g} s: {len(missing)} of {size} ranks did not arrive: "
             f"{', '.join(missing)}.\n"
-            f"Check that every rank calls mpicomm.bootstrap(), or raise bootstrap(timeout=...)."
+            f"Check that every rank calls mpicomm.bootstrap(), or increase bootstrap(timeout=...)."
         ) from None
     return topology.from_nodes(rank, [place[0] for place in places], [place[1] for place in places])
 
@@ -615,11 +665,11 @@ def _export(session: _Session) -> None:
         "MASTER_PORT": world.master_port,
     }
     # A child process of rank 0 that calls `init_process_group("env://")` cannot bind the port of this store. With 1,
-    # torch's C++ TCPStore then connects to it, if the port is MASTER_PORT still. With True, torch's Python code makes a
-    # client of every rank, also where a program has set a MASTER_PORT of its own. torchrun sets True for its own store.
+    # torch's C++ TCPStore then connects to this store, if MASTER_PORT is unchanged. With True, torch's Python code
+    # makes every rank a client, even if the program has set its own MASTER_PORT. torchrun sets True for its own store.
     if not dist.is_torchelastic_launched():
         values["TORCHELASTIC_USE_AGENT_STORE"] = 1
-    # By itself Gloo takes the address that the host's own name stands for, which may be 127.0.1.1.
+    # By default Gloo uses the address to which the host's own name resolves, which may be 127.0.1.1.
     interface = rendezvous.interface_towards(world.master_addr) if world.num_nodes > 1 else None
     if interface and not os.environ.get(_GLOO_INTERFACE):
         values[_GLOO_INTERFACE] = interface
@@ -644,7 +694,7 @@ def _make_group(session: _Session, request: _Request) -> None:
 
 
 def _arm_abort(session: _Session) -> None:
-    """Let an unhandled exception end the job, from now on with what the job knows."""
+    """Arm the exit hooks again, now with MPI_Abort, the watchdog and the store."""
     world, comm = session.world, session.world.comm
     watch = session.watch
     claim = watch.claim if watch is not None else _claim(session.store, world.rank)
@@ -663,7 +713,7 @@ def _arm_abort(session: _Session) -> None:
 
 
 def _shutdown_at_exit() -> None:
-    with contextlib.suppress(Exception):  # the work is done; a bad end must not spoil its exit status
+    with contextlib.suppress(Exception):  # the program has finished: an error here must not change its exit status
         shutdown()
 
 
@@ -673,5 +723,5 @@ def _tell_exit_at_once(status: int) -> None:
 
 
 def _command() -> str:
-    """Return this process's command line, as the remedy of a wrong launch repeats it."""
+    """Return this process's command line, for the command in a LaunchError."""
     return shlex.join(["python", *sys.orig_argv[1:]])

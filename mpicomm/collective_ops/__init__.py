@@ -1,1 +1,1 @@
-"""The operations: torch.distributed's words, for more than tensors."""
+"""Collective and point-to-point operations on tensors, arrays, numbers and pytrees, under torch.distributed's names."""

@@ -1,8 +1,8 @@
 """Collective operations under autograd: the gradient of an operation is the transposed operation in the backward pass.
 
-The loss is meant to be the sum of all ranks' losses; each rank calls `backward()` on its own, and all ranks that took
-part in the operation must, in one order, since the backward pass is collective too.
-`torch.autograd.grad` of some inputs leaves out the operations that these did not go through.
+Gradients are those of the sum of all ranks' losses. The backward pass is collective too: every rank that took part in
+an operation must call `backward()`, and all ranks in the same order. `torch.autograd.grad` with respect to some inputs
+skips the operations that these inputs did not pass through.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from mpicomm.backend import torch_internals
 
 Backward = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""From the gradients of an operation's results to those of its inputs."""
+"""Maps the gradients of an operation's results to the gradients of its inputs."""
 
 _place = threading.local()
-"""In `number`, the place among autograd's nodes of the operation whose step this thread runs."""
+"""`number` is the autograd sequence number of the operation whose step the current thread runs."""
 
 
 @contextlib.contextmanager
 def at(number: int | None) -> Iterator[None]:
-    """Let operations that end in the block have the place in the backward pass that was reserved when they were called.
+    """Give operations that end in the block the autograd sequence number that was reserved when they were called.
 
-    That pass goes by numbers which autograd gives out on each thread: without this, ranks whose steps run on other
-    threads would call the transposed operations in other orders.
+    The backward pass is ordered by sequence numbers, which autograd assigns per thread. Without this, ranks whose steps
+    run on different threads would call the transposed operations in different orders.
     """
     before = getattr(_place, "number", None)
     _place.number = number
@@ -39,10 +39,12 @@ def at(number: int | None) -> Iterator[None]:
 
 
 def attach(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], backward: Backward) -> list[torch.Tensor]:
-    """Return the results of an operation as functions of its inputs.
+    """Return the results of an operation, connected to its inputs in the autograd graph.
 
     Args:
-        inputs: Those of this rank; there may be none, where others had them.
+        results: The results of the operation.
+        inputs: The inputs of this rank; empty if only other ranks have inputs.
+        backward: Computes the gradients of the inputs.
     """
     if not any(each.requires_grad for each in inputs):
         inputs = [torch.zeros((), requires_grad=True)]
@@ -60,14 +62,14 @@ def attach(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], back
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """An operation that has run, with what is to run backward."""
+    """The autograd node of an operation that has run; its backward pass calls `run_backward`."""
 
     @staticmethod
     def forward(
         ctx: Any, backward: Backward, results: list[torch.Tensor], *_inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.run_backward = backward
-        outputs = tuple(each.data for each in results)  # no views, or they could not be written into
+        outputs = tuple(each.data for each in results)  # not views: autograd forbids in-place writes to those
         inexact = [each.dtype.is_floating_point or each.dtype.is_complex for each in outputs]
         ctx.mark_non_differentiable(*[each for each, has in zip(outputs, inexact, strict=True) if not has])
         return outputs

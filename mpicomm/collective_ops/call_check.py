@@ -1,4 +1,7 @@
-"""The members of a group compare what they call, before they do it: a mismatch is an error on all, with names."""
+"""Compares the calls of a group's ranks before an operation starts.
+
+A mismatch raises MismatchError on every rank of the group; the message names the ranks that differ.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ from mpicomm.errors import MismatchError, raised_on_all_ranks
 from mpicomm.watchdog import hang_report
 
 Signature = tuple[Any, ...]
-"""What is compared: the operation with its arguments, the structure, and what is to be equal of each leaf."""
+"""The values that must be equal on all ranks: the operation with its arguments, the structure, the leaves' metadata."""
 
-_WORDS = 2  # of 63 bits each
+_WORDS = 2  # integers in a digest, of 63 bits each
 
 
 def of(data: Data, operation: str, *, any_length: bool = False) -> Signature:
-    """Return what all ranks must say of their call and its data.
+    """Return the signature of a call, which must be equal on all ranks.
 
     Args:
-        any_length: Leaves may differ in their first dimension.
+        data: The data of this rank.
+        operation: The operation and its arguments.
+        any_length: Leaves may differ in the length of their first dimension.
     """
     shapes = tuple([shape[1:] for shape in data.shapes]) if any_length else data.shapes
     dims = tuple([len(shape) for shape in data.shapes]) if any_length else ()
@@ -39,20 +44,21 @@ def of(data: Data, operation: str, *, any_length: bool = False) -> Signature:
 
 @functools.lru_cache(maxsize=256)
 def words(signature: Signature) -> tuple[int, int]:
-    """Return a digest of what a rank says, as integers of 63 bits."""
+    """Return a digest of a signature, as integers of 63 bits."""
     raw = hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()
     return int.from_bytes(raw[:8], "big") >> 1, int.from_bytes(raw[8:], "big") >> 1
 
 
 def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generator[Works, None, None]:
-    """Compare what the members say (collective).
+    """Compare the signatures of all ranks of the group, with one all_reduce (collective).
 
     Raises:
-        MismatchError: On every member, if they do not all say the same.
+        MismatchError: On every rank of the group, if the signatures differ.
     """
     if members.size == 1:
         return
     digest = words(signature)
+    # The minimum of the digest and of its negation: they agree exactly if all digests are equal.
     extremes = torch.tensor([*digest, *[-word for word in digest]], dtype=torch.int64, device=members.control)
     yield [dist.all_reduce(extremes, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
     least = extremes.tolist()
@@ -61,10 +67,10 @@ def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generat
 
 
 def refuse(members: GroupArgument, signature: Signature) -> None:
-    """Tell every member where they differ (collective).
+    """Gather the signatures and raise an error that shows the first difference (collective).
 
     Raises:
-        MismatchError: Always.
+        MismatchError: Always, on every rank of the group.
     """
     everybodys: list[Any] = [None] * members.size
     dist.all_gather_object(everybodys, _shown(signature), group=members.handle)
@@ -72,7 +78,7 @@ def refuse(members: GroupArgument, signature: Signature) -> None:
 
 
 def _shown(signature: Signature) -> tuple[str, list[tuple[str, str]]]:
-    """Return the operation, and of each leaf where it is and what it is, for people."""
+    """Return the operation, and the path and the description of each leaf, as readable text."""
     operation, structure, (kinds, dtypes_, shapes, dims, devices, gradients), any_length = signature
     rows = zip(kinds, dtypes_, shapes, dims or [0] * len(kinds), devices, gradients, strict=True)
     shown = [_shown_leaf(*row, any_length=any_length) for row in rows]
@@ -90,19 +96,20 @@ def _explain(members: GroupArgument, everybodys: Sequence[tuple[str, list[tuple[
     operations = [operation for operation, _ in everybodys]
     if len(set(operations)) > 1:
         return (
-            f"ranks call different operations, or one with different arguments:\n{_table(members, operations)}\n"
-            f"Make all ranks call the same operations in the same order."
+            f"ranks called different operations, or one operation with different arguments:\n"
+            f"{_table(members, operations)}\n"
+            f"Call the same operations in the same order on all ranks."
         )
     for number, leaves in enumerate(itertools.zip_longest(*[leaves for _, leaves in everybodys])):
         if len(set(leaves)) > 1:
-            shown = ["nothing" if leaf is None else f"{leaf[0]} = {leaf[1]}" for leaf in leaves]
+            shown = ["missing" if leaf is None else f"{leaf[0]} = {leaf[1]}" for leaf in leaves]
             return (
-                f"{operations[0]}: the ranks' data differ. The first leaf that does is number {number}:\n"
-                f"{_table(members, shown)}\nGive the operation data of one structure on all ranks."
+                f"{operations[0]}: the ranks' data differ, first at leaf {number}:\n"
+                f"{_table(members, shown)}\nPass data of matching structure, dtypes and shapes on all ranks."
             )
     return (
         f"{operations[0]}: the ranks' data have the same leaves in different containers.\n"
-        f"Give the operation data of one structure on all ranks."
+        f"Pass data in the same containers on all ranks."
     )
 
 

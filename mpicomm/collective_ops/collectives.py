@@ -1,15 +1,17 @@
-"""Collective operations: what all ranks of a group call together, on tensors, arrays, numbers and containers of them.
+"""Collective operations on tensors, arrays, numbers and containers of them.
 
-All of them take `group` (a group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out; ranks
-are counted within the group) and `async_op`, with which they return a `Handle` at once. They compare the ranks' calls
-first: what does not fit together is a `MismatchError` on every rank. Results are new; `data` are left as they are.
+Unlike the functions of `torch.distributed`, they return their results in new memory and do not modify `data`, except
+with `inplace` or `out`. Every operation takes `group` (a torch `ProcessGroup`, an mpi4py communicator, "node" for the
+ranks of this node, "leaders" for the first rank of each node; all ranks by default) and `async_op`, which makes it
+return a `Handle` at once. Ranks are numbered within the group. The operations compare the ranks' calls before they
+start: a mismatch raises `MismatchError` on every rank.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -23,23 +25,30 @@ from mpicomm.collective_ops.pytree import Data
 from mpicomm.collective_ops.reducing import Op
 from mpicomm.durations import in_seconds
 
-_SHORTEST_TIMEOUT = 1e-3  # seconds: torch counts timeouts in milliseconds, and takes 0 for the default
+T = TypeVar("T")
+OpName = str | dist.ReduceOp
+Timeout = float | datetime.timedelta | None
+
+_SHORTEST_TIMEOUT = 1e-3  # seconds: torch rounds timeouts to milliseconds and treats 0 as the default
 
 
-def barrier(
-    group: Any = None, *, timeout: float | datetime.timedelta | None = None, async_op: bool = False
-) -> Handle | None:
-    """Wait until every rank of the group has come here (collective).
+@overload
+def barrier(group: Any = ..., *, timeout: Timeout = ..., async_op: Literal[False] = ...) -> None: ...
+@overload
+def barrier(group: Any = ..., *, timeout: Timeout = ..., async_op: Literal[True]) -> Handle[None]: ...
+def barrier(group: Any = None, *, timeout: Timeout = None, async_op: bool = False) -> Handle[None] | None:
+    """Block until every rank of the group has called barrier, with an optional timeout (collective).
 
     Args:
-        group: The group; all ranks if left out.
-        timeout: How long to wait, in seconds or as a timedelta; the group's timeout if left out.
-        async_op: Return a `Handle` at once, whose `wait()` takes the timeout.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        timeout: The longest wait, in seconds or as a timedelta; the group's timeout by default.
+        async_op: Return a `Handle` at once. Pass the timeout to its `wait()`.
 
     Raises:
-        TimeoutError: If a rank has not come in time. It names the ranks that have not, and says where they are. The
-            group cannot be used any more then.
-        ValueError: If the timeout is not positive.
+        TimeoutError: If a rank does not arrive within the timeout. The message names the missing ranks and where they
+            are. The group is unusable afterwards.
+        RuntimeError: The same, if the group uses another backend.
+        ValueError: If the timeout is not positive, or is given with `async_op=True`.
         TypeError: If the timeout is neither seconds nor a timedelta.
     """
     members = resolve(group, "barrier")
@@ -58,28 +67,42 @@ def barrier(
     return start(steps, "barrier", members, async_op, [])
 
 
+@overload
+def all_reduce(
+    data: T, op: OpName = ..., *, group: Any = ..., inplace: bool = ..., async_op: Literal[False] = ...
+) -> T: ...
+@overload
+def all_reduce(
+    data: T, op: OpName = ..., *, group: Any = ..., inplace: bool = ..., async_op: Literal[True]
+) -> Handle[T]: ...
 def all_reduce(
     data: Any,
-    op: str | dist.ReduceOp = "sum",
+    op: OpName = "sum",
     *,
     group: Any = None,
     async_op: bool = False,
     inplace: bool = False,
 ) -> Any:
-    """Return the reduction of all ranks' data, on every rank (collective, differentiable for "sum" and "mean").
+    """Reduce all ranks' data and return the result; unlike `torch.distributed.all_reduce`, not in place (collective).
 
-    Leaves of one dtype and device travel together, as one tensor. Numbers are reduced in 64 bits.
+    Leaves of the same dtype and device are packed into one tensor. Python numbers are reduced in 64 bits.
+    Differentiable for "sum" and "mean".
 
     Args:
-        data: A tensor, an array, a number, or a container of them; of one structure on all ranks.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or one of torch's.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
-        inplace: Write the result into the tensors and arrays of `data`, and return these.
+        data: A tensor, an array, a number, or a container of them; of the same structure on all ranks.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+        inplace: Write the result into the tensors and arrays of `data`, and return them.
+
+    Returns:
+        The reduced data on every rank, with the structure and shapes of `data`.
 
     Raises:
-        ValueError: If the operation is unknown, or has no meaning for a dtype.
-        MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or kind of device.
+        ValueError: If the operation is unknown or not defined for a dtype, or `inplace` is set and a leaf cannot be
+            written.
+        TypeError: If `data` holds a leaf of an unsupported type.
+        MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
     members, taken, how = _reduction(data, op, group, "all_reduce")
     FLAG.check(inplace, "inplace", "all_reduce")
@@ -92,19 +115,31 @@ def all_reduce(
     return start(steps, "all_reduce", members, async_op, taken.tensors)
 
 
+@overload
 def reduce(
-    data: Any, dst: int = 0, op: str | dist.ReduceOp = "sum", *, group: Any = None, async_op: bool = False
-) -> Any:
-    """Return the reduction of all ranks' data on `dst`, None elsewhere (collective).
-
-    Errors are those of `all_reduce`.
+    data: T, dst: int = ..., op: OpName = ..., *, group: Any = ..., async_op: Literal[False] = ...
+) -> T | None: ...
+@overload
+def reduce(
+    data: T, dst: int = ..., op: OpName = ..., *, group: Any = ..., async_op: Literal[True]
+) -> Handle[T | None]: ...
+def reduce(data: Any, dst: int = 0, op: OpName = "sum", *, group: Any = None, async_op: bool = False) -> Any:
+    """Reduce all ranks' data and return the result on `dst`; unlike torch's reduce, not in place (collective).
 
     Args:
-        data: A tensor, an array, a number, or a container of them.
-        dst: The rank that it goes to, within the group.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or one of torch's.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        data: A tensor, an array, a number, or a container of them; of the same structure on all ranks.
+        dst: The rank in the group that receives the result.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+
+    Returns:
+        The reduced data on `dst`, None on the other ranks.
+
+    Raises:
+        ValueError: If the operation is unknown or not defined for a dtype, or `dst` is not a rank of the group.
+        TypeError: If `data` holds a leaf of an unsupported type.
+        MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
     members, taken, how = _reduction(data, op, group, "reduce")
     members.global_rank(dst, "reduce", "dst")
@@ -115,23 +150,36 @@ def reduce(
     return start(steps, "reduce", members, async_op, taken.tensors)
 
 
-def reduce_scatter(data: Any, op: str | dist.ReduceOp = "sum", *, group: Any = None, async_op: bool = False) -> Any:
-    """Return this rank's part of the reduction of all ranks' data (collective, differentiable for "sum" and "mean").
+@overload
+def reduce_scatter(data: T, op: OpName = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> T: ...
+@overload
+def reduce_scatter(data: T, op: OpName = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[T]: ...
+def reduce_scatter(data: Any, op: OpName = "sum", *, group: Any = None, async_op: bool = False) -> Any:
+    """Reduce all ranks' data and return this rank's part; unlike torch's, it takes whole data, not a list (collective).
 
-    Each leaf is cut along its first dimension into as many parts as there are ranks; where that does not divide, the
-    first ranks get one row more, as by `torch.tensor_split`.
-
-    Errors are those of `all_reduce`; every leaf needs a first dimension.
+    Each leaf is split along its first dimension into one part per rank. If the length is not divisible, the first ranks
+    get one row more, as in `torch.tensor_split`. Differentiable for "sum" and "mean".
 
     Args:
-        data: A tensor, an array, a number, or a container of them.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or one of torch's.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        data: A tensor, an array, or a container of them; every leaf has at least one dimension.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+
+    Returns:
+        This rank's part of the reduced data, in the structure of `data`.
+
+    Raises:
+        ValueError: If the operation is unknown or not defined for a dtype, or a leaf is a number or has no dimension.
+        TypeError: If `data` holds a leaf of an unsupported type.
+        MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
     members, taken, how = _reduction(data, op, group, "reduce_scatter")
     if any(tensor.dim() == 0 for tensor in taken.tensors):
-        raise ValueError("reduce_scatter: a number or a scalar cannot be cut.\nReduce it with all_reduce.")
+        raise ValueError(
+            "reduce_scatter: expected leaves with at least one dimension, got a number or a scalar.\n"
+            "Reduce it with all_reduce."
+        )
 
     def steps(mode: Mode) -> Steps:
         return reducing.reduce_and_scatter(mode, members, taken, how)
@@ -139,21 +187,48 @@ def reduce_scatter(data: Any, op: str | dist.ReduceOp = "sum", *, group: Any = N
     return start(steps, "reduce_scatter", members, async_op, taken.tensors)
 
 
+@overload
+def broadcast(data: None = ..., src: int = ..., *, group: Any = ..., out: T, async_op: Literal[False] = ...) -> T: ...
+@overload
+def broadcast(data: None = ..., src: int = ..., *, group: Any = ..., out: T, async_op: Literal[True]) -> Handle[T]: ...
+@overload
+def broadcast(
+    data: None = ..., src: int = ..., *, group: Any = ..., out: None = ..., async_op: Literal[False] = ...
+) -> Any: ...
+@overload
+def broadcast(
+    data: None = ..., src: int = ..., *, group: Any = ..., out: None = ..., async_op: Literal[True]
+) -> Handle[Any]: ...
+@overload
+def broadcast(
+    data: T, src: int = ..., *, group: Any = ..., out: T | None = ..., async_op: Literal[False] = ...
+) -> T: ...
+@overload
+def broadcast(
+    data: T, src: int = ..., *, group: Any = ..., out: T | None = ..., async_op: Literal[True]
+) -> Handle[T]: ...
 def broadcast(data: Any = None, src: int = 0, *, group: Any = None, async_op: bool = False, out: Any = None) -> Any:
-    """Return `src`'s data on every rank (collective, differentiable).
+    """Return `src`'s data on every rank; unlike `torch.distributed.broadcast`, not in place (collective).
 
-    Ranks other than `src` need not know what comes: dtype, shape, structure and kind of device travel ahead.
+    The other ranks need no buffer: structure, dtypes, shapes and device types are sent before the content.
+    Differentiable unless `out` is given.
 
     Args:
-        data: The data; they matter on `src` alone, and may be None elsewhere.
-        src: The rank that it comes from, within the group.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
-        out: Tensors or arrays that the data are written into, on all ranks or on none. Nothing travels ahead then; on
-            `src`, they are what is sent if `data` is None.
+        data: A tensor, an array, a number, or a container of them. Ignored on ranks other than `src`.
+        src: The rank in the group that sends.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+        out: Tensors or arrays to write the data into, and to return; on all ranks or on none. The description of the
+            data is then not sent. If `data` is None on `src`, the content of `out` is sent.
+
+    Returns:
+        The data of `src` on every rank; a copy on `src` too.
 
     Raises:
-        MismatchError: On every rank, if their `out` differ.
+        ValueError: If `src` is not a rank of the group, or (on `src`) `data` and `out` are both None.
+        TypeError: If `data` holds a leaf of an unsupported type; on `src` only.
+        MpicommError: On the other ranks, if `src` cannot send its data.
+        MismatchError: On every rank, if `out` differs between the ranks, or does not match `data`.
     """
     members = resolve(group, "broadcast")
     members.global_rank(src, "broadcast", "src")
@@ -163,51 +238,78 @@ def broadcast(data: Any = None, src: int = 0, *, group: Any = None, async_op: bo
     return _broadcast(members, _to_send(data) if is_source else None, src, async_op)
 
 
+@overload
+def gather(data: T, dst: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> list[T] | None: ...
+@overload
+def gather(data: T, dst: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[list[T] | None]: ...
 def gather(data: Any, dst: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
-    """Return a list of all ranks' data on `dst`, None elsewhere (collective).
+    """Return a list of all ranks' data on `dst`; unlike torch's, without a `gather_list` to fill (collective).
 
-    Leaves may be of any length in their first dimension.
+    The length of a leaf's first dimension may differ between the ranks.
 
     Args:
         data: A tensor, an array, a number, or a container of them.
-        dst: The rank that it goes to, within the group.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        dst: The rank in the group that receives the list.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+
+    Returns:
+        The list, by rank, on `dst`; None on the other ranks.
 
     Raises:
-        MismatchError: On every rank, if the ranks' data differ otherwise.
+        ValueError: If `dst` is not a rank of the group.
+        TypeError: If `data` holds a leaf of an unsupported type.
+        MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
     members = resolve(group, "gather")
     members.global_rank(dst, "gather", "dst")
     return _gather(members, pytree.take(data, "gather"), dst, async_op)
 
 
+@overload
+def all_gather(data: T, *, group: Any = ..., async_op: Literal[False] = ...) -> list[T]: ...
+@overload
+def all_gather(data: T, *, group: Any = ..., async_op: Literal[True]) -> Handle[list[T]]: ...
 def all_gather(data: Any, *, group: Any = None, async_op: bool = False) -> Any:
-    """Return a list of all ranks' data on every rank (collective, differentiable).
+    """Return a list of all ranks' data on every rank; unlike torch's, without a `tensor_list` to fill (collective).
 
-    Leaves may be of any length in their first dimension.
+    The length of a leaf's first dimension may differ between the ranks. Differentiable.
 
     Args:
         data: A tensor, an array, a number, or a container of them.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+
+    Returns:
+        The list, by rank.
 
     Raises:
-        MismatchError: On every rank, if the ranks' data differ otherwise.
+        TypeError: If `data` holds a leaf of an unsupported type.
+        MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
     return _all_gather(resolve(group, "all_gather"), pytree.take(data, "all_gather"), async_op)
 
 
+@overload
+def all_to_all(items: Sequence[T], *, group: Any = ..., async_op: Literal[False] = ...) -> list[T]: ...
+@overload
+def all_to_all(items: Sequence[T], *, group: Any = ..., async_op: Literal[True]) -> Handle[list[T]]: ...
 def all_to_all(items: Sequence[Any], *, group: Any = None, async_op: bool = False) -> Any:
-    """Send `items[r]` to rank r, and return a list of what every rank sent here (collective, differentiable).
+    """Send `items[r]` to rank r and return the received items; unlike torch's, without an output list (collective).
+
+    Differentiable.
 
     Args:
-        items: For each rank, data of any structure and length.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        items: One item for each rank: tensors, arrays, numbers or containers of them, of any structure and length.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+
+    Returns:
+        The items that the ranks sent to this rank, in a list by rank.
 
     Raises:
-        ValueError: If there is not one item for each rank.
+        ValueError: If the number of items is not the number of ranks.
+        TypeError: If `items` is not a list or tuple, or holds a leaf of an unsupported type.
     """
     members = resolve(group, "all_to_all")
     check_one_each(items, members, "all_to_all")
@@ -217,59 +319,104 @@ def all_to_all(items: Sequence[Any], *, group: Any = None, async_op: bool = Fals
 # -- objects -----------------------------------------------------------------------------------------------------------
 
 
+@overload
+def broadcast_object(thing: None = ..., src: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> Any: ...
+@overload
+def broadcast_object(
+    thing: None = ..., src: int = ..., *, group: Any = ..., async_op: Literal[True]
+) -> Handle[Any]: ...
+@overload
+def broadcast_object(thing: T, src: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> T: ...
+@overload
+def broadcast_object(thing: T, src: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[T]: ...
 def broadcast_object(thing: Any = None, src: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
-    """Return `src`'s object, pickled on the way, on every rank (collective).
+    """Return `src`'s object on every rank; it is sent pickled (collective).
 
     Args:
-        thing: Any object that can be pickled.
-        src: The rank that it comes from, within the group.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        thing: Any object that can be pickled. Ignored on ranks other than `src`.
+        src: The rank in the group that sends.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the object.
+
+    Raises:
+        ValueError: If `src` is not a rank of the group.
+        TypeError: On `src`, if the object cannot be pickled.
+        MpicommError: On the other ranks, if `src` cannot pickle its object.
     """
     members = resolve(group, "broadcast_object")
     members.global_rank(src, "broadcast_object", "src")
     return _broadcast(members, _pickled(thing) if members.rank == src else None, src, async_op)
 
 
+@overload
+def gather_object(thing: T, dst: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> list[T] | None: ...
+@overload
+def gather_object(thing: T, dst: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[list[T] | None]: ...
 def gather_object(thing: Any, dst: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
-    """Return a list of all ranks' objects, pickled on the way, on `dst`, None elsewhere (collective).
+    """Return a list of all ranks' objects on `dst`; unlike torch's, without a list to fill (collective).
+
+    The objects are sent pickled.
 
     Args:
         thing: Any object that can be pickled.
-        dst: The rank that it goes to, within the group.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        dst: The rank in the group that receives the list.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the result.
+
+    Returns:
+        The list, by rank, on `dst`; None on the other ranks.
+
+    Raises:
+        ValueError: If `dst` is not a rank of the group.
+        TypeError: If the object cannot be pickled.
     """
     members = resolve(group, "gather_object")
     members.global_rank(dst, "gather_object", "dst")
     return _gather(members, pytree.pickled(thing), dst, async_op)
 
 
+@overload
+def all_gather_object(thing: T, *, group: Any = ..., async_op: Literal[False] = ...) -> list[T]: ...
+@overload
+def all_gather_object(thing: T, *, group: Any = ..., async_op: Literal[True]) -> Handle[list[T]]: ...
 def all_gather_object(thing: Any, *, group: Any = None, async_op: bool = False) -> Any:
-    """Return a list of all ranks' objects, pickled on the way, on every rank (collective).
+    """Return a list of all ranks' objects on every rank; unlike torch's, without a list to fill (collective).
+
+    The objects are sent pickled.
 
     Args:
         thing: Any object that can be pickled.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the list.
+
+    Raises:
+        TypeError: If the object cannot be pickled.
     """
     return _all_gather(resolve(group, "all_gather_object"), pytree.pickled(thing), async_op)
 
 
+@overload
+def all_to_all_object(items: Sequence[T], *, group: Any = ..., async_op: Literal[False] = ...) -> list[T]: ...
+@overload
+def all_to_all_object(items: Sequence[T], *, group: Any = ..., async_op: Literal[True]) -> Handle[list[T]]: ...
 def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool = False) -> Any:
-    """Send the object `items[r]`, pickled, to rank r, and return a list of what every rank sent here (collective).
+    """Send the object `items[r]`, pickled, to rank r and return the received objects in a list by rank (collective).
 
     Args:
-        items: On `src`, an object for each rank; None elsewhere.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        items: One object for each rank, on every rank; each object can be pickled.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the list.
+
+    Raises:
+        ValueError: If the number of objects is not the number of ranks.
+        TypeError: If `items` is not a list or tuple, or an object cannot be pickled.
     """
     members = resolve(group, "all_to_all_object")
     check_one_each(items, members, "all_to_all_object")
     return _all_to_all(members, [pytree.pickled(item) for item in items], async_op)
 
 
-# -- what the forms share ----------------------------------------------------------------------------------------------
+# -- shared by the tensor and object forms -----------------------------------------------------------------------------
 
 
 def _reduction(data: Any, op: Any, group: Any, what: str) -> tuple[GroupArgument, Data, Op]:
@@ -280,17 +427,17 @@ def _reduction(data: Any, op: Any, group: Any, what: str) -> tuple[GroupArgument
 
 
 def _to_send(data: Any) -> Data | Exception:
-    """Return data taken apart, or why that cannot be: the others wait, and are told."""
+    """Return the flattened data, or the error that prevents it: `src` must report it to the waiting ranks."""
     try:
         if data is None:
-            raise ValueError("broadcast: there are no data on src.\nPass what is to be sent.")
+            raise ValueError("broadcast: data must not be None on src, got None.\nPass the data to send on src.")
         return pytree.take(data, "broadcast")
     except (TypeError, ValueError) as error:
         return error
 
 
 def _pickled(thing: Any) -> Data | TypeError:
-    """Return an object as data, or why that cannot be."""
+    """Return an object as data, or the error that prevents it."""
     try:
         return pytree.pickled(thing)
     except TypeError as error:

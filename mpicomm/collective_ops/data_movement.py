@@ -1,4 +1,4 @@
-"""broadcast, gather, all_gather and all_to_all of containers, of lengths that only their senders know."""
+"""broadcast, gather, all_gather and all_to_all of containers whose lengths only the senders know."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps, Works, run
 from mpicomm.collective_ops.pytree import Data
 from mpicomm.collective_ops.wire_format import Description
 
-_HEAD = 512  # bytes of a description that travel with its length
-_LENGTHS = 14  # leaves whose lengths travel with the digest
+_HEAD = 512  # bytes of the first message: the length of the description, and as much of the description as fits
+_LENGTHS = 14  # leaves whose lengths are sent in the same message as the digest
 
 
 # -- broadcast ---------------------------------------------------------------------------------------------------------
@@ -26,7 +26,10 @@ def send_to_all(mode: Mode, members: GroupArgument, data: Data | Exception | Non
     """Run broadcast, and return `src`'s data.
 
     Args:
-        data: The data on `src`, or why there are none, which all ranks raise then; None elsewhere.
+        mode: Which calls of torch.distributed are asynchronous.
+        members: The group.
+        data: The data on `src`, or the error that prevents sending it, raised on all ranks; None on the other ranks.
+        src: The rank in the group that sends.
     """
     description = yield from _describe_to_all(mode, members, data, src)
     tensors = data.tensors if isinstance(data, Data) else None
@@ -35,14 +38,17 @@ def send_to_all(mode: Mode, members: GroupArgument, data: Data | Exception | Non
 
 
 def send_to_all_into(mode: Mode, members: GroupArgument, data: Data | None, out: Data, src: int, target: Any) -> Steps:
-    """Run broadcast into memory that all ranks bring, and return that."""
+    """Run broadcast into memory that every rank passes, and return `target`, the container of that memory."""
     operation = f"broadcast with out= from rank {src}"
     fits = data is None or call_check.of(data, operation)[1:] == call_check.of(out, operation)[1:]
     yield from call_check.reached(
-        members, call_check.of(out, operation if fits else f"{operation}, whose data do not fit"), mode
+        members, call_check.of(out, operation if fits else f"{operation}, with data that differ from out="), mode
     )
     if not fits:
-        raise ValueError("broadcast: the data do not fit into out=.\nGive both the same structure, dtypes and shapes.")
+        raise ValueError(
+            "broadcast: data and out= differ in structure, dtype or shape.\n"
+            "Pass both with the same structure, dtypes and shapes."
+        )
     for to, given in zip(out.tensors, [] if data is None else data.tensors, strict=data is not None):
         if (to.data_ptr(), to.stride()) != (given.data_ptr(), given.stride()):
             to.detach().copy_(given.detach())
@@ -54,7 +60,7 @@ def send_to_all_into(mode: Mode, members: GroupArgument, data: Data | None, out:
 def _describe_to_all(
     mode: Mode, members: GroupArgument, data: Data | Exception | None, src: int
 ) -> Generator[Works, None, Description]:
-    """Tell all ranks what they will get."""
+    """Broadcast the description of `src`'s data, or its error; in a second message if it does not fit in the first."""
     raw = b""
     if data is not None:
         raw = wire_format.failure(data) if isinstance(data, Exception) else Description.of(data).encoded()
@@ -140,7 +146,7 @@ def gather_at_one(mode: Mode, members: GroupArgument, data: Data, dst: int) -> S
         longest = max(each.nbytes(device) for each in described)
         if not longest:
             continue
-        is_padded = not members.is_ours
+        is_padded = not members.is_ours  # dist.gather of other backends needs equal lengths
         targets = None
         if is_target:
             targets = [_output_buffer(longest, mine) if is_padded else each.output_buffer(device) for each in described]
@@ -160,10 +166,10 @@ def gather_at_one(mode: Mode, members: GroupArgument, data: Data, dst: int) -> S
 def _lengths(
     mode: Mode, members: GroupArgument, data: Data, operation: str
 ) -> Generator[Works, None, list[Description]]:
-    """Return what every rank brings: the same but for the length of each leaf's first dimension.
+    """Return the description of every rank's data, equal but for the lengths of the first dimensions.
 
     Raises:
-        MismatchError: On every rank, if they differ in something else.
+        MismatchError: On every rank, if the data differ in anything else.
     """
     signature = call_check.of(data, operation, any_length=True)
     mine = [tensor.shape[0] if tensor.dim() else -1 for tensor in data.tensors]
@@ -187,7 +193,7 @@ def _with_lengths(description: Description, lengths: Sequence[int]) -> Descripti
 def _gathered(
     numbers: Sequence[int], members: GroupArgument, *, is_async: bool
 ) -> Generator[Works, None, list[list[int]]]:
-    """Return a row of numbers of every rank."""
+    """Return the numbers of every rank, one row per rank; all rows have the same length."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=members.control)
     table = torch.empty(members.size, len(numbers), dtype=torch.int64, device=members.control)
     yield [dist.all_gather(list(table), mine, members.handle, async_op=is_async)]
@@ -195,7 +201,10 @@ def _gathered(
 
 
 def _all_gather(targets: list[torch.Tensor], mine: torch.Tensor, members: GroupArgument, mode: Mode) -> tuple[Any, Any]:
-    """Start to gather bytes of any lengths; return the work, and what is to be done after it."""
+    """Start an all_gather of bytes of any lengths; return the work, and a function to call after it has completed.
+
+    Groups of other backends need equal lengths, so their contents are padded to the longest.
+    """
     longest = max(target.numel() for target in targets)
     if not longest:
         return None, lambda: None
@@ -220,7 +229,7 @@ def _padded(content: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _complete(output_buffers: dict[str, torch.Tensor], description: Description) -> dict[str, torch.Tensor]:
-    """Return the rooms with those of devices on which all leaves are empty."""
+    """Return the buffers, with empty ones for the devices on which all leaves are empty."""
     return {device: output_buffers.get(device, description.output_buffer(device)) for device in description.devices}
 
 
@@ -243,15 +252,15 @@ def _differentiable_all_gather(
 
 
 def exchange(mode: Mode, members: GroupArgument, items: Sequence[Data]) -> Steps:
-    """Run all_to_all: rank r gets everybody's `items[r]`, in a list.
-
-    Three exchanges: how long the descriptions are, the descriptions, the content.
-    """
+    """Run all_to_all: rank r receives `items[r]` of every rank, in a list."""
+    # 1. exchange the lengths of the descriptions
     descriptions = [Description.of(item) for item in items]
     raws = [each.encoded() for each in descriptions]
     lengths, devices, has_gradient = yield from _exchanged_lengths(mode, members, raws, descriptions)
+    # 2. exchange the descriptions
     everybodys = yield from _exchanged(raws, lengths, members)
     got = [Description.decoded(raw) for raw in everybodys]
+    # 3. exchange the contents, one call per device type
     output_buffers: list[dict[str, torch.Tensor]] = [{} for _ in got]
     works = []
     for device in devices:
@@ -275,7 +284,10 @@ def exchange(mode: Mode, members: GroupArgument, items: Sequence[Data]) -> Steps
 def _exchanged_lengths(
     mode: Mode, members: GroupArgument, raws: Sequence[bytes], descriptions: Sequence[Description]
 ) -> Generator[Works, None, tuple[list[int], list[str], bool]]:
-    """Return how long everybody's description for this rank is, where anybody has data, and whether with gradients."""
+    """Return the lengths of the descriptions for this rank, the device types in use, and whether any has a gradient.
+
+    All ranks must agree on the devices and on the gradients, since both decide which collectives follow.
+    """
     uses = [int(any(device in each.devices for each in descriptions)) for device in wire_format.DEVICES]
     uses.append(int(any(each.has_gradient for each in descriptions)))
     sent = torch.tensor([[len(raw), *uses] for raw in raws], dtype=torch.int64, device=members.control)
@@ -287,14 +299,14 @@ def _exchanged_lengths(
 
 
 def _packed_for(device: str, item: Data, description: Description) -> torch.Tensor:
-    """Return what an item has on a device, which may be nothing."""
+    """Return the bytes of an item on a device; empty if it has no leaf there."""
     if device in description.devices:
         return wire_format.pack(item.tensors, description, device)
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _aligned(output_buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the same content where any dtype may begin."""
+    """Return the same content at offsets that are aligned for every dtype."""
     return {
         device: output_buffer.clone() if output_buffer.storage_offset() % wire_format.ALIGNED else output_buffer
         for device, output_buffer in output_buffers.items()
@@ -304,7 +316,7 @@ def _aligned(output_buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def _exchanged(
     raws: Sequence[bytes], lengths: Sequence[int], members: GroupArgument
 ) -> Generator[Works, None, list[bytes]]:
-    """Return everybody's bytes for this rank."""
+    """Return every rank's bytes for this rank."""
     sent = wire_format.to_tensor(b"".join(raws), members.control)
     got = torch.empty(sum(lengths), dtype=torch.uint8, device=members.control)
     yield [dist.all_to_all_single(got, sent, lengths, [len(raw) for raw in raws], members.handle, async_op=False)]
@@ -334,7 +346,7 @@ def _split(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[list[
 
 
 def _head_of(raw: bytes, device: torch.device) -> torch.Tensor:
-    """Return the length of a description and as much of it as fits."""
+    """Return the length of a description (8 bytes, little-endian) and as much of the description as fits."""
     start = len(raw).to_bytes(8, "little") + raw[: _HEAD - 8]
     return wire_format.to_tensor(start.ljust(_HEAD, b"\0"), device)
 

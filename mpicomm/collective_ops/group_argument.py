@@ -1,4 +1,4 @@
-"""Who takes part in an operation: what its `group=` means."""
+"""Resolves the `group=` argument of an operation to its ranks."""
 
 from __future__ import annotations
 
@@ -24,68 +24,74 @@ _NAME = dataclasses.replace(
 )
 _GROUP = Expected(
     f"a torch ProcessGroup, an mpi4py communicator, {NODE!r} or {LEADERS!r}",
-    lambda group: hasattr(group, "Get_group"),  # a communicator: the others are recognised before
-    remedy="Pass one of these, or leave group out for all ranks; make a group with torch.distributed.new_group(ranks).",
+    lambda group: hasattr(group, "Get_group"),  # a communicator; `_find` handles the other kinds before
+    remedy="Pass one of these, or omit group for all ranks; make a group with torch.distributed.new_group(ranks).",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupArgument:
-    """A group, and this rank's place in it. Ranks are those of the group."""
+    """A group, and this rank's rank in it. Ranks are numbered within the group, except in `ranks`."""
 
     handle: Any
     rank: int
     size: int
 
     ranks: tuple[int, ...]
-    """The members' ranks in the job."""
+    """The ranks in the job (global ranks), by rank in the group."""
 
     is_ours: bool
-    """Whether the group is this back end's: what follows an operation then runs in its place on all ranks."""
+    """Whether the group uses this backend: its callbacks run at the same position among the operations on all ranks."""
 
     control: torch.device
-    """Where small tensors of the operations' own must be: on the host, if the group takes such."""
+    """The device for the small control tensors of an operation: the CPU if the group takes CPU tensors."""
 
     @property
     def has_nccl(self) -> bool:
-        """Whether tensors on GPUs go by another back end than ours."""
+        """Whether another backend than this one serves GPU tensors."""
         return not (self.is_ours and self.handle.takes_gpu_tensors)
 
     def global_rank(self, rank: int, what: str, argument: str) -> int:
         """Return the rank in the job of a rank of the group.
 
+        Args:
+            rank: The rank within the group.
+            what: The name of the operation, for the message.
+            argument: The name of the argument, for the message.
+
         Raises:
-            TypeError: If it is not an integer.
-            ValueError: If there is no such rank.
+            TypeError: If the rank is not an integer.
+            ValueError: If the rank is not in the group.
         """
         self._expected_rank.check(rank, argument, what)
         return self.ranks[rank]
 
     @functools.cached_property
     def _expected_rank(self) -> Expected:
-        remedy = f"Pass the rank within the group, which has {self.size}."
+        remedy = f"Pass a rank within the group, which has {self.size} ranks."
         return arguments.integer(0, self.size - 1, remedy)
 
 
 _known: dict[Any, GroupArgument] = {}
 _made: dict[tuple[str, tuple[int, ...]], Any] = {}
-"""The groups that were made for `"node"`, `"leaders"` and communicators, by kind and ranks."""
+"""The groups created for `"node"`, `"leaders"` and communicators, by kind and ranks."""
 
 _counts: collections.defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
-"""How often each was made: its members agree on that."""
+"""How often each group was created, for its name; equal on all its ranks."""
 
 
 def resolve(group: Any, what: str) -> GroupArgument:
-    """Return who takes part.
+    """Return the group that an argument stands for.
 
     Args:
-        group: A group of torch's, an mpi4py communicator, "node" for the ranks that share this node, "leaders" for the
-            first rank of each; None for all ranks. Of the last three kinds the group is made at the first use
-            (collective over its members).
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" for the ranks of this node, "leaders" for the
+            first rank of each node, or None for all ranks. For a communicator, "node" and "leaders", the first use
+            creates the group (collective over its ranks).
+        what: The name of the operation, for the message.
 
     Raises:
         ValueError: If this rank is not in the group, or the group's name is unknown.
-        TypeError: If it is not a group.
+        TypeError: If the argument is not a group.
     """
     handle = group
     if not isinstance(group, dist.ProcessGroup):
@@ -98,7 +104,7 @@ def resolve(group: Any, what: str) -> GroupArgument:
 
 
 def _forget_destroyed() -> None:
-    """Let go of groups that have been destroyed."""
+    """Remove destroyed groups from the caches."""
     for groups in (_known, _made):
         for key, value in list(groups.items()):
             if not torch_internals.is_alive(value.handle if isinstance(value, GroupArgument) else value):
@@ -118,7 +124,7 @@ def _find(group: Any, what: str) -> Any:
 
 def _world(what: str) -> Any:
     if not dist.is_initialized():
-        raise ValueError(f"{what}: there is no job yet.\nCall mpicomm.bootstrap() first.")
+        raise ValueError(f"{what}: torch.distributed is not initialized.\nCall mpicomm.bootstrap() first.")
     return dist.group.WORLD
 
 
@@ -130,8 +136,9 @@ def _of_topology(name: str, what: str) -> Any:
     _NAME.check(name, "group", what)
     if leaders[nodes[mine]] != mine:
         raise ValueError(
-            f"{what}: rank {mine} is not in the group {LEADERS!r}: rank {leaders[nodes[mine]]} is its node's first.\n"
-            f"Call it where world.local_rank == 0."
+            f"{what}: rank {mine} is not in the group {LEADERS!r}; the first rank of its node is rank "
+            f"{leaders[nodes[mine]]}.\n"
+            f"Call it only where world.local_rank == 0."
         )
     return _made_once(LEADERS, sorted(leaders.values()))
 
@@ -145,14 +152,14 @@ def _of_comm(comm: Any, what: str) -> Any:
         here.Free()
     if comm.Is_inter() or mpi.api().UNDEFINED in ranks or ranks != sorted(ranks):
         raise ValueError(
-            f"{what}: the communicator has the ranks {ranks} of the job.\n"
+            f"{what}: group must be an intracommunicator of the job's ranks in ascending order, got ranks {ranks}.\n"
             f"Pass an intracommunicator within the job, in the order of its ranks."
         )
     return _made_once("comm", ranks)
 
 
 def _made_once(kind: str, ranks: Sequence[int]) -> Any:
-    """Return the group of some ranks, made at the first use (collective over them)."""
+    """Return the group of some ranks; the first use creates it (collective over these ranks)."""
     key = (kind, tuple(ranks))
     handle = _made.get(key)
     if handle is None or not torch_internals.is_alive(handle):
@@ -162,7 +169,7 @@ def _made_once(kind: str, ranks: Sequence[int]) -> Any:
 
 
 def _timeout_of_job() -> datetime.timedelta | None:
-    """Return how long operations of all ranks may take; None for torch's own default."""
+    """Return the timeout of the default group; None (torch's default) if it uses another backend."""
     world = dist.group.WORLD
     return datetime.timedelta(seconds=world.timeout_seconds) if isinstance(world, MPIProcessGroup) else None
 

@@ -1,4 +1,4 @@
-"""Operations in steps, run to their end at once or in the background.
+"""Runs the steps of an operation, synchronously or in the background.
 
 A collective operation is a generator. It starts calls of torch.distributed, yields their works, and continues when they
 have completed; its return value is the result. With `async_op=True`, the steps after the first run as callbacks of the
@@ -14,7 +14,7 @@ import datetime
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,16 +27,19 @@ from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.durations import Deadline, in_seconds
 from mpicomm.watchdog import flight_recorder
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 Works = list[Any]
-"""What operations gave back; None of one that had ended within the call."""
+"""The works of started operations; None for an operation that completed within the call."""
 
 Steps = Generator[Works, None, Any]
-_LONGEST_PAUSE = 1e-3  # seconds between two looks at what has no future
+_LONGEST_PAUSE = 1e-3  # seconds between two polls of a handle that is awaited
 _DEFAULT_WAIT = "no limit but the group's timeout"
 
 
 def run(steps: Steps) -> Any:
-    """Run an operation to its end, and return its result."""
+    """Run all steps of an operation on the calling thread, and return its result."""
     try:
         while True:
             for work in next(steps):
@@ -46,15 +49,17 @@ def run(steps: Steps) -> Any:
         return end.value
 
 
-class Handle:
-    """An operation that runs in the background. Its result comes from `wait()`, or from `await`."""
+class Handle(Generic[T_co]):
+    """An operation that runs in the background; `wait()` or `await` returns its result."""
 
     def __init__(self, steps: Steps, what: str, *, in_callbacks: bool, in_order: bool) -> None:
         """Start the first step.
 
         Args:
-            in_callbacks: Later steps run as callbacks of the one before, as well as by whoever waits.
-            in_order: They run as callbacks only, since their place among the operations matters.
+            steps: The operation.
+            what: The name of the operation, for messages.
+            in_callbacks: Later steps run as callbacks of the previous step, and also on a thread that waits.
+            in_order: Later steps run as callbacks only, since their position among the operations matters.
         """
         self._steps = steps
         self._what = what
@@ -65,31 +70,36 @@ class Handle:
         self._in_callbacks = in_callbacks
         self._in_order = in_order
         self._lock = threading.RLock()
-        self._state: tuple[int, Works] = (0, [])  # how many steps were run, and what the last one started
+        self._state: tuple[int, Works] = (0, [])  # the number of steps that have run, and the works of the last one
         self._ended = threading.Event()
-        self._result: Any = None
+        self._result: T_co
         self._error: BaseException | None = None
         self._waiter: threading.Thread | None = None
         self._was_asked = True
         self._advance(0)
         if self._error is not None:
-            raise self._error  # in the call: nothing has begun
+            raise self._error  # raised by the call itself: no operation has started
         self._was_asked = False
 
-    def wait(self, timeout: float | datetime.timedelta | None = None) -> Any:
-        """Wait until the operation has ended, and return its result.
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> T_co:
+        """Block until the operation has completed, and return its result.
 
         Args:
-            timeout: Seconds, or a timedelta; for ever if left out, or until the group's own timeout.
+            timeout: The longest wait, in seconds or as a timedelta; by default only the group's timeout limits it.
+
+        Returns:
+            The result of the operation. For GPU tensors, the current stream waits for the operation's stream.
 
         Raises:
-            TimeoutError: If it has not ended by then. It is still on its way, and can be waited for again.
-            ValueError: If the timeout is negative or not a number.
+            TimeoutError: If the operation has not completed within the timeout. It continues, and `wait()` can be
+                called again.
+            ValueError: If the timeout is negative or NaN.
             TypeError: If the timeout is neither seconds nor a timedelta.
+            Exception: Any error of the operation itself.
         """
         return self._wait(_deadline(timeout))
 
-    def _wait(self, deadline: Deadline | None) -> Any:
+    def _wait(self, deadline: Deadline | None) -> T_co:
         self._was_asked = True
         if deadline is None and self._waiter is not None:
             self._waiter.join()
@@ -97,8 +107,9 @@ class Handle:
             self._finish()
         elif not mpi.poll(self.done, deadline):
             raise TimeoutError(
-                f"{self._what} from {self._where} has not ended within {deadline.seconds:g} s.\n"
-                f"Wait longer (the operation continues), or see what other ranks do: mpicomm.dump_flight_recorder()."
+                f"{self._what} from {self._where} timed out after {deadline.seconds:g} s.\n"
+                f"Wait longer (the operation continues), or write each rank's last operations to files: "
+                f"mpicomm.dump_flight_recorder()."
             )
         if self._error is not None:
             raise self._error
@@ -107,7 +118,7 @@ class Handle:
         return self._result
 
     def done(self) -> bool:
-        """Tell whether the operation has ended, well or not; looking drives it on."""
+        """Return whether the operation has completed or failed; the call also advances it."""
         if not self._in_callbacks:
             self._finish_elsewhere()
         while not self._ended.is_set():
@@ -118,8 +129,8 @@ class Handle:
         self._was_asked = True
         return True
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        """Wait within an event loop, which goes on meanwhile."""
+    def __await__(self) -> Generator[Any, None, T_co]:
+        """Wait in an event loop without blocking it, and return the result."""
         self._was_asked = True
         while not self.done():
             yield from asyncio.sleep(_LONGEST_PAUSE).__await__()
@@ -128,13 +139,14 @@ class Handle:
     def __del__(self) -> None:
         if not getattr(self, "_was_asked", True):
             warnings.warn(
-                f"the handle of {self._what} from {self._where} was dropped before anybody waited for it. Call wait().",
+                f"the handle of {self._what} from {self._where} was dropped without wait(): its result and any error "
+                f"are lost. Call wait() or await it.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _finish_elsewhere(self) -> None:
-        """Wait on a thread, once: other back ends' works say that they have ended only to who waits for them."""
+        """Start one thread that waits: works of other backends report completion only to a thread that waits."""
         if self._waiter is None and not self._ended.is_set():
             self._waiter = threading.Thread(target=self._finish, name="mpicomm-handle", daemon=True)
             self._waiter.start()
@@ -146,13 +158,13 @@ class Handle:
                 self._ended.wait()
 
     def _go_on(self, step: int, works: Works) -> None:
-        """Wait for the works of a step, and run the next one, if that is not a callback's."""
+        """Wait for the works of a step, and run the next step unless a callback must run it."""
         try:
-            with torch.cuda.stream(self._stream):  # which NCCL's works are to be waited for
+            with torch.cuda.stream(self._stream):  # NCCL's wait() makes the current stream wait
                 for work in works:
                     work.wait()
         except TimeoutError:
-            raise  # it is still on its way
+            raise  # the operation continues
         except Exception as error:  # noqa: BLE001  raised by wait()
             self._end(None, error)
         if not self._in_order:
@@ -160,12 +172,12 @@ class Handle:
 
     @contextlib.contextmanager
     def _as_in_the_call(self) -> Iterator[None]:
-        """Let a step find what the thread that called had: its mode, its stream, its place in the backward pass."""
+        """Restore the caller's grad mode, CUDA stream and autograd sequence number while a step runs."""
         with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream), autograd.at(self._place):
             yield
 
     def _advance(self, step: int) -> None:
-        """Run the step after `step` of them, if nobody has."""
+        """Run the next step after `step` steps, unless another thread has run it already."""
         with self._lock:
             if self._state[0] != step or self._ended.is_set():
                 return
@@ -174,7 +186,7 @@ class Handle:
                     works = [work for work in next(self._steps) if work is not None]
             except StopIteration as end:
                 self._end(end.value, None)
-            except BaseException as error:  # noqa: BLE001  raised by wait(), on the thread that asks
+            except BaseException as error:  # noqa: BLE001  raised by wait(), on the thread that calls it
                 self._end(None, error)
             else:
                 self._state = (step + 1, works)
@@ -202,31 +214,36 @@ class Handle:
                 self._ended.set()
 
 
-def wait_all(handles: Iterable[Handle], timeout: float | datetime.timedelta | None = None) -> list[Any]:
+def wait_all(handles: Iterable[Handle[Any]], timeout: float | datetime.timedelta | None = None) -> list[Any]:
     """Wait for all handles, and return their results in the order of the handles.
 
     Args:
-        handles: What operations gave back.
-        timeout: Seconds, or a timedelta, for all of them together.
+        handles: The handles that operations returned with `async_op=True`.
+        timeout: The longest wait for all handles together, in seconds or as a timedelta.
 
     Raises:
-        TimeoutError: If one has not ended by then.
+        TimeoutError: If an operation has not completed within the timeout.
+        ValueError: If the timeout is negative or NaN.
+        TypeError: If `handles` is not an iterable of handles, or the timeout is neither seconds nor a timedelta.
     """
     handles = _checked(handles, "wait_all")
     deadline = _deadline(timeout)
     return [handle._wait(deadline) for handle in handles]
 
 
-def as_completed(handles: Iterable[Handle]) -> Iterator[Handle]:
-    """Give each handle when its operation has ended; the first first.
+def as_completed(handles: Iterable[Handle[T]]) -> Iterator[Handle[T]]:
+    """Yield the handles in the order in which their operations complete.
 
     Args:
-        handles: What operations gave back.
+        handles: The handles that operations returned with `async_op=True`.
+
+    Raises:
+        TypeError: If `handles` is not an iterable of handles.
     """
     return _as_completed(_checked(handles, "as_completed"))
 
 
-def _as_completed(waiting: list[Handle]) -> Iterator[Handle]:
+def _as_completed(waiting: list[Handle[T]]) -> Iterator[Handle[T]]:
     def some_are_done() -> bool:
         return any(handle.done() for handle in waiting)
 
@@ -242,11 +259,11 @@ def _deadline(timeout: float | datetime.timedelta | None) -> Deadline | None:
     return None if seconds is None else Deadline(seconds)
 
 
-def _checked(handles: Any, what: str) -> list[Handle]:
-    """Return handles in a list.
+def _checked(handles: Any, what: str) -> list[Handle[Any]]:
+    """Return the handles as a list.
 
     Raises:
-        TypeError: If they are not handles, or only one.
+        TypeError: If `handles` is not an iterable of handles, such as a single handle.
     """
     _HANDLES.check(handles, "handles", what)
     handles = list(handles)
@@ -259,25 +276,25 @@ _HANDLES = arguments.instance("an iterable of handles", Iterable, remedy="Pass [
 _HANDLE = arguments.instance(
     "a Handle",
     Handle,
-    remedy="Pass what mpicomm's functions return with async_op=True; torch's Work has work.wait().",
+    remedy="Pass the handles that mpicomm's operations return with async_op=True; for torch's Work call work.wait().",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """Which operations of an operation are asynchronous."""
+    """Which calls of torch.distributed within an operation are asynchronous."""
 
     early: bool
-    """Those that others follow."""
+    """The calls that other calls follow."""
 
     last: bool
-    """Those that nothing follows but what this rank does by itself."""
+    """The last calls, which only local work of this rank follows."""
 
 
 IN_THE_CALL = Mode(early=False, last=False)
-# What follows runs in a callback, on the thread that runs operations: at once is in its turn.
+# Later calls run in a callback, on the worker thread: a synchronous call there keeps the order of the operations.
 _IN_CALLBACKS = Mode(early=True, last=False)
-# Other back ends' callbacks run in no certain place among the operations: what comes first is done in the call.
+# Callbacks of other backends run at no defined position among the operations: the early calls run synchronously.
 _ELSEWHERE = Mode(early=False, last=True)
 
 
@@ -288,10 +305,14 @@ def start(
     async_op: bool,
     tensors: Sequence[torch.Tensor] | None,
 ) -> Any:
-    """Run a collective operation to its end and return its result, or return its handle.
+    """Run a collective operation and return its result, or start it and return its handle.
 
     Args:
-        tensors: The caller's data; None where only others know them.
+        steps: Makes the steps of the operation for a mode.
+        what: The name of the operation, for messages.
+        members: The group.
+        async_op: Whether to return a handle.
+        tensors: The caller's data; None where only other ranks know the data.
     """
     if async_op is False:
         return run(steps(IN_THE_CALL))

@@ -1,7 +1,7 @@
-"""Messages from one rank to another: a head that says what comes, then the content.
+"""Messages between two ranks: a header that describes the data, then the content.
 
-The heads of one tag come in the order of their sending; each names the tag under which its content travels, so that the
-contents of several messages on their way are not confused. These tags are of the upper half of those that a group has.
+Headers with the same tag arrive in the order in which they were sent. Each header holds the tag of its content, so that
+the contents of several messages in flight are not confused. All these tags are in the upper half of a group's tags.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mpicomm.collective_ops.pytree import Data
 from mpicomm.collective_ops.wire_format import Description
 
 _MAGIC = b"mpicomm1"
-_HEAD = 512  # bytes: the magic, the tag of the content, the length of the description, as much of it as fits
-_WORD = 8
+_HEAD = 512  # bytes: magic number, tag of the content, length of the description, as much of the description as fits
+_WORD = 8  # bytes of an integer in the header
 _START = len(_MAGIC) + 2 * _WORD
-_LARGEST_TAG = 2**23 - 3  # UCX has so many
+_LARGEST_TAG = 2**23 - 3  # UCX's limit
 
 _numbers: dict[tuple[int, int], Iterator[int]] = {}
-"""For each group and receiver, the numbers of contents."""
+"""For each group and receiver, a counter of the contents sent."""
 
 
 def start(steps: Steps, what: str, members: GroupArgument, async_op: bool) -> Any:
-    """Run a message operation to its end and return its result, or return its handle."""
+    """Run a point-to-point operation and return its result, or start it and return its handle."""
     if async_op is False:
         return run(steps)
     FLAG.check(async_op, "async_op", what)
@@ -43,12 +43,12 @@ def start(steps: Steps, what: str, members: GroupArgument, async_op: bool) -> An
 
 
 def largest_tag() -> int:
-    """Return the largest tag that a caller may use."""
+    """Return the largest tag of the operations, which is reserved for `scatter`; callers may use smaller ones."""
     return _first() // 4 - 1
 
 
 def send(members: GroupArgument, data: Data, dst: int, tag: int) -> Steps:
-    """Send data; return None, or where they have a gradient, a zero to be added to the loss."""
+    """Send data; return None, or, if the data requires a gradient, a zero to add to the loss."""
     description = Description.of(data)
     yield _send_parts(members, data.tensors, description, dst, tag)
     if not description.has_gradient:
@@ -61,12 +61,12 @@ def send(members: GroupArgument, data: Data, dst: int, tag: int) -> Steps:
 
 
 def send_failure(members: GroupArgument, error: Exception, dst: int, tag: int) -> Works:
-    """Start to tell a receiver that nothing comes."""
+    """Start to send the error that prevents sending the data."""
     return _send_head(members, wire_format.failure(error), dst, tag, _next_tag(members, dst))
 
 
 def receive(members: GroupArgument, src: int | None, tag: int, out: Data | None, target: Any) -> Steps:
-    """Receive data, and return them; into `out`, whose container is `target`, if there is one."""
+    """Receive data and return it; with `out`, write it there and return `target`, the container of `out`."""
     description, tensors, sender = yield from _content(members, src, tag)
     if out is not None:
         _check_fits(out, description)
@@ -86,7 +86,8 @@ def receive(members: GroupArgument, src: int | None, tag: int, out: Data | None,
 def _content(
     members: GroupArgument, src: int | None, tag: int
 ) -> Generator[Works, None, tuple[Description, list[torch.Tensor], int]]:
-    """Receive what comes, and return it with its sender's rank in the group."""
+    """Receive a message; return its description, its tensors and the sender's rank in the group."""
+    # 1. the header
     head = torch.empty(_HEAD, dtype=torch.uint8, device=members.control)
     source = None if src is None else members.ranks[src]
     first = dist.irecv(head, source, members.handle, _head_tag(tag))
@@ -94,11 +95,13 @@ def _content(
     sender = first._source_rank() if src is None else src  # type: ignore[union-attr]
     source = members.ranks[sender]
     number, length, raw = _read(head)
+    # 2. the description, if it did not fit in the header
     if length > len(raw):
         whole = torch.empty(length, dtype=torch.uint8, device=members.control)
         yield [dist.irecv(whole, source, members.handle, number)]
         raw = wire_format.to_bytes(whole)
     description = Description.decoded(raw[:length])
+    # 3. the content, one message per device type
     output_buffers = {device: description.output_buffer(device) for device in description.devices}
     yield [
         dist.irecv(output_buffer, source, members.handle, number)
@@ -109,7 +112,7 @@ def _content(
 
 
 def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -> Steps:
-    """Send to one rank while receiving from another; return what came."""
+    """Send to one rank while receiving from another; return the received data."""
     mine = Description.of(data)
     works = _send_parts(members, data.tensors, mine, dst, tag)
     theirs, tensors, _ = yield from _content(members, src, tag)
@@ -118,7 +121,10 @@ def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -
         return theirs.rebuilt(tensors)
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each end of a message waits for the other only if that has a gradient too."""
+        """Send the gradients of the received data to `src`, and receive those of the sent data from `dst`.
+
+        Each direction runs only if the data that was sent in it requires a gradient.
+        """
         back = _detached(grads)
         going = (
             _send_parts(members, back.tensors, Description.of(back), src, _backward(tag)) if theirs.has_gradient else []
@@ -134,7 +140,7 @@ def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -
 def _send_parts(
     members: GroupArgument, tensors: Sequence[torch.Tensor], description: Description, dst: int, tag: int
 ) -> Works:
-    """Start to send the head, what of the description does not fit into it, and the content of each device."""
+    """Start to send the header, the description if it does not fit in the header, and the content of each device."""
     number = _next_tag(members, dst)
     works = _send_head(members, description.encoded(), dst, tag, number)
     contents = [wire_format.pack(tensors, description, device) for device in description.devices]
@@ -152,38 +158,39 @@ def _send_head(members: GroupArgument, raw: bytes, dst: int, tag: int, number: i
 
 
 def _detached(grads: Sequence[torch.Tensor]) -> Data:
-    """Return gradients as data to be sent, whose receiver does not wait for gradients of gradients."""
+    """Return gradients as data to send, detached, so that the receiver expects no second-order gradients."""
     return pytree.take([each.detach() for each in grads], "backward")
 
 
 def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
     raw = wire_format.to_bytes(head)
     if not raw.startswith(_MAGIC):
-        raise wire_format.not_ours("it does not begin as one")
+        raise wire_format.not_ours("its header has no magic number")
     words = raw[len(_MAGIC) : _START]
     number, length = int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little")
     if not _first() <= number <= _last() or length >= 2**40:
-        raise wire_format.not_ours("its head is damaged")
+        raise wire_format.not_ours("its header is corrupted")
     return number, length, raw[_START:]
 
 
 def _check_fits(out: Data, description: Description) -> None:
-    """Refuse memory that what has come does not fit into.
+    """Check that the received data can be written into `out`.
 
     Raises:
-        ValueError: If a leaf is of another shape or dtype, or the sender waits for gradients.
+        ValueError: If a leaf differs in shape or dtype, or the sender's data requires a gradient.
     """
     if description.has_gradient:
         raise ValueError(
-            "recv: what comes has a gradient, which cannot flow back from out=.\nLeave it away, or send data.detach()."
+            "recv: the sender's data requires a gradient, which cannot be propagated through out=.\n"
+            "Omit out=, or send data.detach()."
         )
     here = Description.of(out)
     expected = [(leaf.dtype, leaf.shape) for leaf in here.leaves]
     got = [(leaf.dtype, leaf.shape) for leaf in description.leaves]
     if expected != got:
         raise ValueError(
-            f"recv: out= expects {_shown(expected)}, but what comes is {_shown(got)}.\n"
-            f"Make them equal, or leave out= away."
+            f"recv: out= has {_shown(expected)}, but the message has {_shown(got)}.\n"
+            f"Pass out= of the message's shapes and dtypes, or omit out=."
         )
 
 
@@ -196,7 +203,7 @@ def _shown(found: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> str:
 
 @functools.cache
 def expected_tag() -> Expected:
-    """Return what the tag of a message must be."""
+    """Return the range of tags that callers may use."""
     return arguments.integer(0, largest_tag() - 1)
 
 
@@ -206,7 +213,7 @@ def _last() -> int:
 
 
 def _first() -> int:
-    """Return the first of the tags that are ours."""
+    """Return the first of the tags that the operations use."""
     return _last() // 2
 
 
@@ -215,12 +222,12 @@ def _head_tag(tag: int) -> int:
 
 
 def _backward(tag: int) -> int:
-    """Return the tag of gradients for messages of a tag; no caller's."""
+    """Return the tag of the gradients of messages with a tag; callers cannot use it."""
     return tag + largest_tag() + 1
 
 
 def _next_tag(members: GroupArgument, dst: int) -> int:
-    """Return a tag for a content, which no other content on its way to the same rank has."""
+    """Return a tag for a content, different from the tags of other contents in flight to the same rank."""
     start = _first() + 2 * (largest_tag() + 1)
     count = _numbers.setdefault((id(members.handle), dst), itertools.count())
     return start + next(count) % (_last() - start)

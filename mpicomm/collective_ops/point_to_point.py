@@ -1,98 +1,148 @@
-"""Operations between two ranks, and `scatter`, which is a message to each: on tensors, arrays, numbers and containers.
+"""Point-to-point operations, and `scatter`, on tensors, arrays, numbers and containers of them.
 
-`mpicomm.recv` receives what `mpicomm.send` sends, and need not know its shape or dtype. `group` and `async_op` are as
-for the collective operations.
+They pair with each other only: `mpicomm.send` does not pair with `torch.distributed.recv`, nor `mpicomm.recv` with
+`torch.distributed.send`. The receiver need not know the structure, dtypes or shapes of the data. `scatter` sends one
+message to each rank. `group` and `async_op` are as for the collective operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from mpicomm import arguments
-from mpicomm.collective_ops import messages, pytree
+from mpicomm.collective_ops import call_check, messages, pytree
 from mpicomm.collective_ops.group_argument import GroupArgument, resolve
-from mpicomm.collective_ops.handles import Handle, Steps
+from mpicomm.collective_ops.handles import Handle, Mode, Steps, start
 from mpicomm.collective_ops.pytree import Data
 
-_ITEMS = arguments.instance("a list or tuple", list, tuple, remedy="Pass one item for each rank, which may be empty.")
+T = TypeVar("T")
+
+_ITEMS = arguments.instance("a list or tuple", list, tuple, remedy="Pass one item for each rank; an item may be empty.")
 
 
+@overload
+def send(
+    data: Any, dst: int, *, tag: int = ..., group: Any = ..., async_op: Literal[False] = ...
+) -> torch.Tensor | None: ...
+@overload
+def send(
+    data: Any, dst: int, *, tag: int = ..., group: Any = ..., async_op: Literal[True]
+) -> Handle[torch.Tensor | None]: ...
 def send(data: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
-    """Send data to a rank, which calls `recv` or `irecv`.
+    """Send data to a rank that calls `mpicomm.recv` or `irecv`; does not pair with `torch.distributed.recv`.
 
     Args:
         data: A tensor, an array, a number, or a container of them.
-        dst: The rank, within the group.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        dst: The rank in the group that receives; another rank than this one, unless with `async_op`.
+        tag: Matches the tag of `recv`. Messages with the same tag arrive in the order in which they were sent.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; do not change the data before its `wait()` has returned.
 
     Returns:
-        None; where the data have a gradient, a zero. Add it to the loss: the backward pass of `dst` sends the gradient
-        here, and this rank's is to wait for it.
+        None, or a zero if the data requires a gradient. Add the zero to the loss: the backward pass of `dst` sends the
+        gradient to this rank, and the backward pass of this rank then waits for it.
 
     Raises:
-        ValueError: If there is no such rank, or no such tag.
+        ValueError: If `dst` or `tag` is out of range, or `dst` is this rank.
+        TypeError: If `data` holds a leaf of an unsupported type.
     """
     return _send(resolve(group, "send"), pytree.take(data, "send"), dst, tag, async_op, "send")
 
 
-def isend(data: Any, dst: int, *, tag: int = 0, group: Any = None) -> Handle:
-    """Start to send data to a rank; do not change them before the handle's `wait()` has returned.
+def isend(data: Any, dst: int, *, tag: int = 0, group: Any = None) -> Handle[torch.Tensor | None]:
+    """Start to send data to a rank that calls `mpicomm.recv` or `irecv`; does not pair with `torch.distributed.recv`.
 
     Args:
-        data: A tensor, an array, a number, or a container of them.
-        dst: The rank that it goes to, within the group.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        data: A tensor, an array, a number, or a container of them. Do not change it before the handle's `wait()` has
+            returned.
+        dst: The rank in the group that receives.
+        tag: Matches the tag of `recv`. Messages with the same tag arrive in the order in which they were sent.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+
+    Returns:
+        A handle, whose `wait()` returns the same as `send`.
+
+    Raises:
+        ValueError: If `dst` or `tag` is out of range.
+        TypeError: If `data` holds a leaf of an unsupported type.
     """
     return _send(resolve(group, "isend"), pytree.take(data, "isend"), dst, tag, True, "isend")
 
 
+@overload
+def recv(src: int | None = ..., *, out: T, tag: int = ..., group: Any = ..., async_op: Literal[False] = ...) -> T: ...
+@overload
+def recv(src: int | None = ..., *, out: T, tag: int = ..., group: Any = ..., async_op: Literal[True]) -> Handle[T]: ...
+@overload
+def recv(
+    src: int | None = ..., *, out: None = ..., tag: int = ..., group: Any = ..., async_op: Literal[False] = ...
+) -> Any: ...
+@overload
+def recv(
+    src: int | None = ..., *, out: None = ..., tag: int = ..., group: Any = ..., async_op: Literal[True]
+) -> Handle[Any]: ...
 def recv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
-    """Return what a rank sends here; dtype, shape and structure travel ahead.
+    """Return the data that a rank sends with `mpicomm.send`; does not pair with `torch.distributed.send`.
+
+    No buffer is needed: structure, dtypes and shapes are sent before the content.
 
     Args:
-        src: The rank, within the group; whoever sends first if left out.
-        out: Tensors or arrays that the data are written into.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        src: The rank in the group that sends; the rank whose message arrives first by default.
+        out: Tensors or arrays to write the data into, and to return.
+        tag: Matches the tag of `send`. Messages with the same tag arrive in the order in which they were sent.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the data.
 
     Raises:
-        ValueError: If there is no such rank or tag, or what comes does not fit into `out`.
-        MpicommError: If what comes was not sent by an operation.
+        ValueError: If `src` or `tag` is out of range, or the message does not match `out`.
+        MpicommError: If the message was not sent by an operation of mpicomm, or needs a GPU that this rank lacks.
     """
     return _recv(resolve(group, "recv"), src, out, tag, async_op, "recv")
 
 
-def irecv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = None) -> Handle:
-    """Start to receive what a rank sends here; the handle's `wait()` returns it.
+def irecv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = None) -> Handle[Any]:
+    """Start to receive data of `mpicomm.send`; the handle's `wait()` returns them. Does not pair with torch's send.
 
     Args:
-        src: The rank that it comes from, within the group.
-        out: Tensors or arrays that the data are written into.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        src: The rank in the group that sends; the rank whose message arrives first by default.
+        out: Tensors or arrays to write the data into, and to return.
+        tag: Matches the tag of `send`. Messages with the same tag arrive in the order in which they were sent.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+
+    Raises:
+        ValueError: If `src` or `tag` is out of range. `wait()` raises the errors of the message, as `recv` does.
     """
     return _recv(resolve(group, "irecv"), src, out, tag, True, "irecv")
 
 
+@overload
+def sendrecv(
+    data: Any, dst: int, src: int | None = ..., *, tag: int = ..., group: Any = ..., async_op: Literal[False] = ...
+) -> Any: ...
+@overload
+def sendrecv(
+    data: Any, dst: int, src: int | None = ..., *, tag: int = ..., group: Any = ..., async_op: Literal[True]
+) -> Handle[Any]: ...
 def sendrecv(
     data: Any, dst: int, src: int | None = None, *, tag: int = 0, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Send data to one rank while receiving from another, and return what came (differentiable).
+    """Send data to one rank while receiving from another, and return the received data (differentiable).
 
     Args:
         data: A tensor, an array, a number, or a container of them.
-        dst: The rank that it goes to, within the group.
-        src: The rank to receive from; `dst` if left out.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        dst: The rank in the group that receives this rank's data.
+        src: The rank in the group whose data this rank receives; `dst` by default.
+        tag: Matches the tag of the other ranks' call. Messages with the same tag arrive in the order of sending.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the received data.
+
+    Raises:
+        ValueError: If `dst`, `src` or `tag` is out of range.
+        TypeError: If `data` holds a leaf of an unsupported type.
+        MpicommError: If the received message was not sent by an operation of mpicomm.
     """
     members = resolve(group, "sendrecv")
     source = dst if src is None else src
@@ -103,54 +153,96 @@ def sendrecv(
     return messages.start(steps, "sendrecv", members, async_op)
 
 
+@overload
+def scatter(items: None = ..., src: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> Any: ...
+@overload
+def scatter(items: None = ..., src: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[Any]: ...
+@overload
+def scatter(items: Sequence[T], src: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> T: ...
+@overload
+def scatter(items: Sequence[T], src: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[T]: ...
 def scatter(items: Sequence[Any] | None = None, src: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
-    """Return this rank's item of `src`'s list (collective).
+    """Return this rank's item of `src`'s list; unlike torch's scatter, without an output buffer (collective).
 
     Args:
-        items: On `src`, data for each rank, of any structure and length; None elsewhere.
-        src: The rank that it comes from, within the group.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        items: On `src`, one item for each rank, of any structure and length. Ignored on the other ranks.
+        src: The rank in the group that sends.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the item.
+
+    Raises:
+        ValueError: If `src` is not a rank of the group, or, on `src`, the number of items is not the number of ranks.
+        TypeError: On `src`, if `items` is not a list or tuple, or holds a leaf of an unsupported type.
+        MpicommError: On the other ranks, if `src` cannot send the items.
     """
     members = resolve(group, "scatter")
     return _scatter(members, items, src, async_op, "scatter", pytree.take)
 
 
+@overload
+def send_object(thing: Any, dst: int, *, tag: int = ..., group: Any = ..., async_op: Literal[False] = ...) -> None: ...
+@overload
+def send_object(thing: Any, dst: int, *, tag: int = ..., group: Any = ..., async_op: Literal[True]) -> Handle[None]: ...
 def send_object(thing: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
-    """Send an object, pickled, to a rank, which calls `recv_object`.
+    """Send an object, pickled, to a rank that calls `mpicomm.recv_object`.
 
     Args:
         thing: Any object that can be pickled.
-        dst: The rank that it goes to, within the group.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
+        dst: The rank in the group that receives; another rank than this one, unless with `async_op`.
+        tag: Matches the tag of `recv_object`. Messages with the same tag arrive in the order in which they were sent.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once.
+
+    Raises:
+        ValueError: If `dst` or `tag` is out of range, or `dst` is this rank.
+        TypeError: If the object cannot be pickled.
     """
     return _send(resolve(group, "send_object"), pytree.pickled(thing), dst, tag, async_op, "send_object")
 
 
+@overload
+def recv_object(src: int | None = ..., *, tag: int = ..., group: Any = ..., async_op: Literal[False] = ...) -> Any: ...
+@overload
+def recv_object(src: int | None = ..., *, tag: int = ..., group: Any = ..., async_op: Literal[True]) -> Handle[Any]: ...
 def recv_object(src: int | None = None, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
-    """Return the object that a rank sends here.
+    """Return the object that a rank sends with `mpicomm.send_object`.
 
     Args:
-        src: The rank that it comes from, within the group.
-        tag: Messages of one tag come in the order of their sending.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        src: The rank in the group that sends; the rank whose message arrives first by default.
+        tag: Matches the tag of `send_object`. Messages with the same tag arrive in the order in which they were sent.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the object.
+
+    Raises:
+        ValueError: If `src` or `tag` is out of range.
+        MpicommError: If the message was not sent by an operation of mpicomm.
     """
     return _recv(resolve(group, "recv_object"), src, None, tag, async_op, "recv_object")
 
 
+@overload
+def scatter_object(items: None = ..., src: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> Any: ...
+@overload
+def scatter_object(items: None = ..., src: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[Any]: ...
+@overload
+def scatter_object(items: Sequence[T], src: int = ..., *, group: Any = ..., async_op: Literal[False] = ...) -> T: ...
+@overload
+def scatter_object(items: Sequence[T], src: int = ..., *, group: Any = ..., async_op: Literal[True]) -> Handle[T]: ...
 def scatter_object(
     items: Sequence[Any] | None = None, src: int = 0, *, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Return this rank's object of `src`'s list (collective).
+    """Return this rank's object of `src`'s list; the objects are sent pickled (collective).
 
     Args:
-        items: On `src`, an object for each rank; None elsewhere.
-        src: The rank that it comes from, within the group.
-        group: A group of torch's, an mpi4py communicator, "node" or "leaders"; all ranks if left out.
-        async_op: Return a `Handle` at once.
+        items: On `src`, one object for each rank. Ignored on the other ranks.
+        src: The rank in the group that sends.
+        group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+        async_op: Return a `Handle` at once; its `wait()` returns the object.
+
+    Raises:
+        ValueError: If `src` is not a rank of the group, or, on `src`, the number of objects is not the number of ranks.
+        TypeError: On `src`, if `items` is not a list or tuple, or an object cannot be pickled.
+        MpicommError: On the other ranks, if `src` cannot send the objects.
     """
     members = resolve(group, "scatter_object")
     return _scatter(members, items, src, async_op, "scatter_object", lambda item, _: pytree.pickled(item))
@@ -160,7 +252,10 @@ def _send(members: GroupArgument, data: Data, dst: int, tag: int, async_op: bool
     members.global_rank(dst, what, "dst")
     messages.expected_tag().check(tag, "tag", what)
     if dst == members.rank and not async_op:
-        raise ValueError(f"{what}: rank {dst} would wait for itself to receive.\nUse isend, or just keep the data.")
+        raise ValueError(
+            f"{what}: dst must be another rank, got this rank ({dst}): a blocking send to itself would deadlock.\n"
+            f"Use isend, or use the data directly."
+        )
     return messages.start(messages.send(members, data, dst, tag), what, members, async_op)
 
 
@@ -181,17 +276,22 @@ def _scatter(members: GroupArgument, items: Any, src: int, async_op: bool, what:
         try:
             check_one_each(items, members, what)
             mine = [take(item, what) for item in items]
-        except (TypeError, ValueError) as error:  # the others wait, and are told
+        except (TypeError, ValueError) as error:  # the other ranks wait: report the error to them
             mine = error
-    return messages.start(_scattered(members, mine, src), what, members, async_op)
+
+    def steps(mode: Mode) -> Steps:
+        yield from call_check.reached(members, call_check.of(pytree.NOTHING, f"{what} from rank {src}"), mode)
+        return (yield from _scattered(members, mine, src))
+
+    return start(steps, what, members, async_op, None)
 
 
 def check_one_each(items: Any, members: GroupArgument, what: str) -> None:
-    """Refuse what is no list of one item for each rank.
+    """Check that `items` is a list or tuple of one item for each rank.
 
     Raises:
-        TypeError: If it is not a list or tuple.
-        ValueError: If it is of another length.
+        TypeError: If `items` is not a list or tuple.
+        ValueError: If the number of items is not the number of ranks.
     """
     _ITEMS.check(items, "items", what)
     if len(items) != members.size:
@@ -202,7 +302,7 @@ def check_one_each(items: Any, members: GroupArgument, what: str) -> None:
 
 
 def _scattered(members: GroupArgument, items: Sequence[Data] | Exception | None, src: int) -> Steps:
-    tag = messages.largest_tag()  # no caller's
+    tag = messages.largest_tag()  # reserved: callers cannot use it
     if items is None:
         return (yield from messages.receive(members, src, tag, None, None))
     if isinstance(items, Exception):
@@ -210,7 +310,7 @@ def _scattered(members: GroupArgument, items: Sequence[Data] | Exception | None,
         yield [work for rank in others for work in messages.send_failure(members, items, rank, tag)]
         raise items
     sends = [messages.send(members, item, rank, tag) for rank, item in enumerate(items) if rank != src]
-    with torch.no_grad():  # nobody would receive gradients
+    with torch.no_grad():  # scatter is not differentiable: no rank would receive the gradients
         works = [work for each in sends for work in next(each)]
     yield works
     return items[src].rebuilt([tensor.detach().clone() for tensor in items[src].tensors])

@@ -1,7 +1,7 @@
-"""Containers of data: taken apart into leaves, told to others, and put together again.
+"""Pytrees: flattens containers of data into leaves and a structure, and rebuilds them.
 
-A container is a dict, OrderedDict, list, tuple, namedtuple or dataclass of containers; what else it holds are leaves,
-which `leaves.py` knows, and None. What is around the leaves is told as plain nested tuples.
+A container is a dict, OrderedDict, list, tuple, namedtuple or dataclass of containers, leaves and None. A leaf is a
+tensor, array, scalar or number, or a pickled object. The structure around the leaves is a plain nested tuple.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from mpicomm.errors import MpicommError
 
 Structure = tuple[Any, ...]
-"""(kind,), (kind, children), (kind, keys, children) or (kind, class, keys, children)."""
+"""(kind,), (kind, children), (kind, keys or class, children) or (kind, class, keys, children)."""
 
 LEAF: Structure = ("leaf",)
 _NONE: Structure = ("none",)
-_DEEPEST = 100
-_KEYS = frozenset({str, int, type(None)})  # not what is equal to another: 1, 1.0, True
+_DEEPEST = 100  # levels of nesting
+_KEYS = frozenset({str, int, type(None)})  # no float or bool: 1, 1.0 and True are equal as keys
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": collections.OrderedDict}
 
 TENSOR, ARRAY, SCALAR, CUPY, NUMBER, OBJECT = "tensor", "array", "scalar", "cupy", "number", "object"
@@ -37,7 +37,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: t
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What an operation was given, taken apart."""
+    """The flattened data of an operation."""
 
     structure: Structure
     kinds: tuple[str, ...]
@@ -45,7 +45,7 @@ class Data:
     """One for each leaf; arrays and tensors share the caller's memory."""
 
     is_read_only: bool = False
-    """Whether there is an array that must not be written; its tensor is a copy."""
+    """Whether an array is read-only; its tensor is then a copy."""
 
     @functools.cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -59,28 +59,37 @@ class Data:
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
-        """The type of the device on which each leaf is."""
+        """The device type of each leaf."""
         if all([tensor.is_cpu for tensor in self.tensors]):  # noqa: C419  a list is made faster than a generator
             return ("cpu",) * len(self.tensors)
         return tuple([tensor.device.type for tensor in self.tensors])
 
     @functools.cached_property
     def gradients(self) -> tuple[bool, ...]:
-        """Whether each leaf takes part in automatic differentiation, where the operation was called."""
+        """Whether each leaf requires a gradient; all False where grad mode is off."""
         if not torch.is_grad_enabled():
             return (False,) * len(self.tensors)
         return tuple([tensor.requires_grad for tensor in self.tensors])
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the same kind of data with other content."""
+        """Return data of the same structure and kinds with other content."""
         return rebuild(self.structure, self.kinds, tensors)
 
 
+NOTHING = Data(_NONE, (), [])
+"""Data without leaves, for calls that only their arguments describe."""
+
+
 def take(data: Any, what: str) -> Data:
-    """Take data apart into leaves.
+    """Flatten data into leaves.
+
+    Args:
+        data: The data.
+        what: The name of the operation, for messages.
 
     Raises:
-        TypeError: If a leaf is of a kind that cannot be sent.
+        TypeError: If a leaf or a container is of an unsupported type.
+        ValueError: If a number does not fit into 64 bits, or the containers are nested too deeply.
     """
     found: list[Any] = []
     structure = take_apart(data, found, _PLAIN)
@@ -92,23 +101,29 @@ def take(data: Any, what: str) -> Data:
 
 
 def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.Tensor]) -> Any:
-    """Return data of a structure, from the tensors of its leaves."""
+    """Return the data of a structure, from the tensors of its leaves."""
     if set(kinds) == {TENSOR}:
         return put_together(structure, iter(tensors))
     return put_together(structure, map(_restored, kinds, tensors))
 
 
 def pickled(thing: Any) -> Data:
-    """Return an object as data of one leaf."""
+    """Return an object as data of one leaf, which holds its pickle.
+
+    Raises:
+        TypeError: If the object cannot be pickled.
+    """
     try:
         memory = bytearray(pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
-    except Exception as error:  # whatever the object's own methods raise
-        raise TypeError(f"a {type(thing).__name__} cannot be pickled: {error}\nSend what it is made of.") from error
+    except Exception as error:  # the object's own methods may raise anything
+        raise TypeError(
+            f"a {type(thing).__name__} cannot be pickled: {error}\nPass the picklable parts of it."
+        ) from error
     return Data(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
 
 
 def _are_plain_tensors(found: list[Any]) -> bool:
-    """Tell whether nothing but tensors is there that can be sent as they are."""
+    """Return whether all leaves are tensors that can be sent without conversion."""
     return (
         _PLAIN_TENSORS.issuperset(map(type, found))
         and {tensor.layout for tensor in found} <= {torch.strided}
@@ -119,7 +134,10 @@ def _are_plain_tensors(found: list[Any]) -> bool:
 def _as_tensor(leaf: Any, what: str) -> tuple[str, torch.Tensor]:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout != torch.strided or leaf.is_quantized:
-            raise TypeError(f"{what}: a tensor of layout {leaf.layout} cannot be sent.\nConvert it with to_dense().")
+            raise TypeError(
+                f"{what}: expected a dense tensor that is not quantized, got one of layout {leaf.layout}.\n"
+                f"Convert it with to_dense() or dequantize()."
+            )
         return TENSOR, leaf
     if (dtype := _NUMBERS.get(type(leaf))) is not None:
         return NUMBER, _of_number(leaf, dtype, what)
@@ -131,7 +149,7 @@ def _as_tensor(leaf: Any, what: str) -> tuple[str, torch.Tensor]:
         return CUPY, torch.from_dlpack(leaf)
     raise TypeError(
         f"{what}: expected tensors, arrays, numbers or containers of them, got a {type(leaf).__name__}.\n"
-        f"For other objects there is the operation's `_object` form."
+        f"Use an `_object` operation, such as all_gather_object, for other objects."
     )
 
 
@@ -139,21 +157,24 @@ def _of_number(number: Any, dtype: torch.dtype, what: str) -> torch.Tensor:
     try:
         return torch.tensor(number, dtype=dtype, device="cpu")
     except (OverflowError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{what}: {number} does not fit into 64 bits.\nUse the operation's `_object` form.") from error
+        raise ValueError(
+            f"{what}: {number} does not fit into 64 bits.\nUse an `_object` operation, such as all_gather_object."
+        ) from error
 
 
 def _of_array(array: np.ndarray, what: str) -> torch.Tensor:
     if type(array) is not np.ndarray:
         raise TypeError(
-            f"{what}: a {type(array).__name__} is more than its numbers.\nPass np.asarray of it, if they are all."
+            f"{what}: expected a plain numpy.ndarray, got its subclass {type(array).__name__}.\n"
+            f"Pass np.asarray(array) if only its values matter."
         )
     try:
-        # torch warns of memory that must not be written; nobody writes to it.
+        # torch warns about read-only memory, so it is copied; results are never written into the copy.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{what}: an array of {array.dtype} with strides {array.strides} has no tensor: {error}\n"
-            f"Convert it (np.ascontiguousarray, astype), or use the operation's `_object` form."
+            f"{what}: an array of {array.dtype} with strides {array.strides} cannot be converted to a tensor: {error}\n"
+            f"Convert it (np.ascontiguousarray, astype), or use an `_object` operation, such as all_gather_object."
         ) from error
 
 
@@ -174,19 +195,23 @@ def _restored(kind: str, tensor: torch.Tensor) -> Any:
 
 
 def check_writable(data: Data) -> None:
-    """Refuse data that results cannot be written into.
+    """Check that results can be written into the leaves.
 
     Raises:
-        ValueError: If a leaf is a number or a scalar, or is part of automatic differentiation.
+        ValueError: If a leaf is a number, a scalar or a read-only array, or requires a gradient.
     """
     if data.is_read_only:
-        raise ValueError("an array is read-only, and cannot be written into.\nPass a copy of it.")
+        raise ValueError("an array is read-only: the result cannot be written into it.\nPass a writable copy of it.")
     for kind, tensor, path in zip(data.kinds, data.tensors, paths(data.structure), strict=True):
         if kind not in (TENSOR, ARRAY, CUPY):
-            raise ValueError(f"{path} is a {kind}, which cannot be written into.\nTake the result that is returned.")
+            raise ValueError(
+                f"{path} is a {kind}, which cannot be modified in place.\n"
+                f"Pass a tensor or an array, or use the result that the operation returns."
+            )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{path} has a gradient, and cannot be written into.\nTake the result, or use torch.no_grad()."
+                f"{path} requires a gradient and cannot be modified in place.\n"
+                f"Use the result that the operation returns, or call it under torch.no_grad()."
             )
 
 
@@ -194,15 +219,19 @@ def check_writable(data: Data) -> None:
 
 
 def take_apart(data: Any, leaves: list[Any], plain: frozenset[type], depth: int = 0) -> Structure:
-    """Put each leaf into `leaves`, in order, and return the structure around them.
+    """Append each leaf to `leaves`, in order, and return the structure around them.
 
     Args:
-        plain: Types that are leaves; others may be too, and are looked at more closely.
+        data: The data.
+        leaves: The list to append to.
+        plain: Types that are always leaves; the other types are examined further.
+        depth: The levels of nesting above `data`.
 
     Raises:
-        TypeError: If a container cannot be put together again elsewhere.
-        ValueError: If it is too deep, or holds itself.
+        TypeError: If another rank could not rebuild a container.
+        ValueError: If the containers are nested too deeply, as in one that contains itself.
     """
+    # 1. leaves, and the kind and children of a container
     kind: Any = type(data)
     if kind in plain:
         leaves.append(data)
@@ -224,15 +253,19 @@ def take_apart(data: Any, leaves: list[Any], plain: frozenset[type], depth: int 
         children, head = [getattr(data, key) for key in keys], ("dataclass", _name_of(kind), keys)
     elif isinstance(data, (Mapping, list, tuple, set, frozenset)):
         raise TypeError(
-            f"a {kind.__name__} cannot be sent leaf by leaf.\n"
-            f"Use a dict, OrderedDict, list, tuple, namedtuple or dataclass, or the operation's `_object` form."
+            f"expected a dict, OrderedDict, list, tuple, namedtuple or dataclass as container, got a {kind.__name__}.\n"
+            f"Convert it to one of these, or use an `_object` operation, such as all_gather_object."
         )
     else:
         leaves.append(data)
         return LEAF
     if depth >= _DEEPEST:
-        raise ValueError(f"the container is more than {_DEEPEST} deep.\nDoes it hold itself? Flatten it.")
-    if plain.issuperset(map(type, children)):  # at once: there may be thousands
+        raise ValueError(
+            f"the container is nested more than {_DEEPEST} levels deep.\n"
+            f"Flatten it, and check that it does not contain itself."
+        )
+    # 2. the structure of the children
+    if plain.issuperset(map(type, children)):  # a fast path: there may be thousands of leaves
         leaves.extend(children)
         return (*head, (LEAF,) * len(children))
     return (*head, tuple([take_apart(child, leaves, plain, depth + 1) for child in children]))
@@ -242,7 +275,7 @@ def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
     """Return the container of a structure around some leaves.
 
     Raises:
-        MpicommError: If a class of the sender's is not known here.
+        MpicommError: If this rank cannot import a class of the sender.
     """
     kind = structure[0]
     if kind == "leaf":
@@ -267,7 +300,7 @@ def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 
 def paths(structure: Structure, here: str = "") -> Iterator[str]:
-    """Return where each leaf is, as one would write it in Python."""
+    """Yield the path of each leaf as a Python expression, such as `['b'][1]`."""
     kind = structure[0]
     if kind == "leaf":
         yield here or "the data"
@@ -277,26 +310,26 @@ def paths(structure: Structure, here: str = "") -> Iterator[str]:
 
 
 def from_plain(plain: Any, depth: int = 0) -> Structure:
-    """Return a structure that came as lists of lists, checked.
+    """Return the structure that was received as nested lists, after validation.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the lists do not form a valid structure.
     """
     if not isinstance(plain, list) or not plain or depth > _DEEPEST:
-        raise ValueError("no structure")
+        raise ValueError("invalid structure")
     kind, *rest = plain
     if kind in ("leaf", "none") and not rest:
         return LEAF if kind == "leaf" else _NONE
     forms = {"list": 1, "tuple": 1, "dict": 2, "ordered": 2, "namedtuple": 2, "dataclass": 3}
     if forms.get(kind) != len(rest) or not isinstance(rest[-1], list):
-        raise ValueError("no structure")
+        raise ValueError("invalid structure")
     children = tuple([from_plain(child, depth + 1) for child in rest[-1]])
     if kind in ("namedtuple", "dataclass") and not isinstance(rest[0], str):
-        raise ValueError("no structure")
+        raise ValueError("invalid structure")
     if kind in ("dict", "ordered", "dataclass"):
         keys = rest[-2]
         if not isinstance(keys, list) or len(keys) != len(children) or any(type(key) not in _KEYS for key in keys):
-            raise ValueError("no structure")
+            raise ValueError("invalid structure")
         return (kind, *rest[:-2], tuple(keys), children)
     return (kind, *rest[:-1], children)
 
@@ -316,23 +349,23 @@ def _check_keys(keys: Sequence[Any]) -> None:
     for key in keys:
         if type(key) not in _KEYS:
             raise TypeError(
-                f"a dict has the key {key!r}, a {type(key).__name__}.\n"
-                f"Use keys that are text or whole numbers, or the operation's `_object` form."
+                f"dict keys must be str, int or None, got {key!r} ({type(key).__name__}).\n"
+                f"Convert the keys, or use an `_object` operation, such as all_gather_object."
             )
 
 
 @functools.cache
 def _name_of(kind: Any) -> str:
-    """Return the name by which other ranks find a class.
+    """Return the name by which other ranks import a class.
 
     Raises:
-        TypeError: If they cannot.
+        TypeError: If the class cannot be imported under its name.
     """
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _found(name) is not kind:
         raise TypeError(
-            f"{kind.__qualname__} is not found in {kind.__module__} under that name, so other ranks cannot find it.\n"
-            f"Define it at the top of a module, not within a function."
+            f"cannot import {kind.__qualname__} from {kind.__module__}: other ranks need it to rebuild the data.\n"
+            f"Define it at the top level of a module, not within a function."
         )
     return name
 
@@ -341,18 +374,19 @@ def _class_of(name: str) -> Any:
     """Return the class that a sender named.
 
     Raises:
-        MpicommError: If there is no such namedtuple or dataclass here.
+        MpicommError: If this rank cannot import it, or it is not a namedtuple or dataclass.
     """
     found = _found(name)
     if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
         return found
     raise MpicommError(
-        f"the data hold a {name}, which is no namedtuple or dataclass here.\nDefine it where all ranks import it."
+        f"the received data contain a {name}, which is not a namedtuple or dataclass on this rank.\n"
+        f"Define the class in a module that all ranks can import."
     )
 
 
 def _found(name: str) -> Any:
-    """Return what a module has under a name; None if it has nothing."""
+    """Return the object with a name, `module:qualified.name`; None if it does not exist."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -364,7 +398,7 @@ def _found(name: str) -> Any:
 
 
 def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dataclass with these fields, as it was: its constructor has run once."""
+    """Return a dataclass with these fields, without calling its constructor, which has run on the sender."""
     made = object.__new__(kind)
     for name, value in values.items():
         object.__setattr__(made, name, value)

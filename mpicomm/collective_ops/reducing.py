@@ -1,4 +1,4 @@
-"""all_reduce, reduce and reduce_scatter of containers: leaves of one dtype and device travel as one tensor."""
+"""all_reduce, reduce and reduce_scatter of containers: packs leaves of the same dtype and device into one tensor."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _LINEAR = ("SUM", "AVG")
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """How data are reduced."""
+    """A reduction operation."""
 
     name: str
-    """torch's name."""
+    """torch's name of it, such as SUM."""
 
     handle: Any
-    """torch's own."""
+    """The `torch.distributed.ReduceOp`."""
 
     @classmethod
     def of(cls, op: Any, what: str) -> Op:
-        """Understand what the caller wrote: a word, or a `torch.distributed.ReduceOp`.
+        """Return the operation for the caller's argument, a name or a `torch.distributed.ReduceOp`.
 
         Raises:
-            TypeError: If it is neither.
-            ValueError: If the word is unknown.
+            TypeError: If the argument is neither a str nor a ReduceOp.
+            ValueError: If the name is unknown.
         """
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return cls(torch_internals.reduce_op_name(op), op)
@@ -57,17 +57,17 @@ class Op:
         return cls(_OPS[op], getattr(dist.ReduceOp, _OPS[op]))
 
     def check(self, data: Data, size: int, what: str) -> None:
-        """Refuse data that cannot be reduced so, before anything is sent.
+        """Check that the operation is defined for all leaves, before anything is sent.
 
         Raises:
-            ValueError: If the operation has no meaning for a leaf's dtype.
+            ValueError: If the operation is not defined for a leaf's dtype.
         """
         for dtype in dict.fromkeys(data.dtypes):
             reductions.plan(self.handle, dtype, size, what)
 
 
 def numbers_widened(data: Data, op: Op) -> Data:
-    """Return the data with Python's numbers in a dtype whose arithmetic is Python's: 1 and 2 are 1.5 on average."""
+    """Return the data with Python numbers in a dtype of Python's arithmetic: the mean of 1 and 2 is 1.5."""
     if NUMBER not in data.kinds or op.name not in _ARITHMETIC:
         return data
     tensors = [
@@ -115,7 +115,7 @@ def reduce_to_one(mode: Mode, members: GroupArgument, data: Data, op: Op, dst: i
 
 
 def reduce_and_scatter(mode: Mode, members: GroupArgument, data: Data, op: Op) -> Steps:
-    """Run reduce_scatter: each leaf is cut along its first dimension, and each rank gets its part of the sum."""
+    """Run reduce_scatter: each leaf is split along its first dimension, and each rank gets its part of the result."""
     yield from call_check.reached(members, call_check.of(data, f"reduce_scatter {op.name}"), mode)
     parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
     groups = _by_dtype(data)
@@ -175,7 +175,7 @@ def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
 
 
 def _by_dtype(data: Data) -> list[list[int]]:
-    """Return the places of the tensors of each dtype and device; in one order on all ranks."""
+    """Return the indices of the tensors of each dtype and device; in the same order on all ranks."""
     if len(set(data.dtypes)) == 1 and set(data.devices) == {"cpu"}:
         return [list(range(len(data.tensors)))]
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -209,15 +209,15 @@ def _written_back(data: Data, results: Sequence[torch.Tensor]) -> Any:
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the content of tensors of one dtype, one after the other."""
+    """Return the content of tensors of the same dtype, concatenated."""
     with torch.no_grad():
         return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
 
 
 def _unflat(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Return views of what `_flat` returned, of the shapes of the tensors that it was given."""
+    """Return views of the result of `_flat`, with the shapes of its arguments."""
     lengths, are_flat = _lengths(tuple(shapes))
-    # "Unsafe" is that autograd knows nothing of their being views; so they may be written into.
+    # "Unsafe": autograd does not track the parts as views, so in-place writes to them are allowed.
     parts = torch.unsafe_split_with_sizes(flat, lengths)
     if are_flat:
         return list(parts)
@@ -226,7 +226,7 @@ def _unflat(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tens
 
 @functools.lru_cache(maxsize=64)
 def _lengths(shapes: tuple[torch.Size, ...]) -> tuple[list[int], bool]:
-    """Return how many elements are in tensors of these shapes, and whether all have one dimension."""
+    """Return the number of elements for each shape, and whether all shapes have one dimension."""
     return [shape.numel() for shape in shapes], all(len(shape) == 1 for shape in shapes)
 
 
@@ -240,12 +240,12 @@ def _start(
 
 
 def _torchs(op: Op, members: GroupArgument) -> Any:
-    """Return the operation that the group's back end is asked for: only ours has averages of everything."""
+    """Return the operation to call on the group's backend: only this backend implements AVG for every dtype."""
     return dist.ReduceOp.SUM if op.name == "AVG" and not members.is_ours else op.handle
 
 
 def _divide(flat: torch.Tensor, members: GroupArgument, op: Op) -> None:
-    """Finish an average that the back end does not make."""
+    """Divide a sum by the group size, where the backend does not implement AVG."""
     if op.name == "AVG" and not members.is_ours:
         is_inexact = flat.dtype.is_floating_point or flat.dtype.is_complex
         flat.div_(members.size, rounding_mode=None if is_inexact else "trunc")

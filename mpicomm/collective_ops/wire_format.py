@@ -1,4 +1,4 @@
-"""Data on the wire: a description of a few bytes, and the content of all leaves of a device as one run of bytes."""
+"""The wire format of data: a description in JSON, and the content of all leaves of a device as one buffer of bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.pytree import ARRAY, CUPY, NUMBER, OBJECT, SCALAR, TENSOR, Data, Structure, rebuild
 from mpicomm.errors import MpicommError
 
-ALIGNED = 16  # bytes; the width of the widest dtype
+ALIGNED = 16  # bytes, the size of the widest dtype; each leaf's content starts at a multiple of it
 _KINDS = (TENSOR, ARRAY, SCALAR, CUPY, NUMBER, OBJECT)
 HOST, GPU = DEVICES = ("cpu", "cuda")
 _FAILED = "failed"
@@ -25,36 +25,36 @@ _FAILED = "failed"
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What a leaf is, without its content."""
+    """The metadata of a leaf, without its content."""
 
     kind: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    """Its type: cpu or cuda."""
+    """The device type: cpu or cuda."""
 
     has_gradient: bool
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the content has."""
+        """The size of the content in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def with_length(self, length: int) -> Leaf:
-        """Return the same leaf of another length in its first dimension; a scalar has none."""
+        """Return the leaf with another length of its first dimension; a scalar is returned unchanged."""
         return dataclasses.replace(self, shape=(length, *self.shape[1:])) if self.shape else self
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What data are, without their content."""
+    """The structure and the leaves' metadata of data, without the content."""
 
     structure: Structure
     leaves: tuple[Leaf, ...]
 
     @classmethod
     def of(cls, data: Data) -> Description:
-        """Describe data."""
+        """Return the description of data; no leaf has a gradient where grad mode is off."""
         grads = torch.is_grad_enabled()
         leaves = [
             Leaf(kind, each.dtype, tuple(each.shape), each.device.type, grads and each.requires_grad)
@@ -64,20 +64,20 @@ class Description:
 
     @property
     def devices(self) -> list[str]:
-        """The types of devices on which there are leaves, in a fixed order."""
+        """The device types that hold leaves, sorted."""
         return sorted({leaf.device for leaf in self.leaves})
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a leaf takes part in automatic differentiation."""
+        """Whether a leaf requires a gradient."""
         return any(leaf.has_gradient for leaf in self.leaves)
 
     def nbytes(self, device: str) -> int:
-        """Return how many bytes the content on a device has, as it travels."""
+        """Return the size in bytes of the packed content on a device."""
         return _layout(self.leaves, device)[-1]
 
     def encoded(self) -> bytes:
-        """Return the description as bytes."""
+        """Return the description as JSON."""
         leaves = [
             [leaf.kind, dtypes.short(leaf.dtype), leaf.shape, leaf.device, leaf.has_gradient] for leaf in self.leaves
         ]
@@ -85,15 +85,15 @@ class Description:
 
     @classmethod
     def decoded(cls, raw: bytes) -> Description:
-        """Read a description.
+        """Parse and validate a description.
 
         Raises:
-            MpicommError: If it is none, or says that the sender failed.
+            MpicommError: If it is not a description, or reports that the sender failed.
         """
         try:
             structure, leaves = json.loads(raw)
             if structure == _FAILED and isinstance(leaves, str):
-                raise MpicommError(f"the sender had nothing to send: {leaves}")
+                raise MpicommError(f"the sender could not send its data: {leaves}")
             found = cls(pytree.from_plain(structure), tuple(map(_leaf, leaves)))
             if len(list(pytree.paths(found.structure))) != len(leaves):
                 raise ValueError("leaves are missing")
@@ -102,20 +102,20 @@ class Description:
         return found
 
     def output_buffer(self, device: str) -> torch.Tensor:
-        """Return memory for the content on a device.
+        """Return uninitialised memory for the content on a device.
 
         Raises:
-            MpicommError: If this rank has no such device.
+            MpicommError: If the content is for a GPU and this rank has none.
         """
         if device != HOST and not torch.cuda.is_available():
             raise MpicommError(
-                "the sender's data are on a GPU, and this rank has none.\n"
-                "Send them from the host (tensor.cpu()), or start every rank with a GPU."
+                "the sender's data are on a GPU, but this rank has no GPU.\n"
+                "Send CPU tensors (tensor.cpu()), or start every rank with a GPU."
             )
         return torch.empty(self.nbytes(device), dtype=torch.uint8, device=device)
 
     def unpacked(self, output_buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the leaves, in the memory that their content came in."""
+        """Return the leaves as views of the buffers."""
         tensors: list[torch.Tensor | None] = [None] * len(self.leaves)
         for device, output_buffer in output_buffers.items():
             offsets = _layout(self.leaves, device)
@@ -126,17 +126,17 @@ class Description:
         return [tensor for tensor in tensors if tensor is not None]
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return data as they were at the sender, around some content."""
+        """Return data with the sender's structure and kinds, around some content."""
         return rebuild(self.structure, [leaf.kind for leaf in self.leaves], tensors)
 
 
 def failure(error: Exception) -> bytes:
-    """Return what takes the place of a description when there is nothing to describe."""
+    """Return the bytes that report an error to the receiver in place of a description."""
     return json.dumps([_FAILED, str(error)]).encode()
 
 
 def pack(tensors: Sequence[torch.Tensor], description: Description, device: str) -> torch.Tensor:
-    """Return the content of all leaves on a device as one run of bytes; of one dense leaf, its own memory."""
+    """Return the content of all leaves on a device as one tensor of bytes; for one dense leaf, a view of it."""
     mine = [each.detach() for each in tensors if each.device.type == device]
     if len(mine) == 1:
         return _bytes_of(mine[0])
@@ -147,20 +147,20 @@ def pack(tensors: Sequence[torch.Tensor], description: Description, device: str)
 
 
 def to_tensor(raw: bytes, device: torch.device) -> torch.Tensor:
-    """Return bytes as a tensor, so that they can be sent."""
+    """Return bytes as a tensor that can be sent."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
 
 
 def to_bytes(content: torch.Tensor) -> bytes:
-    """Return the bytes that `to_tensor` was given."""
+    """Return the bytes of a tensor that `to_tensor` made."""
     return content.cpu().numpy().tobytes()
 
 
 def not_ours(why: str) -> MpicommError:
-    """Return the error of something that came in and no operation has sent."""
+    """Return the error for a message that no operation of mpicomm sent."""
     return MpicommError(
-        f"what came in was not sent by an operation of mpicomm's: {why}.\n"
-        f"Operations pair with operations: receive with torch.distributed what torch.distributed sends."
+        f"the received message was not sent by an operation of mpicomm: {why}.\n"
+        f"Receive messages of torch.distributed.send with torch.distributed.recv; mpicomm.recv pairs with mpicomm.send."
     )
 
 
@@ -173,7 +173,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _layout(leaves: tuple[Leaf, ...], device: str) -> list[int]:
-    """Return where the content of each leaf on a device begins, and the length of all."""
+    """Return the offset in bytes of each leaf's content on a device, and finally the total size."""
     sizes = [leaf.nbytes for leaf in leaves if leaf.device == device]
     if len(sizes) == 1:
         return [0, *sizes]
@@ -185,7 +185,7 @@ def _leaf(raw: Any) -> Leaf:
     dtype = getattr(torch, name, None)
     is_shape = isinstance(shape, list) and all(type(length) is int and 0 <= length < 2**62 for length in shape)
     if kind not in _KINDS or not isinstance(dtype, torch.dtype) or not is_shape or device not in (HOST, GPU):
-        raise ValueError("no leaf")
+        raise ValueError("invalid leaf")
     if math.prod(shape) * dtype.itemsize >= 2**62:
-        raise ValueError("no size")
+        raise ValueError("leaf of 2**62 bytes or more")
     return Leaf(kind, dtype, tuple(shape), device, bool(has_gradient))

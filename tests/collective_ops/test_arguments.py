@@ -70,7 +70,8 @@ HANDLES = [5, None, "ab", [5], [None], Unknown()]
 OTHERS: dict[str, tuple[dict[str, Any], Wrong]] = {
     "wait_all": ({"handles": []}, {"handles": HANDLES, "timeout": TIMEOUTS}),
     "as_completed": ({"handles": []}, {"handles": HANDLES}),
-    "dump": ({}, {"directory": PATHS}),
+    "current_world": ({}, {}),
+    "dump_flight_recorder": ({}, {"directory": PATHS}),
     "shutdown": ({}, {}),
     "bf16_compression_hook": ({"state": None, "bucket": None}, {"state": [5, "group"], "bucket": [5, None]}),
     "bootstrap": (

@@ -19,7 +19,12 @@ os.environ["MASTER_ADDR"] = "localhost"
 before = dict(os.environ)
 world = mpicomm.bootstrap()
 assert mpicomm.bootstrap() is world
-assert mpicomm.bootstrap("gloo", timeout=1) is world
+try:
+    mpicomm.bootstrap("gloo", timeout=1)
+except ValueError as error:
+    assert str(error).startswith("bootstrap() was called before with backend='auto', got backend='gloo'."), error
+else:
+    raise AssertionError("a second call with another backend has returned")
 assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == (str(world.rank), world.master_addr)
 assert world.master_addr != "localhost"
 mpicomm.shutdown()

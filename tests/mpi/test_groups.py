@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -58,10 +59,26 @@ def test_the_back_end_by_name(world: mpicomm.World) -> None:
 
 @pytest.mark.each_torch("bootstrap")
 def test_bootstrap_again_gives_the_same_world(world: mpicomm.World) -> None:
+    assert mpicomm.bootstrap() is mpicomm.bootstrap("mpi", device=str(world.device)) is world
+    assert mpicomm.current_world() is world
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "gloo"}, "before with backend='mpi', got backend='gloo'"),
+        ({"timeout": 5}, "before with timeout=None, got timeout=5"),
+        ({"device": "cuda:7"}, "before with device=None, got device='cuda:7'"),
+    ],
+)
+def test_bootstrap_again_with_other_arguments(world: mpicomm.World, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mpicomm.bootstrap(**arguments)
     assert mpicomm.bootstrap() is world
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("equal_numbers_of_groups")
 def test_a_group_made_by_its_members_alone(world: mpicomm.World) -> None:
     """The others do not take part, which a communicator made over the world would need."""
     if world.rank < 2:
