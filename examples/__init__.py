@@ -1,1 +1,1 @@
-"""Examples: each runs on its own, and says in its docstring what it shows, with which command, and what comes out."""
+"""Examples: each runs on its own; its docstring describes its purpose, its command and its output."""

@@ -1,8 +1,9 @@
-"""A language model of characters: a small transformer learns to write like Python's own standard library.
+"""A character-level language model: a small transformer trained on Python's own standard library.
 
-The text is the source files that Python brings along, so nothing is downloaded. The first nine tenths are learned; the
-loss on the last tenth tells whether that was of use. It is cross entropy per character: 4.6 for a model that knows
-nothing, and 3.0 for one that knows how frequent each character is. End it and start it again: it goes on where it was.
+The text is the source files of the installed Python, so the example downloads nothing. The first nine tenths are the
+training set; the loss on the last tenth measures generalisation. It is the cross entropy per character: 4.6 for an
+untrained model, 3.0 for one that knows only the frequency of each character. After an interruption run the command
+again: training resumes from the checkpoint.
 
     $ mpirun -n 4 python -m mpicomm.examples.char_lm
     epoch 1/2  step 1  loss -  156 samples/s    2%  0:36 left
@@ -14,12 +15,12 @@ nothing, and 3.0 for one that knows how frequent each character is. End it and s
     run
     ┌────────────────┬─────────────────────────────────────────┐
     │ steps          │ 88 in 2 epochs                          │
-    │ time           │ 0:15, of it evaluation 0:00             │
+    │ time           │ 0:15 (evaluation 0:00)                  │
     │ samples/s      │ 397 on 4 ranks                          │
     │ rank 0's steps │ 1% data, 80% compute, 20% communication │
-    │ vm             │ 4 ranks on cpu, at most 362 MiB each    │
+    │ vm             │ 4 ranks on cpu, peak 362 MiB per rank   │
     └────────────────┴─────────────────────────────────────────┘
-    held-out loss 2.33. It writes:
+    held-out loss 2.33. Generated text:
     def iine alinere veser F)
     serale t t we ine.s oorge alinide
     in                  n   ine ap n an = tinis ar n *"
@@ -35,20 +36,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  as everybody calls it
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import nn
 from torch.utils.data import Dataset
 
 import mpicomm
 from mpicomm.examples.ddp import share_cores
 
-CONTEXT = 64  # characters that the model sees at once
+CONTEXT = 64  # context length in characters
 WIDTH, HEADS, BLOCKS = 64, 4, 2
 GOAL = 2.6
 
 
 class Text:
-    """A text as numbers, one for each character."""
+    """A text encoded as one integer per character."""
 
     def __init__(self, text: str) -> None:
         self.characters = sorted(set(text))
@@ -56,16 +57,16 @@ class Text:
         self.codes = self.encode(text)
 
     def encode(self, text: str) -> torch.Tensor:
-        """Return the numbers of a text."""
+        """Return the codes of a text."""
         return torch.tensor([self.number[character] for character in text])
 
     def decode(self, codes: torch.Tensor) -> str:
-        """Return the text of numbers."""
+        """Return the text of codes."""
         return "".join(self.characters[code] for code in codes.tolist())
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pieces of a text, and for each of their characters the one that comes next."""
+    """Windows of a text, each with the next character for every position."""
 
     def __init__(self, codes: torch.Tensor) -> None:
         self.codes = codes
@@ -79,7 +80,7 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    """Attention to the characters before, and a network for each character; both add to what there is."""
+    """A transformer block: causal self-attention and a feed-forward network, both with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what there is, with what was added."""
+        """Return the input plus both residuals; the shape (batch, length, width) is kept."""
         parts = self.looks(self.before_looking(x)).unflatten(-1, (3, HEADS, -1))  # (batch, length, 3, heads, each)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -99,7 +100,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """From characters to the logits of the one after each."""
+    """A decoder-only transformer: logits of the next character at each position."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -108,10 +109,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         for table in (self.characters, self.positions):
-            nn.init.normal_(table.weight, std=0.02)  # the characters' make the logits too, which begin at about 0
+            nn.init.normal_(table.weight, std=0.02)  # the characters' table also gives the logits, about 0 at first
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return a number for each character that could come next."""
+        """Return the logits of the next character, of shape (batch, length, characters)."""
         x = self.characters(codes) + self.positions(torch.arange(codes.shape[1], device=codes.device))
         for block in self.blocks:
             x = block(x)
@@ -125,27 +126,27 @@ def main() -> None:
     text = read(arguments.characters)
     model, loss = train(text, arguments)
     if world.rank == 0:
-        print(f"held-out loss {loss:.2f}. It writes:\n{generate(model, text)}", flush=True)
+        print(f"held-out loss {loss:.2f}. Generated text:\n{generate(model, text)}", flush=True)
     if loss > GOAL:
-        sys.exit(1)  # on all ranks: each has the same number
+        sys.exit(1)  # on all ranks: the loss is the same on each
 
 
 def parse_arguments(about: str | None, directory: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2, help="how often to go through the text (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="number of epochs (%(default)s)")
     parser.add_argument("--characters", type=int, default=200_000, help="the length of the text (%(default)s)")
-    parser.add_argument("--dir", default=directory, help="where the run lives (%(default)s)")
+    parser.add_argument("--dir", default=directory, help="checkpoint directory (%(default)s)")
     return parser.parse_args()
 
 
 def read(count: int) -> Text:
-    """Return the first characters of the standard library."""
+    """Return the first `count` characters of the standard library."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     return Text("".join(file.read_text("utf-8") for file in files)[:count])
 
 
 def train(text: Text, arguments: argparse.Namespace, strategy: str = "ddp") -> tuple[nn.Module, float]:
-    """Return the trained model and its loss on the end of the text (collective)."""
+    """Return the trained model and its loss on the held-out text (collective)."""
     torch.manual_seed(0)
     model = Model(len(text.characters))
     trainer = mpicomm.Trainer(
@@ -170,7 +171,7 @@ def tell_speed(entry: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def generate(model: nn.Module, text: Text, start: str = "def ", count: int = 400, temperature: float = 0.6) -> str:
-    """Return what the model writes after `start`, without indentation and empty lines; the same each time."""
+    """Return text that the model generates after `start`, without indentation and empty lines; deterministic."""
     generator = torch.Generator().manual_seed(0)
     codes = text.encode(start)
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""The collectives of `torch.distributed`, on the world that `bootstrap()` makes, and below them mpicomm's verbs.
+"""The collectives of `torch.distributed` in the world that `bootstrap()` creates, and collectives of `mpicomm`.
 
-Rank r starts with r + 1 everywhere in its tensor. Each line shows what the ranks have afterwards, by rank; rank 0
-prints them all. The tensors are on the GPU if the ranks have GPUs.
+Rank r starts with a tensor filled with r + 1. Each line shows the values of all ranks afterwards, in rank order; rank 0
+prints them. The tensors are on the GPU if the ranks have GPUs.
 
     $ mpirun -n 4 python -m mpicomm.examples.collectives
     at the start                  1 | 2 | 3 | 4
@@ -11,19 +11,21 @@ prints them all. The tensors are on the GPU if the ranks have GPUs.
     all_reduce in bfloat16        10 | 10 | 10 | 10
     all_reduce in the background  4 | 4 | 4 | 4
     all_gather                    1 2 3 4 | 1 2 3 4 | 1 2 3 4 | 1 2 3 4
-    a verb: a dict's mean         2.5 | 2.5 | 2.5 | 2.5
-    a verb: nobody knew the shape 40 | 40 | 40 | 40
-    a verb: of any lengths        1 2 3 4 | 1 2 3 4 | 1 2 3 4 | 1 2 3 4
+    mpicomm: mean of a dict       2.5 | 2.5 | 2.5 | 2.5
+    mpicomm: any shape and dtype  40 | 40 | 40 | 40
+    mpicomm: different lengths    1 2 3 4 | 1 2 3 4 | 1 2 3 4 | 1 2 3 4
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mpicomm
 
-COUNT = 1000  # elements in each tensor; all of them are checked, one is shown
+COUNT = 1000  # elements in each tensor; all are checked, one is printed
 
 
 def main() -> None:
@@ -35,13 +37,13 @@ def main() -> None:
     show(world, "all_reduce in bfloat16", all_reduce(world, torch.bfloat16))
     show(world, "all_reduce in the background", all_reduce_in_background(world))
     show(world, "all_gather", all_gather(world))
-    show(world, "a verb: a dict's mean", mean_of_a_dict(world))
-    show(world, "a verb: nobody knew the shape", broadcast_of_anything(world))
-    show(world, "a verb: of any lengths", gather_of_any_lengths(world))
+    show(world, "mpicomm: mean of a dict", mean_of_a_dict(world))
+    show(world, "mpicomm: any shape and dtype", broadcast_of_anything(world))
+    show(world, "mpicomm: different lengths", gather_of_any_lengths(world))
 
 
 def broadcast(world: mpicomm.World) -> str:
-    """Rank 0's tensor replaces everybody's."""
+    """Copy rank 0's tensor to every rank."""
     tensor = start(world)
     dist.broadcast(tensor, src=0)
     check(tensor, 1)
@@ -49,7 +51,7 @@ def broadcast(world: mpicomm.World) -> str:
 
 
 def reduce(world: mpicomm.World) -> str:
-    """Rank 0 gets the sum; what the others have afterwards is not defined."""
+    """Reduce to rank 0; the result is undefined on the other ranks."""
     tensor = start(world)
     dist.reduce(tensor, dst=0)
     if world.rank != 0:
@@ -59,7 +61,7 @@ def reduce(world: mpicomm.World) -> str:
 
 
 def all_reduce(world: mpicomm.World, dtype: torch.dtype) -> str:
-    """Everybody gets the sum."""
+    """Reduce the sum to every rank."""
     tensor = start(world, dtype)
     dist.all_reduce(tensor)
     check(tensor, total(world))
@@ -67,10 +69,10 @@ def all_reduce(world: mpicomm.World, dtype: torch.dtype) -> str:
 
 
 def all_reduce_in_background(world: mpicomm.World) -> str:
-    """Everybody gets the largest, and works on something else meanwhile."""
+    """Reduce the maximum to every rank, and compute meanwhile."""
     tensor = start(world)
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
-    square = start(world) ** 2  # the operation runs; `tensor` is not to be touched before wait() returns
+    square = start(world) ** 2  # the operation runs; do not use `tensor` before wait() returns
     work.wait()
     check(tensor, world.size)
     check(square, (world.rank + 1) ** 2)
@@ -78,7 +80,7 @@ def all_reduce_in_background(world: mpicomm.World) -> str:
 
 
 def all_gather(world: mpicomm.World) -> str:
-    """Everybody gets everybody's tensor."""
+    """Gather the tensors of all ranks on every rank."""
     tensor = start(world)
     gathered = [torch.empty_like(tensor) for _ in range(world.size)]
     dist.all_gather(gathered, tensor)
@@ -88,27 +90,27 @@ def all_gather(world: mpicomm.World) -> str:
 
 
 def mean_of_a_dict(world: mpicomm.World) -> str:
-    """The leaves travel together; the dict is left as it is, the result is another."""
-    metrics = {"loss": float(world.rank + 1), "gradient": start(world)}
+    """Average a pytree in one operation; the input is unchanged, the result is a new dict."""
+    metrics: dict[str, Any] = {"loss": float(world.rank + 1), "gradient": start(world)}
     mean = mpicomm.all_reduce(metrics, "mean")
     check(mean["gradient"], (world.size + 1) / 2)
     return f"{mean['loss']:.1f}"
 
 
 def broadcast_of_anything(world: mpicomm.World) -> str:
-    """Rank 0 alone has made something; shape and dtype travel ahead."""
+    """Broadcast an object of rank 0; the other ranks receive its shape and dtype first."""
     made = torch.ones(world.size, 10, device=world.device) if world.rank == 0 else None
     return str(mpicomm.broadcast(made, src=0).numel())
 
 
 def gather_of_any_lengths(world: mpicomm.World) -> str:
-    """Rank r has r + 1 rows."""
+    """Gather tensors of different lengths: rank r has r + 1 rows."""
     rows = mpicomm.all_gather(torch.zeros(world.rank + 1, 3, device=world.device))
     return " ".join(str(len(each)) for each in rows)
 
 
 def start(world: mpicomm.World, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what this rank starts with: its rank plus one, everywhere."""
+    """Return this rank's tensor, filled with its rank plus one."""
     return torch.full((COUNT,), world.rank + 1, dtype=dtype, device=world.device)
 
 
@@ -118,7 +120,7 @@ def total(world: mpicomm.World) -> int:
 
 
 def check(tensor: torch.Tensor, value: float) -> None:
-    """Fail unless the tensor is `value` everywhere, to the precision of its dtype."""
+    """Fail unless all elements equal `value`, to the precision of the dtype."""
     torch.testing.assert_close(tensor, torch.full_like(tensor, value))
 
 
@@ -127,7 +129,7 @@ def shown(tensor: torch.Tensor) -> str:
 
 
 def show(world: mpicomm.World, what: str, mine: str) -> None:
-    """Print what each rank has, on rank 0 (collective)."""
+    """Print the values of all ranks on rank 0 (collective)."""
     everyone: list[str] | None = [""] * world.size if world.rank == 0 else None
     dist.gather_object(mine, everyone)
     if everyone is not None:

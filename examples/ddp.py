@@ -1,8 +1,8 @@
 """Data-parallel training with PyTorch's own DDP: 1,797 images of handwritten digits, a small network.
 
-Every rank has the whole model and its share of the images. DDP averages the gradients, so that all ranks take the same
+Every rank has the whole model and its share of the images. DDP averages the gradients, so all ranks take the same
 step; at the end the parameters are compared bit by bit. `torchrun --nproc-per-node 2 examples/ddp.py` and plain
-`python -m mpicomm.examples.ddp` do the same on two ranks and on one. The ranks' lines may come in another order.
+`python -m mpicomm.examples.ddp` run the same program on two ranks and on one. The order of the ranks' lines may differ.
 
     $ mpirun -n 4 python -m mpicomm.examples.ddp
     rank 2 of 4 on laptop: cpu, mpi, started by Open MPI's mpirun
@@ -61,11 +61,11 @@ def main() -> None:
         print(f"test accuracy {accuracy:.1%} of {len(test_set)} images")
         print(f"parameters {'identical' if identical else 'DIFFERENT'} on all ranks", flush=True)
     if accuracy < GOAL or not identical:
-        sys.exit(1)  # on all ranks: each has the same numbers
+        sys.exit(1)  # on all ranks: both values are the same on each
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's digits as a training and a test set, split alike on all ranks."""
+    """Return scikit-learn's digits as a training and a test set, with the same split on all ranks."""
     try:
         from sklearn import datasets
     except ImportError as error:
@@ -81,11 +81,11 @@ def train(world: mpicomm.World, model: nn.Module, data: TensorDataset) -> None:
     """Train on this rank's share, and print the mean loss of all ranks after each epoch (collective)."""
     sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=world.size, rank=world.rank, seed=SEED)
     loader = DataLoader(data, BATCH_SIZE, sampler=sampler)
-    # With n ranks a step averages over n times as many images and there are n times fewer steps, so each can and must
-    # be n times longer to get as far.
+    # With n ranks a step averages over n times as many images and an epoch has n times fewer steps, so the learning
+    # rate is scaled by n.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * world.size, momentum=0.9)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # another order every time
+        sampler.set_epoch(epoch)  # shuffle differently in each epoch
         total = torch.zeros((), device=world.device)
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x.to(world.device)), y.to(world.device))
@@ -101,7 +101,7 @@ def train(world: mpicomm.World, model: nn.Module, data: TensorDataset) -> None:
 @torch.no_grad()
 def evaluate(world: mpicomm.World, model: nn.Module, data: TensorDataset) -> float:
     """Return the accuracy over all of `data`, each image counted once (collective)."""
-    # A DistributedSampler would repeat images until all ranks have equally many; a slice does not.
+    # A DistributedSampler would repeat images to give all ranks the same number; a slice does not.
     x, y = (each[world.rank :: world.size].to(world.device) for each in data.tensors)
     correct = (model(x).argmax(dim=1) == y).sum()
     dist.all_reduce(correct)
@@ -109,7 +109,7 @@ def evaluate(world: mpicomm.World, model: nn.Module, data: TensorDataset) -> flo
 
 
 def parameters_are_identical(world: mpicomm.World, model: nn.Module) -> bool:
-    """Tell whether all ranks have the same parameters to the last bit (collective)."""
+    """Return whether all ranks have bitwise identical parameters (collective)."""
     content = torch.cat([each.detach().cpu().flatten() for each in model.parameters()]).numpy().tobytes()
     digest = torch.tensor(list(hashlib.sha256(content).digest()), dtype=torch.uint8, device=world.device)
     everyone = [torch.empty_like(digest) for _ in range(world.size)]
@@ -118,9 +118,9 @@ def parameters_are_identical(world: mpicomm.World, model: nn.Module) -> bool:
 
 
 def share_cores(world: mpicomm.World) -> None:
-    """Give each rank its part of the node's cores, unless the user has said how many threads it gets.
+    """Limit each rank's threads to its share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    Otherwise every rank would start as many threads as there are cores, and they would spend their time taking turns.
+    Otherwise every rank would start as many threads as there are cores, and the threads would compete for the cores.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
-"""A model in parts: the language model of char_lm.py, of which each rank holds a part of every parameter (FSDP2).
+"""A sharded model: the language model of char_lm.py, with each parameter sharded over the ranks (FSDP2).
 
-A layer's parameters are whole on a rank only while it computes with them, so that a model may be larger than the memory
-of one GPU; so are the optimizer's numbers, of which Adam has two for each parameter. At the end rank 0 gathers the
-parameters into an ordinary model, which then writes. Checkpoints hold the same as without FSDP.
+FSDP gathers the parameters of a layer only while the layer computes, so a model may be larger than the memory of one
+GPU. The optimizer state is sharded too; Adam has two values for each parameter. At the end rank 0 gathers the
+parameters into an ordinary model, which generates text. Checkpoints have the same contents as without FSDP.
 
     $ mpirun -n 4 python -m mpicomm.examples.fsdp
     epoch 1/2  step 1  loss -  209 samples/s    2%  0:27 left
@@ -13,16 +13,16 @@ parameters into an ordinary model, which then writes. Checkpoints hold the same 
     run
     ┌────────────────┬────────────────────────────────────────┐
     │ steps          │ 88 in 2 epochs                         │
-    │ time           │ 0:06, of it evaluation 0:00            │
+    │ time           │ 0:06 (evaluation 0:00)                 │
     │ samples/s      │ 995 on 4 ranks                         │
     │ rank 0's steps │ 1% data, 97% compute, 3% communication │
-    │ vm             │ 4 ranks on cpu, at most 364 MiB each   │
+    │ vm             │ 4 ranks on cpu, peak 364 MiB per rank  │
     └────────────────┴────────────────────────────────────────┘
     rank 3 holds 110,336 of 441,344 bytes
     rank 0 holds 110,336 of 441,344 bytes
     rank 2 holds 110,336 of 441,344 bytes
     rank 1 holds 110,336 of 441,344 bytes
-    held-out loss 2.33. Gathered on rank 0, it writes:
+    held-out loss 2.33. Text generated on rank 0:
     def iine alinere veser F)
     serale t t we ine.s oorge alinide
     in                  n   ine ap n an = tinis ar n *"
@@ -52,24 +52,24 @@ def main() -> None:
     print(f"rank {world.rank} holds {here:,} of {whole:,} bytes\n", end="", flush=True)
     copy = gathered(world, model, text)
     if copy is not None:
-        print(f"held-out loss {loss:.2f}. Gathered on rank 0, it writes:\n{generate(copy, text)}", flush=True)
+        print(f"held-out loss {loss:.2f}. Text generated on rank 0:\n{generate(copy, text)}", flush=True)
     if loss > GOAL:
-        sys.exit(1)  # on all ranks: each has the same number
+        sys.exit(1)  # on all ranks: the loss is the same on each
 
 
 def bytes_held(model: nn.Module) -> tuple[int, int]:
-    """Return how many bytes of parameters this rank has, and how many all ranks have together."""
+    """Return the bytes of parameters on this rank, and on all ranks together."""
     here = whole = 0
     for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)  # FSDP has put it in the parameter's place
+        assert isinstance(parameter, DTensor)  # FSDP replaces each parameter by one
         here += parameter.to_local().nbytes
         whole += parameter.nbytes
     return here, whole
 
 
 def gathered(world: mpicomm.World, model: nn.Module, text: Text) -> nn.Module | None:
-    """Return an ordinary model with the same parameters on rank 0, and None elsewhere (collective)."""
-    # With cpu_offload rank 0 alone gets them: where many ranks share a host, its memory need hold them only once.
+    """Return an unsharded model with the same parameters on rank 0, and None on the other ranks (collective)."""
+    # With cpu_offload only rank 0 gets the parameters: a host with many ranks holds them only once.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.rank != 0:
         return None

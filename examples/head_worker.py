@@ -1,13 +1,13 @@
-"""One rank hands out tasks, the others work on them: independent work of uneven length, inside one job.
+"""Head and workers: rank 0 distributes independent tasks of different duration to the other ranks of one job.
 
-Equally many tasks for each rank would not be equally much work: some numbers are split into their prime factors in
-microseconds, others take milliseconds. So rank 0 keeps the list, and a rank that has done one task gets the next.
-`mpi4py.futures` does that on `world.comm`, with the interface of Python's own executors. All ranks run this file, so a
-task may call any function in it; afterwards all go on together. With one rank, that one does the work itself. Workers
-look for tasks once a millisecond, so tasks that are much shorter than that leave them idle.
+The same number of tasks for each rank would not balance the load: some numbers are factored in microseconds, others
+take milliseconds. So rank 0 keeps the task list, and a rank that completes a task gets the next one.
+`mpi4py.futures` implements this on `world.comm`, with the interface of Python's own executors. All ranks run this file,
+so a task may call any function in it; afterwards all ranks continue together. With one rank, that rank runs the tasks
+itself. Workers poll for tasks once per millisecond, so they are idle between tasks that are much shorter than that.
 
-One number is spoilt on purpose: its task raises an exception, which rank 0 gets, and no other task is lost by it.
-`--tasks N` asks for another number of tasks.
+One number is invalid on purpose: its task raises an exception, which rank 0 receives; all other tasks complete.
+`--tasks N` sets the number of tasks.
 
     $ mpirun -n 4 python -m mpicomm.examples.head_worker
     task 500 failed: ValueError: 0 has no prime factors
@@ -27,24 +27,24 @@ import torch.distributed as dist
 
 import mpicomm
 
-FIRST = 10**12  # the numbers from here on are split into their prime factors
+FIRST = 10**12  # the tasks factor the numbers from here on
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a worker sends back."""
+    """The result of a task."""
 
     factors: list[int]
     seconds: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hand out tasks of uneven length.")
+    parser = argparse.ArgumentParser(description="Distribute tasks of different duration.")
     parser.add_argument("--tasks", type=int, default=1000)
     tasks = parser.parse_args().tasks
     world = mpicomm.bootstrap()
     if world.comm is None:
-        raise SystemExit("tasks travel by MPI; start me with `mpirun -n 4 python -m mpicomm.examples.head_worker`")
+        raise SystemExit("this example needs MPI; start it with `mpirun -n 4 python -m mpicomm.examples.head_worker`")
 
     numbers = [FIRST + task for task in range(tasks)]
     if numbers:
@@ -53,23 +53,23 @@ def main() -> None:
     futures = hand_out(world, numbers)
     if world.rank == 0:
         report(numbers, futures, workers=max(1, world.size - 1), seconds=time.perf_counter() - start)
-    dist.barrier()  # all ranks are out again, and go on as ever
+    dist.barrier()  # all ranks have left the executor and continue together
 
 
 def hand_out(world: mpicomm.World, numbers: list[int]) -> list[Future[Answer]]:
-    """Return what came of each number, in the order of the numbers, on rank 0; nothing on the others (collective)."""
+    """Return the futures in the order of the numbers on rank 0, and an empty list on the others (collective)."""
     from mpi4py.futures import MPICommExecutor  # after bootstrap(), which initialises MPI
 
     with MPICommExecutor(world.comm, root=0) as executor:
         if executor is None:
-            return []  # a worker comes here when all is done
-        # Not executor.map(): it ends with the first exception, and the results behind that one are lost.
-        submit = executor.submit  # type: ignore[attr-defined]  # the stub forgets what the block gets
+            return []  # a worker gets here when all tasks are done
+        # Not executor.map(): it raises the first exception and loses the results after it.
+        submit = executor.submit  # type: ignore[attr-defined]  # the type stub lacks the type of `executor`
         return [submit(work, number) for number in numbers]  # the block ends when the last one is done
 
 
 def report(numbers: list[int], futures: list[Future[Answer]], workers: int, seconds: float) -> None:
-    """Print what came of the tasks, and how busy the workers were."""
+    """Print the results of the tasks, and the utilisation of the workers."""
     answers = []
     for task, (number, future) in enumerate(zip(numbers, futures, strict=True)):
         if error := future.exception():
@@ -84,7 +84,7 @@ def report(numbers: list[int], futures: list[Future[Answer]], workers: int, seco
 
 
 def work(number: int) -> Answer:
-    """Do one task; a worker runs this."""
+    """Run one task; the workers call this."""
     start = time.perf_counter()
     factors = prime_factors(number)
     return Answer(factors, time.perf_counter() - start)

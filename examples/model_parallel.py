@@ -1,12 +1,12 @@
-"""Layers spread over the ranks: each rank holds a part of the network, and the parts talk by send and recv.
+"""Model parallelism: each rank holds some layers of a network, and the ranks communicate with send and recv.
 
-For a model that does not fit on one device. On the way forward every rank receives activations from the rank before and
-sends its own to the next; on the way back it receives the gradient of what it has sent, lets autograd go on from there,
-and sends the gradient of what it has received. Only the last rank knows the loss.
+For a model that does not fit on one device. In the forward pass every rank receives activations from the previous rank
+and sends its own to the next one; in the backward pass it receives the gradient of its output, runs autograd from
+there, and sends the gradient of its input. Only the last rank has the loss.
 
-Each rank also trains the whole network by itself: its part has the same parameters there, to 1e-12 in float64. So the
-losses are these on any number of ranks. Only one rank works at a time here while the others wait;
-`mpicomm.examples.pipeline` keeps them busy.
+Each rank also trains the whole network by itself for comparison: the parameters of its part are the same, to 1e-12 in
+float64. So the losses do not depend on the number of ranks. Only one rank computes at a time while the others wait;
+`mpicomm.examples.pipeline` keeps all of them busy.
 
     $ mpirun -n 4 python -m mpicomm.examples.model_parallel
     step 10: loss 0.392829
@@ -14,7 +14,7 @@ losses are these on any number of ranks. Only one rank works at a time here whil
     step 30: loss 0.255360
     step 40: loss 0.217086
     step 50: loss 0.188565
-    the parts together are the network that one rank trains alone
+    parameters of all parts equal those of a network trained on one rank
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.functional import mse_loss
 
 import mpicomm
 
-DEPTH, WIDTH = 6, 32  # layers, and how wide they all are
+DEPTH, WIDTH = 6, 32  # layers, and the width of each
 BATCH, STEPS, SEED = 64, 50, 0
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     world = mpicomm.bootstrap()
     if world.size > DEPTH:
         if world.rank == 0:
-            print(f"{DEPTH} layers are too few for {world.size} ranks; start me with `mpirun -n {DEPTH}`", flush=True)
+            print(f"expected at most {DEPTH} ranks, got {world.size}; start with `mpirun -n {DEPTH}`", flush=True)
         return
     own = slice(world.rank * DEPTH // world.size, (world.rank + 1) * DEPTH // world.size)
     part = network(world)[own]
@@ -51,7 +51,7 @@ def main() -> None:
         torch.testing.assert_close(mine, same, rtol=0, atol=1e-12)
     dist.barrier()
     if world.rank == 0:
-        print("the parts together are the network that one rank trains alone", flush=True)
+        print("parameters of all parts equal those of a network trained on one rank", flush=True)
 
 
 def forward_and_backward(
@@ -60,7 +60,7 @@ def forward_and_backward(
     """Compute the gradients of this rank's part; return the loss on the last rank (collective)."""
     before, after = world.rank - 1, world.rank + 1
     if world.rank > 0:
-        inputs = torch.empty_like(inputs)  # activations are as wide as the inputs are
+        inputs = torch.empty_like(inputs)  # activations have the shape of the inputs
         dist.recv(inputs, before)
         inputs.requires_grad_()
     outputs = part(inputs)
@@ -79,7 +79,7 @@ def forward_and_backward(
 
 
 def network(world: mpicomm.World) -> nn.Sequential:
-    """Return the whole network, the same on all ranks; if it were large, each rank would make its own part alone."""
+    """Return the whole network, the same on all ranks; if it were large, each rank would create only its own part."""
     torch.manual_seed(SEED)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
     return nn.Sequential(*layers).double().to(world.device)
@@ -90,14 +90,14 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def data(world: mpicomm.World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs, which the first rank needs, and targets, which the last one needs."""
+    """Return the inputs, for the first rank, and the targets, for the last one."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator)
     return inputs.to(world.device), inputs.roll(1, dims=1).sin().to(world.device)
 
 
 def trained_alone(world: mpicomm.World) -> nn.Sequential:
-    """Train the whole network on this rank, and return it."""
+    """Return the whole network, trained on this rank alone."""
     whole = network(world)
     inputs, targets = data(world)
     optimizer = optimizer_of(whole)

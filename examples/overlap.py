@@ -1,15 +1,15 @@
-"""Compute while communicating: an all_reduce in the background, and matrix products meanwhile.
+"""Overlap of communication and computation: an asynchronous all_reduce during matrix products.
 
-`dist.all_reduce(tensor, async_op=True)` returns at once, and the ranks do something else before they call `wait()`. How
-much of the communication that hides is measured as the OSU benchmarks do: the communication alone, then about as much
+`dist.all_reduce(tensor, async_op=True)` returns at once, and the ranks compute before they call `wait()`. The hidden
+part of the communication is measured by the method of the OSU benchmarks: the communication alone, then about as much
 computation alone, then both together, and
 
     hidden = 1 - (together - computation) / communication, and not less than 0
 
-Communication over MPI is work too, for a thread of the rank's own: it needs a core that computes nothing, or a GPU that
-computes in the core's place. Below, four ranks share two cores and hide nothing: both take longer together than one
-after the other. Where each rank can have two cores, OMP_NUM_THREADS=1 leaves one of them free, and Open MPI gives them
-with `mpirun -n 4 --map-by slot:PE=2`.
+Communication over MPI runs on the progress thread of the rank: it needs an idle core, or a GPU that computes instead of
+the core. Below, four ranks share two cores and hide nothing: both together take longer than one after the other. Where
+each rank can have two cores, OMP_NUM_THREADS=1 leaves one of them free, and Open MPI assigns them with
+`mpirun -n 4 --map-by slot:PE=2`.
 
     $ mpirun -n 4 python -m mpicomm.examples.overlap
     communication     21.42 ms
@@ -29,21 +29,21 @@ import torch.distributed as dist
 import mpicomm
 
 COUNT = 4 * 1024 * 1024  # elements of float32, 16 MiB
-WIDTH = 384  # of the matrices
+WIDTH = 384  # rows and columns of the matrices
 TRIES = 3
 
 
 def main() -> None:
     world = mpicomm.bootstrap()
     if world.size == 1:
-        print("nobody to communicate with; start me with `mpirun -n 4 python -m mpicomm.examples.overlap`", flush=True)
+        print("needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.overlap`", flush=True)
         return
     tensor = torch.zeros(COUNT, device=world.device)
-    matrix = torch.full((WIDTH, WIDTH), 1 / WIDTH, device=world.device)  # its powers are all the same
+    matrix = torch.full((WIDTH, WIDTH), 1 / WIDTH, device=world.device)  # all of its powers are equal
 
     communication = milliseconds(world, lambda: dist.all_reduce(tensor))
     product = milliseconds(world, lambda: compute(matrix, 10)) / 10
-    products = max(1, round(communication / product))  # the same number on all ranks, as the times are
+    products = max(1, round(communication / product))  # the same number on all ranks, since the times are
     computation = milliseconds(world, lambda: compute(matrix, products))
     together = milliseconds(world, lambda: compute_while_communicating(tensor, matrix, products))
 
@@ -55,10 +55,10 @@ def main() -> None:
 
 
 def compute_while_communicating(tensor: torch.Tensor, matrix: torch.Tensor, products: int) -> None:
-    """Start an all_reduce, work on something else, and then wait for it (collective)."""
+    """Start an all_reduce, compute, and then wait for it (collective)."""
     work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None  # as it would be on a rank outside the group
-    compute(matrix, products)  # `tensor` is not to be touched before wait() returns
+    assert work is not None  # it is None only on a rank outside the group
+    compute(matrix, products)  # do not use `tensor` before wait() returns
     work.wait()
 
 
@@ -69,19 +69,19 @@ def compute(matrix: torch.Tensor, products: int) -> None:
 
 
 def hidden(communication: float, computation: float, together: float) -> float:
-    """Return the part of the communication, from 0 to 1, that took no time beside the computation."""
+    """Return the hidden part of the communication, from 0 to 1."""
     return max(0.0, 1 - (together - computation) / communication)
 
 
 def milliseconds(world: mpicomm.World, action: Callable[[], object]) -> float:
-    """Return how long the action takes on the slowest rank, at best (collective)."""
+    """Return the milliseconds of the action on the slowest rank, the minimum of several tries (collective)."""
     times = torch.empty(TRIES, device=world.device)
     for number in range(TRIES):
         dist.barrier()
         start = time.perf_counter()
         action()
         if world.device.type == "cuda":
-            torch.cuda.synchronize()  # a GPU works on after the call
+            torch.cuda.synchronize()  # CUDA calls are asynchronous
         times[number] = 1000 * (time.perf_counter() - start)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.min().item()

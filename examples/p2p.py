@@ -1,46 +1,46 @@
-"""Messages between two ranks, by `torch.distributed` and by mpicomm's verbs, on the world that `bootstrap()` makes.
+"""Point-to-point messages with `torch.distributed` and with `mpicomm`, in the world that `bootstrap()` creates.
 
 First in pairs (0 and 1, 2 and 3, ...): a blocking send and recv, then both directions at once with isend and irecv.
-Then around the ring: every rank sends to the next one and receives from the one before. Each is done with a few bytes
-and with 8 MiB, and the result is checked. Last comes the ring by a verb, which needs no memory made ahead, and no care.
-The tensors are on the GPU if the ranks have GPUs. The lines of several ranks may come in another order.
+Then around the ring: every rank sends to the next rank and receives from the previous one. Each runs with a few bytes
+and with 8 MiB, and the result is checked. The last one is the ring with `mpicomm.sendrecv`, which needs no receive
+buffer and no order of sends. The tensors are on the GPU if the ranks have GPUs. The order of the lines may differ.
 
     $ mpirun -n 4 python -m mpicomm.examples.p2p
     -- blocking send and recv in pairs, 16 B
-    rank 0: had 0, sent it to rank 1
-    rank 2: had 2, sent it to rank 3
-    rank 1: had 1, has 0 from rank 0
-    rank 3: had 3, has 2 from rank 2
+    rank 0: sent 0 to rank 1
+    rank 2: sent 2 to rank 3
+    rank 1: had 1, received 0 from rank 0
+    rank 3: had 3, received 2 from rank 2
     -- isend and irecv in pairs, 16 B
-    rank 1: had 1, has 0 from rank 0
-    rank 3: had 3, has 2 from rank 2
-    rank 0: had 0, has 1 from rank 1
-    rank 2: had 2, has 3 from rank 3
+    rank 1: had 1, received 0 from rank 0
+    rank 3: had 3, received 2 from rank 2
+    rank 0: had 0, received 1 from rank 1
+    rank 2: had 2, received 3 from rank 3
     -- isend and irecv around the ring, 16 B
-    rank 1: had 1, has 0 from rank 0
-    rank 3: had 3, has 2 from rank 2
-    rank 0: had 0, has 3 from rank 3
-    rank 2: had 2, has 1 from rank 1
+    rank 1: had 1, received 0 from rank 0
+    rank 3: had 3, received 2 from rank 2
+    rank 0: had 0, received 3 from rank 3
+    rank 2: had 2, received 1 from rank 1
     -- blocking send and recv in pairs, 8 MiB
-    rank 2: had 2, sent it to rank 3
-    rank 0: had 0, sent it to rank 1
-    rank 3: had 3, has 2 from rank 2
-    rank 1: had 1, has 0 from rank 0
+    rank 2: sent 2 to rank 3
+    rank 0: sent 0 to rank 1
+    rank 3: had 3, received 2 from rank 2
+    rank 1: had 1, received 0 from rank 0
     -- isend and irecv in pairs, 8 MiB
-    rank 3: had 3, has 2 from rank 2
-    rank 0: had 0, has 1 from rank 1
-    rank 2: had 2, has 3 from rank 3
-    rank 1: had 1, has 0 from rank 0
+    rank 3: had 3, received 2 from rank 2
+    rank 0: had 0, received 1 from rank 1
+    rank 2: had 2, received 3 from rank 3
+    rank 1: had 1, received 0 from rank 0
     -- isend and irecv around the ring, 8 MiB
-    rank 3: had 3, has 2 from rank 2
-    rank 1: had 1, has 0 from rank 0
-    rank 2: had 2, has 1 from rank 1
-    rank 0: had 0, has 3 from rank 3
-    -- a dict around the ring, by a verb, 8 MiB
-    rank 1: had 1, has 0 from rank 0
-    rank 3: had 3, has 2 from rank 2
-    rank 0: had 0, has 3 from rank 3
-    rank 2: had 2, has 1 from rank 1
+    rank 3: had 3, received 2 from rank 2
+    rank 1: had 1, received 0 from rank 0
+    rank 2: had 2, received 1 from rank 1
+    rank 0: had 0, received 3 from rank 3
+    -- a dict around the ring with mpicomm.sendrecv, 8 MiB
+    rank 1: had 1, received 0 from rank 0
+    rank 3: had 3, received 2 from rank 2
+    rank 0: had 0, received 3 from rank 3
+    rank 2: had 2, received 1 from rank 1
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ import torch.distributed as dist
 import mpicomm
 
 FEW = 4  # elements of float32, 16 B
-MANY = 2 * 1024 * 1024  # 8 MiB: MPI and NCCL do not buffer so much, a send ends when the other side receives
+MANY = 2 * 1024 * 1024  # 8 MiB, which MPI and NCCL do not buffer: a send completes when the peer receives
 
 
 def main() -> None:
     world = mpicomm.bootstrap()
     if world.size == 1:
-        say(world, "nobody to talk to; start me with `mpirun -n 4 python -m mpicomm.examples.p2p`")
+        say(world, "needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.p2p`")
         return
     for count in (FEW, MANY):
         heading(world, "blocking send and recv in pairs", count)
@@ -66,64 +66,64 @@ def main() -> None:
         swap_in_pairs(world, count)
         heading(world, "isend and irecv around the ring", count)
         pass_around_the_ring(world, count)
-    heading(world, "a dict around the ring, by a verb", MANY)
+    heading(world, "a dict around the ring with mpicomm.sendrecv", MANY)
     pass_a_dict_around_the_ring(world, MANY)
 
 
 def send_to_the_right(world: mpicomm.World, count: int) -> None:
-    """The even rank of each pair sends, the odd one receives."""
+    """Send from the even rank of each pair to the odd one."""
     peer = partner(world)
     tensor = fill(world, count)
     if peer is None:
-        say(world, "sits out, the number of ranks is odd")
+        say(world, "idle, the number of ranks is odd")
     elif world.rank < peer:
         dist.send(tensor, peer)
-        say(world, f"had {world.rank}, sent it to rank {peer}")
+        say(world, f"sent {world.rank} to rank {peer}")
     else:
         dist.recv(tensor, peer)
         check(tensor, peer)
-        say(world, f"had {world.rank}, has {tensor[0]:.0f} from rank {peer}")
+        say(world, f"had {world.rank}, received {tensor[0]:.0f} from rank {peer}")
 
 
 def swap_in_pairs(world: mpicomm.World, count: int) -> None:
-    """The ranks of each pair send to each other at the same time."""
+    """Exchange tensors within each pair, in both directions at once."""
     peer = partner(world)
     if peer is None:
-        say(world, "sits out, the number of ranks is odd")
+        say(world, "idle, the number of ranks is odd")
     else:
         exchange(world, count, dst=peer, src=peer)
 
 
 def pass_around_the_ring(world: mpicomm.World, count: int) -> None:
-    """Every rank sends to the next and receives from the previous one."""
+    """Send to the next rank and receive from the previous one."""
     exchange(world, count, dst=(world.rank + 1) % world.size, src=(world.rank - 1) % world.size)
 
 
 def pass_a_dict_around_the_ring(world: mpicomm.World, count: int) -> None:
-    """The same by one call: what comes is not known before, and no order of sends and receives can be wrong."""
+    """Do the same in one call: the receiver need not know the shape, and no order of send and receive can be wrong."""
     dst, src = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     got = mpicomm.sendrecv({"sender": world.rank, "tensor": fill(world, count)}, dst, src)
     check(got["tensor"], got["sender"])
-    say(world, f"had {world.rank}, has {got['sender']} from rank {src}")
+    say(world, f"had {world.rank}, received {got['sender']} from rank {src}")
 
 
 def exchange(world: mpicomm.World, count: int, dst: int, src: int) -> None:
     """Send to `dst` while receiving from `src`.
 
-    Were the sends blocking, every rank could wait for the next one to receive, forever.
+    With blocking sends every rank could wait for the next one to receive, forever.
     """
     outgoing = fill(world, count)
     incoming = torch.empty_like(outgoing)
-    # MPI would take the two in any order. NCCL carries them out in the order of the calls, so not all may send first.
+    # MPI accepts any order. NCCL executes messages in the order of the calls, so not all ranks may send first.
     if world.rank < dst:
         works = [dist.isend(outgoing, dst), dist.irecv(incoming, src)]
     else:
         works = [dist.irecv(incoming, src), dist.isend(outgoing, dst)]
     for work in works:
-        assert work is not None  # as it would be on a rank outside the group
+        assert work is not None  # it is None only on a rank outside the group
         work.wait()
     check(incoming, src)
-    say(world, f"had {world.rank}, has {incoming[0]:.0f} from rank {src}")
+    say(world, f"had {world.rank}, received {incoming[0]:.0f} from rank {src}")
 
 
 def partner(world: mpicomm.World) -> int | None:

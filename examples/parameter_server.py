@@ -1,11 +1,11 @@
-"""A parameter server: rank 0 holds the parameters, the others push gradients and pull parameters at their own pace.
+"""A parameter server: rank 0 holds the parameters, the workers push gradients and pull parameters at their own pace.
 
-Nobody waits for the slowest rank, as all do in all_reduce. Rank 0 receives from whoever comes (`dist.recv` without
-`src` says who it was), takes a step at once, and sends the parameters back. So a gradient belongs to parameters that
-are some steps old when it arrives: as many as the other workers have caused meanwhile. Small steps forgive that. The
-workers are unequal on purpose: rank r pauses 3 r milliseconds before each push.
+No worker waits for the slowest rank, as with all_reduce. Rank 0 receives from any rank (`dist.recv` without `src`
+returns the sender), takes a step at once, and sends the parameters back. So a gradient is computed from parameters that
+are some steps old when it arrives: as many as the other workers caused meanwhile. Small steps tolerate that. The
+workers differ in speed on purpose: rank r pauses 3 r milliseconds before each push.
 
-The problem is one of least squares: find the weights behind noisy sums.
+The problem is linear least squares: find the weights of noisy sums.
 
     $ mpirun -n 4 python -m mpicomm.examples.parameter_server
     loss 312.4008 at the start
@@ -28,13 +28,13 @@ WEIGHTS, BATCH, NOISE = 10, 64, 0.1
 PUSHES = 600  # of all workers together
 LEARNING_RATE = 0.02
 SERVER = 0
-GOAL = 2 * NOISE**2  # nobody gets below the noise's own NOISE ** 2
+GOAL = 2 * NOISE**2  # the noise itself contributes NOISE ** 2
 
 
 def main() -> None:
     world = mpicomm.bootstrap()
     if world.size == 1:
-        print("a server without workers; start me with `mpirun -n 4 python -m mpicomm.examples.parameter_server`")
+        print("needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.parameter_server`")
     elif world.rank == SERVER:
         serve(world)
     else:
@@ -42,9 +42,9 @@ def main() -> None:
 
 
 def serve(world: mpicomm.World) -> None:
-    """Take a step with each gradient, in the order in which they come, and print how it went."""
-    # A message is the weights and, as its last element, whether to go on. It lies in host memory: NCCL cannot receive
-    # from whoever comes.
+    """Take a step with each gradient in the order of arrival, and print the result."""
+    # A message is the weights, and a last element that is 1 to continue and 0 to stop. It is in host memory: NCCL
+    # cannot receive from any rank.
     message = torch.cat([torch.zeros(WEIGHTS), torch.ones(1)])
     parameters, gradient = message[:-1], torch.empty(WEIGHTS)
     print(f"loss {loss(parameters):.4f} at the start", flush=True)
@@ -57,7 +57,7 @@ def serve(world: mpicomm.World) -> None:
         pushes[worker] += 1
         dist.send(message, worker)
     message[-1] = 0
-    for _ in range(1, world.size):  # each has a gradient on its way, or soon will
+    for _ in range(1, world.size):  # each worker still sends one gradient
         dist.send(message, dist.recv(gradient))
 
     for worker, count in pushes.items():
@@ -67,7 +67,7 @@ def serve(world: mpicomm.World) -> None:
 
 
 def work(world: mpicomm.World) -> None:
-    """Pull parameters, compute a gradient on samples of this rank's own, push it, until the server has enough."""
+    """Pull parameters, compute a gradient on this rank's samples and push it, until the server stops."""
     generator = torch.Generator().manual_seed(world.rank)
     message = torch.empty(WEIGHTS + 1)
     dist.recv(message, SERVER)
@@ -82,13 +82,13 @@ def work(world: mpicomm.World) -> None:
 
 
 def samples(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random x and the sums of its columns, weighed with 0, 1, 2 and so on, with some noise."""
+    """Return random x, and the sums of its columns with the weights 0, 1, 2 and so on, plus noise."""
     x = torch.randn(BATCH, WEIGHTS, generator=generator)
     return x, x @ torch.arange(WEIGHTS).float() + NOISE * torch.randn(BATCH, generator=generator)
 
 
 def loss(parameters: torch.Tensor) -> float:
-    """Return the mean squared error on samples that no worker has."""
+    """Return the mean squared error on samples that no worker uses."""
     x, y = samples(torch.Generator().manual_seed(0))
     return ((x @ parameters - y) ** 2).mean().item()
 

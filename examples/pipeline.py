@@ -1,12 +1,12 @@
-"""A pipeline of as many stages as there are ranks, by PyTorch's own `torch.distributed.pipelining`.
+"""Pipeline parallelism with one stage per rank, by PyTorch's own `torch.distributed.pipelining`.
 
-As in `mpicomm.examples.model_parallel` each rank holds a part of the network. Here a batch is cut into microbatches:
-while one rank works on the second, the next one works on the first. With p stages and m microbatches a rank waits
-(p - 1) / (m + p - 1) of the time: 3 parts of 11 for 4 ranks and 8 microbatches. The schedule 1F1B does a forward and a
-backward step in turns, so that no rank keeps the activations of more than p microbatches.
+As in `mpicomm.examples.model_parallel` each rank holds a part of the network. Here a batch is split into microbatches:
+while one rank computes the second, the next rank computes the first. With p stages and m microbatches a rank is idle
+(p - 1) / (m + p - 1) of the time: 3 / 11 for 4 ranks and 8 microbatches. The schedule 1F1B alternates forward and
+backward steps, so no rank keeps the activations of more than p microbatches.
 
-The gradients of a batch are the mean of those of its microbatches: the parameters are those of a network that one rank
-trains alone, to 1e-12 in float64. Only the last rank knows the losses.
+The gradients of a batch are the mean of those of its microbatches: the parameters equal those of a network that one
+rank trains alone, to 1e-12 in float64. Only the last rank has the losses.
 
     $ mpirun -n 4 python -m mpicomm.examples.pipeline
     step 10: loss 0.359947
@@ -14,7 +14,7 @@ trains alone, to 1e-12 in float64. Only the last rank knows the losses.
     step 30: loss 0.200253
     step 40: loss 0.159569
     step 50: loss 0.128904
-    the stages together are the network that one rank trains alone
+    parameters of all stages equal those of a network trained on one rank
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.functional import mse_loss
 
 import mpicomm
 
-ROWS, WIDTH = 8, 32  # of a microbatch
+ROWS, WIDTH = 8, 32  # shape of a microbatch
 STEPS, SEED = 50, 0
 
 
@@ -40,18 +40,18 @@ def main() -> None:
         torch.testing.assert_close(mine, same, rtol=0, atol=1e-12)
     dist.barrier()
     if world.rank == 0:
-        print("the stages together are the network that one rank trains alone", flush=True)
+        print("parameters of all stages equal those of a network trained on one rank", flush=True)
 
 
 def train(world: mpicomm.World, module: nn.Module) -> None:
-    """Train this rank's stage, and print the losses on the last rank (collective)."""
+    """Train this rank's stage; print the losses on the last rank (collective)."""
     stage = PipelineStage(module, world.rank, world.size, world.device)
     schedule = Schedule1F1B(stage, microbatches(world), loss_fn=mse_loss)
     optimizer = optimizer_of(module)
     inputs, targets = data(world)
     for number in range(STEPS):
         optimizer.zero_grad()
-        losses: list[torch.Tensor] = []  # of the microbatches
+        losses: list[torch.Tensor] = []  # one per microbatch
         schedule.step(
             *([inputs] if stage.is_first else []),
             target=targets if stage.is_last else None,
@@ -63,12 +63,12 @@ def train(world: mpicomm.World, module: nn.Module) -> None:
 
 
 def microbatches(world: mpicomm.World) -> int:
-    """Return how many microbatches a batch has; 1F1B wants no fewer than there are stages."""
+    """Return the number of microbatches in a batch; 1F1B needs at least as many as there are stages."""
     return max(8, world.size)
 
 
 def network(world: mpicomm.World) -> nn.Sequential:
-    """Return the whole network, the same on all ranks; if it were large, each rank would make its own stage alone."""
+    """Return the whole network, the same on all ranks; if it were large, each rank would create only its own stage."""
     torch.manual_seed(SEED)
     stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(world.size)]
     return nn.Sequential(*stages).double().to(world.device)
@@ -79,14 +79,14 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def data(world: mpicomm.World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs, which the first rank needs, and targets, which the last one needs."""
+    """Return the inputs, for the first rank, and the targets, for the last one."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(microbatches(world) * ROWS, WIDTH, dtype=torch.float64, generator=generator)
     return inputs.to(world.device), inputs.roll(1, dims=1).sin().to(world.device)
 
 
 def trained_alone(world: mpicomm.World) -> nn.Sequential:
-    """Train the whole network on this rank, and return it."""
+    """Return the whole network, trained on this rank alone."""
     whole = network(world)
     inputs, targets = data(world)
     optimizer = optimizer_of(whole)

@@ -1,12 +1,14 @@
-"""The ring algorithm of all_reduce, written by hand from isend and irecv, beside `dist.all_reduce`.
+"""The ring algorithm of all_reduce, implemented with isend and irecv, in comparison with `dist.all_reduce`.
 
-Every rank cuts its tensor into as many chunks as there are ranks, and talks to two others alone: it sends to the next
-one and receives from the one before. In size - 1 steps the chunks go around, and each rank adds its own to what comes
-(reduce-scatter); then every rank has one chunk of the sum. In size - 1 more steps these go around (all-gather). So a
-rank sends 2 (size - 1) / size of its tensor: less than two tensors on any number of ranks, and no algorithm needs less
-(Patarasuk and Yuan, 2009). It pays for that with many steps, which is why MPI takes other algorithms for small tensors.
+Every rank splits its tensor into as many chunks as there are ranks, and communicates only with its two neighbours: it
+sends to the next rank and receives from the previous one. In size - 1 steps the chunks pass around the ring, and each
+rank adds its own chunk to the received one (reduce-scatter); then every rank has one chunk of the sum. In size - 1 more
+steps these chunks pass around (all-gather). So a rank sends 2 (size - 1) / size of its tensor: less than two tensors on
+any number of ranks, which is optimal (Patarasuk and Yuan, 2009). The cost is the number of steps, which is why MPI
+selects other algorithms for small tensors.
 
-The times are those of the slowest rank, at best. They say little where ranks outnumber cores.
+The times are those of the slowest rank, the minimum of several tries. They are not meaningful if there are more ranks
+than cores.
 
     $ mpirun -n 4 python -m mpicomm.examples.ring_all_reduce
     4 ranks, 6 steps in the ring
@@ -33,7 +35,10 @@ TRIES = 5
 def main() -> None:
     world = mpicomm.bootstrap()
     if world.size == 1:
-        print("nobody to talk to; start me with `mpirun -n 4 python -m mpicomm.examples.ring_all_reduce`", flush=True)
+        print(
+            "needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.ring_all_reduce`",
+            flush=True,
+        )
         return
     if world.rank == 0:
         print(f"{world.size} ranks, {2 * (world.size - 1)} steps in the ring", flush=True)
@@ -42,7 +47,7 @@ def main() -> None:
         by_hand, by_library = mine.clone(), mine.clone()
         ring_all_reduce(world, by_hand)
         dist.all_reduce(by_library)
-        assert torch.equal(by_hand, by_library), "the ring's sum is another one"
+        assert torch.equal(by_hand, by_library), "the ring's sum differs from that of all_reduce"
 
         ring = milliseconds(world, functools.partial(ring_all_reduce, world, mine.clone()))
         library = milliseconds(world, functools.partial(dist.all_reduce, mine.clone()))
@@ -52,7 +57,7 @@ def main() -> None:
 
 def ring_all_reduce(world: mpicomm.World, tensor: torch.Tensor) -> None:
     """Replace a contiguous tensor by its sum over the ranks (collective)."""
-    chunks = tensor.view(-1).tensor_split(world.size)  # parts of the tensor itself, no copies
+    chunks = tensor.view(-1).tensor_split(world.size)  # views of the tensor, no copies
 
     def chunk(number: int) -> torch.Tensor:
         return chunks[number % world.size]
@@ -62,14 +67,14 @@ def ring_all_reduce(world: mpicomm.World, tensor: torch.Tensor) -> None:
         arrived = torch.empty_like(mine)
         pass_on(world, chunk(world.rank - step), arrived)
         mine += arrived
-    # This rank now has the sum of the chunk of the next one.
+    # This rank now has the sum of the next rank's chunk.
     for step in range(world.size - 1):  # all-gather
         pass_on(world, chunk(world.rank - step + 1), chunk(world.rank - step))
 
 
 def pass_on(world: mpicomm.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """Send a tensor to the next rank while another comes from the rank before."""
-    # A batch, because NCCL would carry out single messages in the order of the calls, and all ranks would send first.
+    """Send a tensor to the next rank and receive one from the previous rank."""
+    # As a batch, because NCCL executes single messages in the order of the calls, and all ranks would send first.
     messages = [
         dist.P2POp(dist.isend, outgoing, (world.rank + 1) % world.size),
         dist.P2POp(dist.irecv, incoming, (world.rank - 1) % world.size),
@@ -79,20 +84,20 @@ def pass_on(world: mpicomm.World, outgoing: torch.Tensor, incoming: torch.Tensor
 
 
 def numbers(world: mpicomm.World, count: int) -> torch.Tensor:
-    """Return this rank's tensor: whole numbers, whose sum is exact in whatever order they are added."""
+    """Return this rank's tensor: integers, whose sum is exact in any order of summation."""
     generator = torch.Generator().manual_seed(world.rank)
     return torch.randint(-100, 100, (count,), generator=generator).float().to(world.device)
 
 
 def milliseconds(world: mpicomm.World, operation: Callable[[], object]) -> float:
-    """Return how long the operation takes on the slowest rank, at best (collective)."""
+    """Return the milliseconds of the operation on the slowest rank, the minimum of several tries (collective)."""
     times = torch.empty(TRIES, device=world.device)
     for number in range(TRIES):
         dist.barrier()
         start = time.perf_counter()
         operation()
         if world.device.type == "cuda":
-            torch.cuda.synchronize()  # a GPU works on after the call
+            torch.cuda.synchronize()  # CUDA calls are asynchronous
         times[number] = 1000 * (time.perf_counter() - start)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.min().item()

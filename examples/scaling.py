@@ -1,13 +1,14 @@
-"""Strong and weak scaling: how long a step of training takes on 1, 2, 4 and all ranks, with PyTorch's own DDP.
+"""Strong and weak scaling: the duration of a training step on 1, 2, 4 and all ranks, with PyTorch's own DDP.
 
-Strong scaling divides a batch that stays the same: n ranks should take an n-th of the time. Weak scaling gives each
-rank a batch of the same size: n ranks should do n times as much in the same time. For both
+Strong scaling divides a batch of fixed size: ideally n ranks take 1 / n of the time. Weak scaling gives each rank a
+batch of fixed size: ideally n ranks process n times as many samples in the same time. For both
 
     speed-up = samples per second of n ranks / samples per second of one        efficiency = speed-up / n
 
-Ranks that share cores cannot scale: they do the same work on the same cores, and communicate besides. Below, four ranks
-share two busy cores, so this shows what that costs, and nothing of how DDP scales. For that, give every rank cores or a
-GPU of its own, and the same number of threads in all measurements. `--plot F.png` draws the figures.
+Ranks that share cores cannot scale: they do the same work on the same cores, and communicate in addition. Below, four
+ranks share two busy cores, so the figures show the cost of sharing, not how DDP scales. To measure that, give every
+rank its own cores or its own GPU, and use the same number of threads in all measurements. `--plot F.png` plots the
+figures.
 
     $ mpirun -n 4 python -m mpicomm.examples.scaling
     strong: 128 samples in all
@@ -40,12 +41,12 @@ import mpicomm
 from mpicomm.examples.ddp import share_cores
 
 WIDTH, LAYERS = 768, 4
-UNCOUNTED, COUNTED = 2, 7  # rounds; DDP arranges its gradients anew after the first step
+UNCOUNTED, COUNTED = 2, 7  # rounds; DDP rebuilds its gradient buckets after the first step
 KINDS = ("strong", "weak")
 
 
 class Point(NamedTuple):
-    """What was found for one number of ranks."""
+    """Figures for one number of ranks."""
 
     ranks: int
     milliseconds: float
@@ -56,13 +57,13 @@ class Point(NamedTuple):
 
 def main() -> None:
     arguments = parse_arguments()
-    figure = import_figure() if arguments.plot else None  # before the work, which would be lost if it is missing
+    figure = import_figure() if arguments.plot else None  # before the measurement, which a missing package would waste
     world = mpicomm.bootstrap()
     share_cores(world)
     times = measure(world, arguments.batch)
     points = {kind: compare(kind, times[kind], arguments.batch) for kind in KINDS}
     if world.rank == 0:
-        # What is no terminal may look like one behind a launcher.
+        # Behind a launcher rich may mistake a pipe for a terminal.
         console = Console(force_terminal=False, width=80)
         console.print(make_table(f"strong: {arguments.batch} samples in all", points["strong"]))
         console.print(make_table(f"weak: {arguments.batch} samples per rank", points["weak"]))
@@ -73,15 +74,15 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=128, help="samples in all, or per rank (%(default)s)")
-    parser.add_argument("--plot", metavar="F.png", help="draw the figures too")
+    parser.add_argument("--plot", metavar="F.png", help="plot the figures to this file")
     return parser.parse_args()
 
 
 def measure(world: mpicomm.World, batch: int) -> dict[str, dict[int, float]]:
     """Return the milliseconds of a step by kind and number of ranks (collective).
 
-    The kinds and numbers take turns, so that a busy moment of the machine does not fall on one of them. The slowest
-    rank counts, and of the rounds the median.
+    The kinds and numbers run in turn, so that a load peak of the machine does not affect only one of them. Each time is
+    that of the slowest rank; the result is the median of the rounds.
     """
     numbers = [n for n in (2**k for k in range(world.size.bit_length())) if n < world.size] + [world.size]
     models = {n: make_model(world, n) for n in numbers}
@@ -89,7 +90,7 @@ def measure(world: mpicomm.World, batch: int) -> dict[str, dict[int, float]]:
     times = torch.zeros(UNCOUNTED + COUNTED, len(cases), device=world.device)
     for row in times:
         for column, (kind, n) in enumerate(cases):
-            dist.barrier()  # those who have no part in it wait here, at the next one
+            dist.barrier()  # ranks that do not take part wait here, at the next barrier
             if (model := models[n]) is not None:
                 mine = len(range(world.rank, batch, n)) if kind == "strong" else batch
                 row[column] = 1000 * take_step(world, model, mine)
@@ -100,7 +101,7 @@ def measure(world: mpicomm.World, batch: int) -> dict[str, dict[int, float]]:
 
 def make_model(world: mpicomm.World, n: int) -> nn.Module | None:
     """Return a model on the first n ranks, and None on the others (collective)."""
-    group = dist.new_group(list(range(n)))  # on all ranks, whether they are in it or not
+    group = dist.new_group(list(range(n)))  # on all ranks, whether they are members or not
     if world.rank >= n:
         return None
     layers = [each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -108,19 +109,19 @@ def make_model(world: mpicomm.World, n: int) -> nn.Module | None:
 
 
 def take_step(world: mpicomm.World, model: nn.Module, batch: int) -> float:
-    """Return the seconds that a step takes (collective on the model's ranks)."""
+    """Return the seconds of a step (collective on the model's ranks)."""
     inputs = torch.ones(batch, WIDTH, device=world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     start = time.perf_counter()
     model(inputs).square().mean().backward()
     optimizer.step()
     if world.device.type == "cuda":
-        torch.cuda.synchronize()  # a GPU works on after the call
+        torch.cuda.synchronize()  # CUDA calls are asynchronous
     return time.perf_counter() - start
 
 
 def compare(kind: str, times: Mapping[int, float], batch: int) -> list[Point]:
-    """Return how each number of ranks compares with one."""
+    """Return the figures of each number of ranks in comparison with one rank."""
     rates = {n: 1000 / ms * (batch if kind == "strong" else batch * n) for n, ms in times.items()}
     return [Point(n, times[n], rate, rate / rates[1], rate / rates[1] / n) for n, rate in rates.items()]
 
@@ -135,7 +136,7 @@ def make_table(title: str, points: list[Point]) -> Table:
 
 
 def import_figure() -> Any:
-    """Return matplotlib's class of figures, of which this needs no more."""
+    """Return a figure of matplotlib, without pyplot."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -144,7 +145,7 @@ def import_figure() -> Any:
 
 
 def draw(figure: Any, points: Mapping[str, list[Point]], path: str) -> None:
-    """Draw speed-up and efficiency against the number of ranks, and what would be ideal."""
+    """Plot speed-up and efficiency against the number of ranks, with the ideal lines."""
     ranks = [each.ranks for each in points["strong"]]
     ideals = {"speed-up": ranks, "efficiency": [1] * len(ranks)}
     for axes, (name, ideal) in zip(figure.subplots(1, 2), ideals.items(), strict=True):

@@ -1,11 +1,11 @@
 """Without MPI: a program that starts its own processes, on one machine.
 
-`torch.multiprocessing.spawn` starts processes that run one function, and they meet in a file of a temporary directory.
-One does so in a notebook, in a test, or where there is no MPI. It ends at the edge of the machine; and the program says
-itself what `mpicomm.bootstrap()` would find out: who is who, where they meet, and who has which device.
+`torch.multiprocessing.spawn` starts processes that run one function; their rendezvous is a file in a temporary
+directory. This is for a notebook, a test, or a machine without MPI. It is limited to one machine, and the program
+itself must set what `mpicomm.bootstrap()` would determine: the ranks, the rendezvous, and the device of each process.
 
-The processes talk over Gloo, or over NCCL where each has a GPU of its own. MPI is of no use to them: its ranks are the
-processes that mpirun or srun has started. So under mpirun this program fails, and says what to do.
+The processes communicate over Gloo, or over NCCL if each has its own GPU. They cannot use MPI, whose ranks are the
+processes that mpirun or srun has started. So under mpirun this program fails with a message that names the remedy.
 
     $ python -m mpicomm.examples.spawn
     rank 0 of 4: cpu, gloo, sum 10
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-# By these launchers tell their processes the rank: Open MPI's, that of MPICH and Intel MPI, srun, torchrun.
+# Rank variables of the launchers: Open MPI, MPICH and Intel MPI, srun, torchrun.
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")
 
 
@@ -39,18 +39,18 @@ def main() -> None:
     size = parser.parse_args().processes
     if (name := variable_of_launcher()) is not None:
         if os.environ[name] != "0":
-            return  # rank 0's status and message are the job's
+            return  # only rank 0 exits with a status and a message
         sys.exit(
             f"this program starts its own processes, but a launcher started it on several ranks ({name} is set).\n"
             f"Run it without mpirun, srun or torchrun: python -m mpicomm.examples.spawn"
         )
     with tempfile.TemporaryDirectory() as directory:
-        # Returns when all have ended; raises with the traceback of the first that fails, and ends the others.
+        # Returns when all processes have ended; if one fails, terminates the others and raises with its traceback.
         torch.multiprocessing.spawn(work, args=(size, Path(directory, "rendezvous")), nprocs=size)
 
 
 def variable_of_launcher() -> str | None:
-    """Return the variable that holds this process's rank, if a launcher started it as one of several."""
+    """Return the variable with this process's rank, if a launcher started it as one of several."""
     return next((name for name in RANKS if name in os.environ), None)
 
 
@@ -67,7 +67,7 @@ def work(rank: int, size: int, file: Path) -> None:
 
 
 def device_of(rank: int, size: int) -> torch.device:
-    """Return a GPU of the process's own, if there are enough for all."""
+    """Return a GPU for this process alone if there are enough GPUs for all processes, else the CPU."""
     if dist.is_nccl_available() and torch.cuda.device_count() >= size:
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)

@@ -1,7 +1,7 @@
-"""The trainer: a small convolutional network learns handwritten digits, and can be ended at any moment.
+"""The trainer: a small convolutional network learns handwritten digits, and may be interrupted at any time.
 
-End it with Ctrl-C, `kill` or a time limit and start it again: it goes on where it was. Once it is complete, a further
-start says so. `--dir` is where the run lives.
+After Ctrl-C, `kill` or a time limit run the command again: training resumes from the checkpoint. Once training is
+complete, a further run reports that. `--dir` is the checkpoint directory.
 
     $ mpirun -n 4 python -m mpicomm.examples.trainer
     epoch 1/12  step 1  loss -  2,096 samples/s    9%  0:08 left
@@ -20,10 +20,10 @@ start says so. `--dir` is where the run lives.
     run
     ┌────────────────┬─────────────────────────────────────────┐
     │ steps          │ 144 in 12 epochs                        │
-    │ time           │ 0:04, of it evaluation 0:00             │
+    │ time           │ 0:04 (evaluation 0:00)                  │
     │ samples/s      │ 4,604 on 4 ranks                        │
     │ rank 0's steps │ 2% data, 63% compute, 35% communication │
-    │ laptop         │ 4 ranks on cpu, at most 418 MiB each    │
+    │ laptop         │ 4 ranks on cpu, peak 418 MiB per rank   │
     └────────────────┴─────────────────────────────────────────┘
     test accuracy 98.3% of 360 images
 """
@@ -66,13 +66,13 @@ def main() -> None:
     if world.rank == 0:
         print(f"test accuracy {last['accuracy']:.1%} of {last['eval_samples']} images", flush=True)
     if last["accuracy"] < GOAL:
-        sys.exit(1)  # on all ranks: each has the same numbers
+        sys.exit(1)  # on all ranks: the values are the same on each
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=12, help="how often to go through the images (%(default)s)")
-    parser.add_argument("--dir", default="runs/digits", help="where the run lives (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=12, help="number of epochs (%(default)s)")
+    parser.add_argument("--dir", default="runs/digits", help="checkpoint directory (%(default)s)")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (%(default)s)")
     return parser.parse_args()
 
@@ -93,7 +93,7 @@ def make_model() -> nn.Module:
 
 
 def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return for each image whether its digit was found."""
+    """Return for each image whether the prediction is correct."""
     return outputs.argmax(dim=1) == labels
 
 

@@ -1,4 +1,4 @@
-"""`python -m mpicomm`: the command, where it is not on the path."""
+"""`python -m mpicomm`: runs the mpicomm command where it is not on PATH."""
 
 from __future__ import annotations
 

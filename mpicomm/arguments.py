@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass: one form of error, with what is expected, what was got and the next step."""
+"""Checks of user arguments; every error states the expected value, the value got and the next step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-_SHOWN = 500  # characters of a value
+_SHOWN = 500  # the most characters of a value in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What an argument must be."""
+    """The type and the range of an argument."""
 
     kind: str
-    """Its type, for people: `an integer`."""
+    """The type, as the message shows it: `an integer`."""
 
     is_kind: Callable[[Any], bool]
     limits: str = ""
-    """Its range, for people: `an integer from 0 to 3`; `kind` if left out."""
+    """The range, as the message shows it: `an integer from 0 to 3`; `kind` by default."""
 
     is_within: Callable[[Any], bool] = lambda _: True
     remedy: str = ""
-    """The next step; to pass what is expected, if left out."""
+    """The last line of the message, the next step; by default, to pass a value in range."""
 
     def check(self, value: Any, name: str, what: str = "") -> None:
-        """Refuse a value.
+        """Check a value.
 
         Args:
-            name: The argument's.
-            what: The function's, if the traceback alone does not show it.
+            value: The value.
+            name: The name of the argument.
+            what: The name of the function, if the traceback alone does not show it.
 
         Raises:
-            TypeError: If it is of another type.
-            ValueError: If it is out of range.
+            TypeError: If the value is of another type.
+            ValueError: If the value is out of range.
         """
         if not self.is_kind(value):
             raise TypeError(self._message(self.kind, f"{shown(value)} ({type(value).__name__})", name, what))
@@ -43,7 +44,7 @@ class Expected:
             raise ValueError(self._message(self.limits or self.kind, shown(value), name, what))
 
     def or_none(self) -> Expected:
-        """Return the same, or None."""
+        """Return a check that accepts None too."""
         return dataclasses.replace(
             self,
             kind=f"{self.kind} or None",
@@ -58,13 +59,13 @@ class Expected:
 
 
 def shown(value: Any) -> str:
-    """Return a value's representation, shortened."""
+    """Return the repr of a value, shortened to `_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def integer(least: int | None = None, most: int | None = None, remedy: str = "") -> Expected:
-    """Expect an integer, within limits."""
+    """Expect an integer, from `least` to `most` if they are given."""
     if most is not None:
         limits = f"an integer from {least} to {most}"
     else:
@@ -79,19 +80,19 @@ def integer(least: int | None = None, most: int | None = None, remedy: str = "")
 
 
 def number(limits: str, is_within: Callable[[Any], bool]) -> Expected:
-    """Expect a real number."""
+    """Expect a real number within limits."""
     return Expected("a number", _is_real, limits, is_within)
 
 
 def one_of(*known: str) -> Expected:
-    """Expect one of some words."""
+    """Expect one of the given strings."""
     names = [repr(each) for each in known]
     limits = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     return Expected("a str", lambda value: isinstance(value, str), limits, lambda value: value in known)
 
 
 def instance(kind: str, *types: type, remedy: str = "") -> Expected:
-    """Expect an object of one of some classes."""
+    """Expect an instance of one of the given classes."""
     return Expected(kind, lambda value: isinstance(value, types), remedy=remedy)
 
 

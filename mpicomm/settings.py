@@ -1,4 +1,4 @@
-"""Every `MPICOMM_*` environment variable, read in one place."""
+"""Reads and validates all `MPICOMM_*` environment variables."""
 
 from __future__ import annotations
 
@@ -14,100 +14,107 @@ DEBUGS = ("0", "1")
 SHARED_MEMORIES = ("0", "1")
 GPU_AWARE = ("0", "1", "auto")
 HOST_TIMEOUT = 30
-"""Seconds without an answer of a host, after which its ranks count as dead."""
+"""Seconds without a reply from a host, after which its ranks are considered dead."""
 
 _HANG_SECONDS = 60.0
 _LONGEST_HOST_TIMEOUT = 86_400  # seconds
-# Long enough for a copy to reach its full speed, short enough for three to stay in the cache.
+# Large enough for a copy to reach its full bandwidth, small enough for three chunks to stay in the cache.
 _GPU_CHUNK_KIB = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the environment asks of mpicomm; each field is the variable `MPICOMM_<FIELD>`."""
+    """The settings in the environment; each field is the variable `MPICOMM_<FIELD>`."""
 
     launcher: str | None = None
-    """Who says the ranks, when the environment is ambiguous: single, mpi, torchrun or slurm."""
+    """The source of the ranks, if the environment is ambiguous: single, mpi, torchrun or slurm."""
 
     interface: str | None = None
-    """The network interface, by name or address, on which rank 0 listens: ib0, 10.1.0.7."""
+    """The network interface, by name or address, on which rank 0 listens, such as ib0 or 10.1.0.7."""
 
     on_timeout: str | None = None
-    """What an operation does whose timeout passes: end the job with a table of who is where (abort, the default), or
-    raise TimeoutError (raise), at the price of a barrier before each synchronous operation."""
+    """The action when an operation times out. abort (the default): abort the job and print a table of all ranks'
+    positions. raise: raise TimeoutError, at the cost of a barrier before each synchronous operation."""
 
     hang_seconds: str | None = None
-    """After so many seconds in an operation a table says where every rank is; 60, or half the timeout if less. In
-    bootstrap() a notice names absent ranks after so many seconds; 30, or half the timeout if less."""
+    """Seconds in an operation after which a table of all ranks' positions is printed; default 60, or half the timeout
+    if that is less. In bootstrap(), seconds after which a notice names absent ranks; default 30, or half the timeout
+    if that is less."""
 
     host_timeout: str | None = None
-    """After so many seconds in which a host answers nothing on the side channel, its ranks count as dead; 30."""
+    """Seconds without a reply from a host on the out-of-band channel after which its ranks are considered dead;
+    default 30."""
 
     debug: str | None = None
-    """1: the ranks compare each collective's operation, dtype, shape, root and number before they start it."""
+    """1: the ranks compare the operation, dtype, shape, root and sequence number of each collective before they start
+    it."""
 
     dump_dir: str | None = None
-    """Where the ranks write their last operations and stacks when the job ends badly; none: nowhere."""
+    """The directory to which the ranks write their flight recorders and stacks when the job fails; none: no files."""
 
     gpu_aware: str | None = None
     """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI): 1, always; 0, never, tensors are staged
     through host memory; auto (the default), if a test at startup shows that MPI supports it. NCCL is not affected."""
 
     gpu_chunk_kib: str | None = None
-    """How much of a tensor is with MPI while the next is copied from the GPU, in KiB; 4096."""
+    """Size in KiB of the chunks in which tensors are staged: MPI sends one chunk while the next is copied from the GPU;
+    default 4096."""
 
     shared_memory: str | None = None
-    """0: large tensors go by MPI alone, not through memory that the ranks of a node share."""
+    """0: large tensors are sent by MPI only, not through shared memory of the ranks of a node."""
 
     @property
     def raises_timeouts(self) -> bool:
-        """Whether a timeout is an exception."""
+        """Whether an operation that times out raises TimeoutError."""
         return self.on_timeout == "raise"
 
     @property
     def compares_calls(self) -> bool:
-        """Whether the ranks compare their calls."""
+        """Whether the ranks compare their calls before they start a collective."""
         return self.debug == "1"
 
     @property
     def shares_memory(self) -> bool:
-        """Whether large tensors may go through memory that the ranks of a node share."""
+        """Whether large tensors may be sent through shared memory of the ranks of a node."""
         return self.shared_memory != "0"
 
     @property
     def seconds_to_report(self) -> float:
-        """How long an operation may take before the ranks are asked where they are."""
+        """Seconds in an operation after which the ranks are asked for their positions."""
         return _HANG_SECONDS if self.hang_seconds is None else float(self.hang_seconds)
 
     @property
     def seconds_to_lose_host(self) -> int:
-        """How long a host may answer nothing before its ranks count as dead."""
+        """Seconds without a reply from a host, after which its ranks are considered dead."""
         return HOST_TIMEOUT if self.host_timeout is None else int(self.host_timeout)
 
     @property
     def gpu_chunk_bytes(self) -> int:
-        """How much of a tensor is with MPI while the next is copied from the GPU."""
+        """The size in bytes of the chunks in which tensors on GPUs are staged."""
         return 1024 * (_GPU_CHUNK_KIB if self.gpu_chunk_kib is None else int(self.gpu_chunk_kib))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
-        """Read the settings; an empty variable counts as unset.
+        """Read and validate the settings; an empty variable counts as unset.
 
         Raises:
-            LaunchError: If a variable is unknown or its value is.
+            LaunchError: If a variable is unknown or its value is invalid.
         """
+        # 1. the names
         names = {PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
         if unknown := sorted(set(given) - set(names)):
             raise LaunchError(
-                f"{', '.join(unknown)} is set, but mpicomm knows no such variable.\n"
-                f"It knows {', '.join(sorted(names))}. Correct the name, or unset it."
+                f"unknown environment variable {', '.join(unknown)}.\n"
+                f"Expected one of {', '.join(sorted(names))}.\n"
+                f"Correct the name, or unset it."
             )
+        # 2. the values
         settings = cls(**{names[name]: value for name, value in given.items()})
         if settings.launcher not in (None, *LAUNCHERS):
             raise LaunchError(
-                f"MPICOMM_LAUNCHER={settings.launcher} is not a launcher.\n"
-                f"Set it to one of {', '.join(LAUNCHERS)}, or unset it to let mpicomm find out."
+                f"MPICOMM_LAUNCHER must be one of {', '.join(LAUNCHERS)}, got {settings.launcher}.\n"
+                f"Correct it, or unset it to detect the launcher automatically."
             )
         settings._check_one_of("on_timeout", TIMEOUT_ACTIONS)
         settings._check_one_of("debug", DEBUGS)
@@ -122,7 +129,7 @@ class Settings:
         value = getattr(self, field)
         if value not in (None, *values):
             name = PREFIX + field.upper()
-            raise LaunchError(f"{name}={value} means nothing.\nSet it to {' or '.join(values)}, or unset it.")
+            raise LaunchError(f"{name} must be {' or '.join(values)}, got {value}.\nCorrect it, or unset it.")
 
     def _check_seconds(self) -> None:
         try:
@@ -131,7 +138,8 @@ class Settings:
             is_good = False
         if not is_good:
             raise LaunchError(
-                f"MPICOMM_HANG_SECONDS={self.hang_seconds} is no time.\nSet it to a number of seconds, or unset it."
+                f"MPICOMM_HANG_SECONDS must be a positive number of seconds, got {self.hang_seconds}.\n"
+                f"Correct it, or unset it."
             )
 
     def _check_host_timeout(self) -> None:
@@ -146,5 +154,6 @@ class Settings:
         given = self.gpu_chunk_kib
         if given is not None and not (given.isdecimal() and int(given) > 0):
             raise LaunchError(
-                f"MPICOMM_GPU_CHUNK_KIB={given} is no size.\nSet it to a whole number of KiB, or unset it."
+                f"MPICOMM_GPU_CHUNK_KIB must be a positive whole number of KiB, got {given}.\n"
+                f"Correct it, or unset it for {_GPU_CHUNK_KIB}."
             )

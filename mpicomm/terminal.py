@@ -1,8 +1,8 @@
-"""Whether a person reads the output of this process on a terminal, and how wide that terminal is.
+"""Detects whether the output of this process is shown on a terminal, and the width of that terminal.
 
-Launchers relay the output of their ranks. Open MPI gives each rank a pseudo-terminal of 80 columns even where the
-launcher itself writes to a file or a pipe; MPICH gives each a pipe even where it writes to a terminal. So in a rank the
-launcher's own output decides, which /proc shows where the launcher runs on this node.
+Launchers relay the output of their ranks. Open MPI gives each rank a pseudo-terminal of 80 columns even if the launcher
+itself writes to a file or a pipe; MPICH gives each rank a pipe even if it writes to a terminal. In a rank, the output
+of the launcher therefore decides. /proc shows it if the launcher runs on this node.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TextIO
 from rich.console import Console
 
 _LAUNCHERS = re.compile(r"mpirun|mpiexec|prterun|prted|orterun|orted|srun|hydra|torchrun|aprun|jsrun")
-_UNKNOWN_COLUMNS = 80  # of a terminal that does not report its size
+_UNKNOWN_COLUMNS = 80  # width of a terminal that does not report its size
 
 
 def console(stream: TextIO | None = None, *, width: int) -> Console:
-    """Return a stream as rich sees it: with colours, and folded to the terminal's width, on a terminal alone.
+    """Return a rich console for a stream; it uses colours and the terminal's width only on a terminal.
 
     Args:
-        stream: The standard output if left out.
-        width: The columns to use where the output is not shown on a terminal.
+        stream: The stream; standard output by default.
+        width: The width in columns where the output is not shown on a terminal.
     """
     stream = stream or sys.stdout
     found = columns(stream)
@@ -39,14 +39,14 @@ def console(stream: TextIO | None = None, *, width: int) -> Console:
 
 
 def columns(stream: TextIO) -> int | None:
-    """Return the width of the terminal on which a stream is shown; None if it is not shown on one."""
+    """Return the width in columns of the terminal that shows a stream; None if no terminal shows it."""
     try:
         own = stream.fileno()
         launchers = [pid for pid, name in processes_above() if _LAUNCHERS.search(name)]
         is_relayed = bool(launchers) and own in (1, 2)
         if not is_relayed:
             return _width(own)
-        if stat.S_ISREG(os.fstat(own).st_mode):  # the rank's own redirection: the launcher does not see this output
+        if stat.S_ISREG(os.fstat(own).st_mode):  # redirected by the rank itself: the launcher does not relay it
             return None
         return _width_of_file(f"/proc/{launchers[-1]}/fd/{own}")
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def columns(stream: TextIO) -> int | None:
 
 
 def processes_above() -> list[tuple[int, str]]:
-    """Return the processes above this one with their names, the nearest first."""
+    """Return the process ids and names of the ancestors of this process, the parent first."""
     found: list[tuple[int, str]] = []
     pid = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -66,7 +66,7 @@ def processes_above() -> list[tuple[int, str]]:
 
 
 def _width_of_file(path: str) -> int | None:
-    if not stat.S_ISCHR(Path(path).stat().st_mode):  # opening a pipe or a socket could have effects
+    if not stat.S_ISCHR(Path(path).stat().st_mode):  # opening a pipe or a socket could have side effects
         return None
     file = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     try:

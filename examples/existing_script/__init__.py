@@ -1,6 +1,6 @@
-"""An ordinary training script, made for torchrun, before and after it learns to run under srun and mpirun.
+"""An ordinary training script for torchrun, before and after the change that makes it run under srun and mpirun.
 
-Under torchrun both do the same.
+Under torchrun both versions give the same results.
 
     $ diff examples/existing_script/before.py examples/existing_script/after.py
     10a11,12

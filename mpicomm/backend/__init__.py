@@ -1,1 +1,1 @@
-"""The `torch.distributed` back end over MPI."""
+"""The `torch.distributed` backend over MPI."""

@@ -1,4 +1,4 @@
-"""`MPICOMM_DEBUG=1`: before each collective the ranks compare what they are about to call."""
+"""The check that `MPICOMM_DEBUG=1` enables: the ranks compare their calls before each collective operation."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """Compares the calls of a group's ranks."""
+    """Compares the collective calls of the ranks of one group."""
 
     def __init__(self, comm: Intracomm, ranks: list[int]) -> None:
         self._comm = comm
         self._ranks = ranks
 
     def check(self, call: str, operation: flight_recorder.Operation) -> None:
-        """Compare this rank's call with the others' (collective).
+        """Compare this rank's call with the calls of the other ranks (collective).
 
-        Only a digest travels where all is well: its least and its greatest value, in one reduction.
+        If all calls match, the ranks exchange only a 56-bit digest: one all-reduce yields its minimum and maximum.
 
         Args:
-            call: What must be equal on all ranks, for people to read.
+            call: Readable text that must be equal on all ranks.
 
         Raises:
-            MismatchError: On every rank, with the groups of ranks and their calls.
+            MismatchError: On every rank if the calls differ; the message lists each call with its ranks.
         """
         signature = f"#{operation.sequence} {call}"
         digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
@@ -50,5 +50,5 @@ class Agreement:
         return (
             "ranks call different collectives on one group, or one collective with different arguments:\n"
             + "\n".join(rows)
-            + "\nMake all ranks call the same operations in the same order; the number counts a group's collectives."
+            + "\n#N counts the group's collectives.\nMake all ranks call the same operations in the same order."
         )

@@ -1,7 +1,7 @@
-"""From tensors to dense memory, and back.
+"""Packing of tensors into dense memory, and unpacking.
 
-MPI wants dense memory. A tensor that is dense already is used as it is; any other is packed into a dense one by the
-caller's thread and, where the operation writes, unpacked by the thread that ran it.
+The MPI calls need dense memory. A dense tensor is passed without a copy. The caller's thread packs any other tensor
+into a dense buffer; if the operation writes the tensor, the thread that ran the operation unpacks the buffer.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ Tensors = Sequence[torch.Tensor]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor's elements lie in memory as MPI would read them."""
+    """Return whether MPI can read the tensor's memory directly: contiguous, no lazy conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's content in dense memory: the tensor itself where it is dense already."""
+    """Return a dense tensor with the content of `tensor`: `tensor` itself if it is dense, else a copy."""
     if is_dense(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def output_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Return dense memory to receive the tensor's content: the tensor itself where it can."""
+    """Return a dense tensor to receive the result for `tensor`: `tensor` itself if it is dense, else a new one."""
     if is_dense(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bring back into `tensor` what an operation wrote into its dense stand-in."""
+    """Copy the result of an operation from the dense buffer into `tensor`, unless they are the same object."""
     if dense is tensor:
         return
     tensor.detach().copy_(dense)
@@ -42,37 +42,40 @@ def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Wait until what this thread has queued on the tensor's GPU is done: MPI knows nothing of streams."""
+    """Synchronise this thread's current stream on the tensor's GPU: MPI calls are not ordered by CUDA streams."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return the mode in which a tensor may be written: whoever finishes its operation may be in another."""
+    """Return a context in which the tensor may be written; inference mode is thread-local.
+
+    The thread that finishes an operation may differ from the thread that called it.
+    """
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two dense tensors share memory."""
+    """Return whether two dense tensors share memory."""
     start, other_start = one.data_ptr(), other.data_ptr()
     return start < other_start + other.nbytes and other_start < start + one.nbytes
 
 
 def without_alias(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """Return a dense tensor's content in memory that `other` does not touch: MPI forbids to read what it writes."""
+    """Return `dense`, or a copy if it overlaps `other`: MPI forbids overlapping send and receive buffers."""
     return dense.detach().clone() if other is not None and overlap(dense, other) else dense
 
 
-# -- many tensors as one -----------------------------------------------------------------------------------------------
+# -- several tensors as one flat tensor --------------------------------------------------------------------------------
 
 
 def counts(tensors: Tensors) -> list[int]:
-    """Return how many elements each tensor has."""
+    """Return the number of elements of each tensor."""
     return [each.numel() for each in tensors]
 
 
 def pack_all(tensors: Tensors) -> torch.Tensor:
-    """Return all tensors' content one after the other in dense memory: their own where it lies so."""
+    """Return the concatenated content of all tensors: a view if they are adjacent in one storage, else a copy."""
     flat = _common_memory(tensors)
     if flat is None:
         flat = _memory_for(tensors)
@@ -81,14 +84,14 @@ def pack_all(tensors: Tensors) -> torch.Tensor:
     return flat
 
 
-def room_for_all(tensors: Tensors) -> torch.Tensor:
-    """Return dense memory to receive all tensors' content: their own where they lie one after the other."""
+def output_buffer_of_all(tensors: Tensors) -> torch.Tensor:
+    """Return a flat tensor to receive the content of all tensors: a view if they are adjacent in one storage."""
     flat = _common_memory(tensors)
     return _memory_for(tensors) if flat is None else flat
 
 
 def unpack_all(flat: torch.Tensor, tensors: Tensors) -> None:
-    """Bring what an operation wrote into `room_for_all` into the tensors."""
+    """Copy the result in the flat tensor of `output_buffer_of_all` into the tensors, unless it is a view of them."""
     if flat.data_ptr() == tensors[0].data_ptr():
         return
     for part, tensor in zip(flat.split(counts(tensors)), tensors, strict=True):
@@ -100,7 +103,7 @@ def _memory_for(tensors: Tensors) -> torch.Tensor:
 
 
 def _common_memory(tensors: Tensors) -> torch.Tensor | None:
-    """Return the memory in which the tensors lie one after the other, as the chunks of one tensor do."""
+    """Return a flat view of tensors that are adjacent in one storage (e.g. from `chunk`); None if they are not."""
     first = tensors[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for each in tensors:

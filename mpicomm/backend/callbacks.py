@@ -1,10 +1,11 @@
-"""The order of callbacks of asynchronous collectives, which may call operations themselves.
+"""The execution order of callbacks of asynchronous collectives; a callback may itself call operations.
 
-All ranks must call the operations of a group in the same order, but an operation does not end at the same time on all.
-So a callback does not run when its operation ends. It runs at the place where a thread of the program added it: after
-what that thread called before, on any group, and before what it calls later. A callback waits in the queue of its own
-group; an operation of another group, and a callback of its operations, first waits for the callbacks that the same
-thread added before it. Threads have no order among them: they use groups of their own.
+All ranks must call the operations of a group in the same order, but an operation completes at different times on
+different ranks. Therefore a callback does not run on completion of its operation. It runs in program order of the
+thread that added it: after the earlier calls of that thread, on any group, and before its later calls. A callback
+waits in the queue of its own group. An operation of another group, and a callback of such an operation, first waits
+for the callbacks that the same thread added earlier. Callbacks of different threads are not ordered: the threads must
+use different groups.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from mpicomm.errors import MpicommError
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _pending: list[Callback] = []
-"""Those that have not run, of all groups and threads, in the order in which they were added."""
+"""The callbacks that have not run, of all groups and threads, in the order of registration."""
 _message_threads: list[None] = []
-"""One entry for each thread that runs callbacks of messages now."""
+"""One entry for each thread that is running callbacks of point-to-point messages."""
 _thread = threading.local()
 
 
 class Queue(Protocol):
-    """Where the operations of one group wait for their turn."""
+    """The queue of operations of one group."""
 
     def add_callback(self, future: OrderedFuture, run: Callable[[], None]) -> None:
-        """Run a callback of an operation's future behind what is queued."""
+        """Queue a callback of an operation's future behind the operations that are already queued."""
 
 
 class Callback:
@@ -41,13 +42,13 @@ class Callback:
     def __init__(self, queue: Any, run: Callable[[], None]) -> None:
         self.queue = queue
         self.thread = threading.get_ident()
-        """The thread that added it."""
+        """The thread that added the callback."""
 
         self._run = run
         self.has_ended = threading.Event()
 
-    def finish(self, error: BaseException | None) -> None:  # noqa: ARG002  its future has it
-        """Run the callback, also where the group was aborted; called on the thread that runs the queue."""
+    def finish(self, error: BaseException | None) -> None:  # noqa: ARG002  the future holds it
+        """Run the callback, on the thread that runs the queue; also runs if the group was aborted."""
         outer, _thread.callback = current(), self
         try:
             self._run()
@@ -61,7 +62,7 @@ class Callback:
 class OrderedFuture(torch.futures.Future[Any]):
     """A future whose callbacks run in the order in which the program added them.
 
-    C++ code, and what `torch.futures.collect_all` returns, do not pass here: their callbacks run when the future ends.
+    Callbacks of C++ code and of `torch.futures.collect_all` bypass this class and run when the future completes.
     """
 
     def __init__(self, queue: Queue, devices: list[int | str | torch.device]) -> None:
@@ -70,47 +71,50 @@ class OrderedFuture(torch.futures.Future[Any]):
         self._devices = devices
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> OrderedFuture:
-        """Add a callback, and return a future of its result."""
+        """Add a callback and return a future of its result."""
         result = OrderedFuture(self._queue, self._devices)
 
         def run() -> None:
             try:
                 result.set_result(callback(self))
-            except Exception as error:  # noqa: BLE001  raised where the result is asked for
+            except Exception as error:  # noqa: BLE001  raised by wait() or value() of the result
                 result.set_exception(error)
 
         self._queue.add_callback(self, run)
         return result
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
-        """Add a callback; an error in it is logged."""
+        """Add a callback; an exception in it is logged."""
 
         def run() -> None:
             try:
                 callback(self)
-            except Exception:  # noqa: BLE001  nobody waits for it
+            except Exception:  # noqa: BLE001  the result has no future
                 _log.exception("a callback of an asynchronous operation failed")
 
         self._queue.add_callback(self, run)
 
 
 def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Return a future of the values of several, of one group; its callbacks have an order if those of each have."""
+    """Return a future of the values of several futures of one group.
+
+    Its callbacks run in program order if all of the futures are `OrderedFuture`.
+    """
     if len(futures) == 1:
         return futures[0]
     if futures and all(isinstance(each, OrderedFuture) for each in futures):
-        return futures[-1].then(lambda _: [each.value() for each in futures])  # the last in the queue ends last
+        return futures[-1].then(lambda _: [each.value() for each in futures])  # the queue completes futures in order
     return torch.futures.collect_all(list(futures))
 
 
 def enter_queue_thread() -> None:
-    """Note that this thread runs a group's queue: what it calls is not called by the program, but by a callback."""
+    """Mark this thread as one that runs a group's queue: calls on it come from callbacks, not from the program."""
     _thread.runs_queue = True
 
 
 @contextlib.contextmanager
 def of_messages() -> Iterator[None]:
-    """Run callbacks of messages, which end in no order, on a thread that runs no others."""
+    """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
     _thread.runs_messages = True
     _message_threads.append(None)
     try:
@@ -120,30 +124,31 @@ def of_messages() -> Iterator[None]:
 
 
 def refuse_in_messages() -> None:
-    """Check that a collective is not called by a message's callback.
+    """Check that a callback of a message does not call a collective operation.
 
     Raises:
-        MpicommError: If it is: its place among the collectives would differ from rank to rank.
+        MpicommError: If it does: the order of the group's collectives would differ between ranks.
     """
     if getattr(_thread, "runs_messages", False):
         raise MpicommError(
-            "a callback of a message (isend or irecv) called a collective, whose order would differ between ranks.\n"
-            "Call wait() on the message, then the collective."
+            "a callback of a message (isend or irecv) called a collective operation, "
+            "whose order would differ between ranks.\n"
+            "Call wait() on the work of the message, then call the collective operation."
         )
 
 
 def is_inside_callback() -> bool:
-    """Tell whether this thread runs callbacks of a group's operations."""
+    """Return whether this thread is running a callback of a group's operation, or is a group's worker."""
     return current() is not None or getattr(_thread, "runs_queue", False)
 
 
 def current() -> Callback | None:
-    """Return the callback that runs on this thread."""
+    """Return the callback that is running on this thread, or None."""
     return getattr(_thread, "callback", None)
 
 
 def add(queue: Any, run: Callable[[], None]) -> tuple[Callback, list[Callback]]:
-    """Return a new callback, and those of other groups that this thread added before."""
+    """Register a callback; return it and the pending callbacks of other groups that this thread added earlier."""
     callback = Callback(queue, run)
     with _lock:
         earlier = _of_others(queue)
@@ -152,7 +157,7 @@ def add(queue: Any, run: Callable[[], None]) -> tuple[Callback, list[Callback]]:
 
 
 def before(queue: Any) -> list[Callback]:
-    """Return the callbacks of other groups that come before what this thread calls now."""
+    """Return the pending callbacks of other groups that must run before the next call of this thread."""
     if not _pending or is_inside_callback():
         return []
     with _lock:
@@ -165,5 +170,5 @@ def _of_others(queue: Any) -> list[Callback]:
 
 
 def may_matter() -> bool:
-    """Tell whether some callback has not run yet, or one of a message runs."""
+    """Return whether a callback is pending, or a callback of a message is running."""
     return bool(_pending or _message_threads)

@@ -1,4 +1,4 @@
-"""What an operation's arguments must be; every error says which operation, which argument, got and expected."""
+"""Argument checks of the operations; each error names the operation and the argument, with got and expected."""
 
 from __future__ import annotations
 
@@ -16,67 +16,69 @@ T = TypeVar("T")
 
 
 def single(tensors: Any, what: str) -> torch.Tensor:
-    """Return the one tensor of a list of one, or the tensor itself."""
+    """Return a tensor that can be sent, given alone or as a list of one."""
     return tensor(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
 
 
 def single_written(tensors: Any, what: str) -> torch.Tensor:
-    """Return the one tensor of a list of one, if it can be received into."""
+    """Return a tensor that can be received into, given alone or as a list of one."""
     return written(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
 
 
 def some(values: Sequence[T], what: str) -> Sequence[T]:
-    """Return a list if there is something in it."""
+    """Return the list if it is not empty."""
     if not values:
-        raise ValueError(f"{what}: expected at least one tensor, got none.\nCall it only if there is something to do.")
+        raise ValueError(f"{what}: expected at least one tensor, got an empty list.\nSkip the call for an empty list.")
     return values
 
 
 def only_list(lists: Sequence[Any], what: str) -> Any:
-    """Return the one list of a list of one, or the list of tensors itself."""
+    """Return a list of tensors, given alone or as the only element of a list."""
     return lists if lists and isinstance(lists[0], torch.Tensor) else only(lists, what)
 
 
 def only(values: Sequence[T], what: str) -> T:
-    """Return the one element of a list; torch's signatures allow several from the time of several GPUs per process."""
+    """Return the element of a list of one; torch's signatures date from several GPUs per process and allow more."""
     if len(values) != 1:
-        raise ValueError(f"{what}: expected one tensor (or list) per call, got {len(values)}.\nCall it once for each.")
+        raise ValueError(
+            f"{what}: expected one tensor (or list) per call, got {len(values)}.\nMake one call per tensor."
+        )
     return values[0]
 
 
 def tensor(value: Any, what: str) -> torch.Tensor:
-    """Return `value` if it is a tensor that can be sent."""
+    """Return `value` if it is a tensor that can be sent: dense, not quantized, on cpu or cuda, with storage."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
     value = torch_internals.arrived(value)
     if value.layout != torch.strided:
         raise ValueError(
-            f"{what}: expected a dense tensor, got one of layout {value.layout}.\nConvert it with tensor.to_dense()."
+            f"{what}: expected a dense tensor, got layout {value.layout}.\nConvert it with tensor.to_dense()."
         )
     if value.is_quantized:
         raise ValueError(
-            f"{what}: expected a plain tensor, got a quantized one ({value.dtype}).\nSend tensor.int_repr() instead."
+            f"{what}: expected a tensor that is not quantized, got {value.dtype}.\nPass tensor.int_repr() instead."
         )
     return in_memory(on_known_device(value, what), what)
 
 
 def in_memory(value: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a tensor if its elements are somewhere: those of fake tensors and wrapper subclasses are not."""
+    """Return a tensor if it has storage; fake tensors and wrapper subclasses have none."""
     try:
         address = value.data_ptr()
-    except RuntimeError:  # torch has no storage to show
+    except RuntimeError:  # the tensor has no storage
         address = 0
     if not address and value.numel():
         raise ValueError(
             f"{what}: expected a tensor with elements in memory, got a {type(value).__name__} of shape "
-            f"{list(value.shape)} that has none (a wrapper subclass, a fake tensor, or a storage that was freed).\n"
-            f"Pass the plain tensor inside it."
+            f"{list(value.shape)} without storage (a wrapper subclass, a fake tensor, or a freed storage).\n"
+            f"Pass the plain tensor that it wraps."
         )
     return value
 
 
 def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a tensor if it is where this back end can reach it."""
+    """Return a tensor if this backend supports its device."""
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(
             f"{what}: expected a tensor on cpu or cuda, got one on {value.device}.\nMove it with tensor.cpu() first."
@@ -85,11 +87,11 @@ def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def outside_of_graphs(value: torch.Tensor) -> None:
-    """Check that the tensor's stream runs what it is given, and does not record it."""
+    """Check that no CUDA graph capture is in progress on the tensor's stream."""
     if torch_internals.is_capturing(value):
         raise MpicommError(
-            "a CUDA graph is being recorded, and MPI cannot be part of one.\n"
-            "Call the operation outside of it, or use NCCL (backend='cpu:mpi,cuda:nccl')."
+            "a CUDA graph is being captured, but MPI operations cannot be part of a CUDA graph.\n"
+            "Call the operation outside the capture, or use NCCL (backend='cpu:mpi,cuda:nccl')."
         )
 
 
@@ -99,52 +101,52 @@ def written(value: Any, what: str) -> torch.Tensor:
     is_expanded = 0 in value.stride() and not value.is_contiguous()
     if is_expanded:
         raise ValueError(
-            f"{what}: the output of shape {list(value.shape)} is expanded: several elements share one place.\n"
+            f"{what}: the output of shape {list(value.shape)} is expanded: several elements share memory.\n"
             f"Pass tensor.contiguous()."
         )
     return value
 
 
 def one_per_rank(tensors: Any, size: int, what: str, argument: str, *, are_written: bool = False) -> list[torch.Tensor]:
-    """Return the list if it has one proper tensor for each rank."""
+    """Return the list if it has one valid tensor per rank."""
     if len(tensors) != size:
         raise ValueError(
-            f"{what}: {argument} has {len(tensors)} tensors, but the group has {size} ranks.\nPass one for each rank."
+            f"{what}: {argument} has {len(tensors)} tensors, but the group has {size} ranks.\nPass one tensor per rank."
         )
     check = written if are_written else tensor
     return [check(each, what) for each in tensors]
 
 
 def lists_per_rank(lists: Sequence[Any], size: int, length: int, what: str, argument: str) -> None:
-    """Check that there is one list for each rank, each of a certain length."""
+    """Check that there is one list per rank, each of `length` tensors."""
     lengths = [len(each) for each in lists]
     if lengths != [length] * size:
         raise ValueError(
-            f"{what}: {argument} holds lists of {lengths} tensors, but the group has {size} ranks "
-            f"and there are {length} inputs.\nPass {size} lists of {length} tensors."
+            f"{what}: {argument} has lists of {lengths} tensors, but the group has {size} ranks "
+            f"and the call has {length} inputs.\nPass {size} lists of {length} tensors."
         )
 
 
 def distinct(outputs: Sequence[torch.Tensor], what: str, argument: str) -> None:
-    """Check that no two outputs share memory, where the later result would overwrite the earlier one.
+    """Check that no two outputs share memory: the later result would overwrite the earlier one.
 
-    Views whose elements only interleave, as the columns of a matrix do, are told from those that share some by their
-    strides alone: they pass unless they are the same view.
+    Strided views whose address ranges interleave (e.g. the columns of a matrix) are not analysed element by element:
+    they pass unless they start at the same address.
     """
     for (_, one), (_, other) in itertools.pairwise(_by_address(outputs)):
         if _share(outputs[one], outputs[other]):
             raise ValueError(
                 f"{what}: {argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory.\n"
-                f"Pass tensors of their own, as [torch.empty_like(t) for _ in range(n)] makes; "
-                f"[t] * n is the same tensor n times."
+                f"Pass tensors with separate storage, such as [torch.empty_like(t) for _ in range(n)]; "
+                f"[t] * n repeats one tensor n times."
             )
 
 
 def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], what: str) -> None:
-    """Check that no output is in the input of another pair, which may be read after the output is written.
+    """Check that no output overlaps the input of another pair, which may be read after the output is written.
 
     Args:
-        outputs: As `distinct` accepts them; equally many for each input, in the order of the inputs.
+        outputs: Outputs that pass `distinct`; the same number for each input, in the order of the inputs.
     """
     by_address, share = _by_address(outputs), len(outputs) // len(sources)
     for index, source in enumerate(sources):
@@ -155,12 +157,12 @@ def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], wha
             if other // share != index:
                 raise ValueError(
                     f"{what}: output {other} and input {index} share memory.\n"
-                    f"Pass outputs that no other pair's input overlaps."
+                    f"Pass outputs that do not overlap the input of another pair."
                 )
 
 
 def _by_address(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return address and index of the tensors that have elements, in ascending order."""
+    """Return (address, index) of the tensors that have elements, in ascending order."""
     return sorted((each.data_ptr(), index) for index, each in enumerate(tensors) if each.numel())
 
 
@@ -171,81 +173,83 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, what: str) -> None:
-    """Check that a rank receives from itself what it sends to itself."""
+    """Check that a rank receives as many elements from itself as it sends to itself."""
     if counts[rank] != source_counts[rank]:
         raise ValueError(
-            f"{what}: this rank sends itself {source_counts[rank]} elements, but expects {counts[rank]}.\n"
-            f"Make both ranks of every pair expect what the other sends."
+            f"{what}: this rank sends itself {source_counts[rank]} elements, but expects {counts[rank]} from itself.\n"
+            f"For each pair of ranks, make the output size equal to the input size on the sender."
         )
 
 
 def same_dtype(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
-    """Check that two tensors have one dtype."""
+    """Check that two tensors have the same dtype."""
     if one.dtype != other.dtype:
         raise ValueError(
             f"{what}: {argument} holds {dtypes.short(one.dtype)}, but the tensor is {dtypes.short(other.dtype)}.\n"
-            f"Convert one of them."
+            f"Convert one of them with tensor.to(dtype)."
         )
 
 
 def same_size(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
-    """Check that two tensors have equally many elements."""
+    """Check that two tensors have the same number of elements."""
     if one.numel() != other.numel():
         raise ValueError(
             f"{what}: {argument} has {one.numel()} elements (shape {list(one.shape)}), "
-            f"but the tensor has {other.numel()} (shape {list(other.shape)}).\nMake them equal."
+            f"but the tensor has {other.numel()} (shape {list(other.shape)}).\nPass tensors of equal size."
         )
 
 
 def multiple(large: torch.Tensor, small: torch.Tensor, size: int, what: str, large_name: str, small_name: str) -> None:
-    """Check that `large` holds exactly one block like `small` for each rank."""
+    """Check that `large` has the dtype of `small` and `size` times its number of elements: one block per rank."""
     same_dtype(large, small, what, large_name)
     if large.numel() != size * small.numel():
         raise ValueError(
             f"{what}: {large_name} has {large.numel()} elements, but {small_name} has {small.numel()} "
-            f"and the group {size} ranks.\nMake {large_name} hold {size * small.numel()}."
+            f"and the group has {size} ranks.\nPass {large_name} with {size * small.numel()} elements."
         )
 
 
 def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, what: str, argument: str) -> list[int]:
-    """Return how many elements each rank's rows of a tensor have.
+    """Return the number of elements of each rank's part of a tensor that is split along dimension 0.
 
     Args:
-        sizes: Rows for each rank; none for equal parts.
+        sizes: Rows per rank; empty for equal parts.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
         if rows % size:
             raise ValueError(
-                f"{what}: the tensor has {rows} rows, which the group's {size} ranks cannot share equally.\n"
+                f"{what}: the tensor has {rows} rows, which are not divisible by the group size {size}.\n"
                 f"Pass {argument}."
             )
         return [tensor.numel() // size] * size
     if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(
-            f"{what}: {argument}={list(sizes)} does not split {rows} rows between the group's {size} ranks.\n"
-            f"Pass {size} sizes that add up to {rows}."
+            f"{what}: {argument}={list(sizes)} does not split {rows} rows among the group's {size} ranks.\n"
+            f"Pass {size} non-negative sizes with sum {rows}."
         )
     return [each * (tensor.numel() // rows if rows else 0) for each in sizes]
 
 
 def rank(value: int, size: int, what: str, argument: str) -> int:
-    """Return a rank if the group has it."""
+    """Return `value` if it is a rank of the group."""
     if not 0 <= value < size:
-        raise ValueError(f"{what}: {argument}={value} is not a rank of this group.\nPass a rank from 0 to {size - 1}.")
+        raise ValueError(
+            f"{what}: {argument}={value} is out of range for this group.\nPass a rank from 0 to {size - 1}."
+        )
     return value
 
 
 def tag(value: int, what: str) -> int:
-    """Return a tag if MPI can carry it."""
+    """Return `value` if it is a valid tag for user messages."""
     largest = mpi_calls.largest_tag()
     if not 0 <= value <= largest:
-        raise ValueError(f"{what}: tag={value} is not a tag of this MPI.\nPass a number from 0 to {largest}.")
+        raise ValueError(f"{what}: tag={value} is out of range for this MPI.\nPass a tag from 0 to {largest}.")
     return value
 
 
 def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    """Return the first tensor among the values and the lists in them."""
+    """Return the first tensor in the values and their nested lists, or None."""
     for value in values:
         if isinstance(value, torch.Tensor):
             return value

@@ -1,4 +1,4 @@
-"""Whether this package runs with the torch that is installed, and the errors where it does not."""
+"""The check that the installed version of torch is supported, and its error messages."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from mpicomm.backend import versions
 from mpicomm.errors import MpicommError
 
-# Not torch 2.7: the options of six operations, all_reduce among them, have no `asyncOp`, so that a group cannot tell
-# whether a call is synchronous, and a store's default server takes no listening socket. Not torch 2.6: there also the
-# Python part of a Work that C++ holds is freed once nothing in Python refers to it, and DDP then waits without end for
-# the broadcast with which it rebuilds its buckets.
+# torch 2.7 is not supported: the options of six operations, including all_reduce, have no `asyncOp`, so a group cannot
+# distinguish synchronous from asynchronous calls, and the default server of TCPStore accepts no listening socket.
+# torch 2.6 is not supported: in addition, it frees the Python part of a Work that C++ holds when Python has no more
+# references to it, and DDP then waits forever for the broadcast with which it rebuilds its buckets.
 OLDEST, NEWEST = (2, 8), (2, 15)
-"""The versions of torch that this version of mpicomm is tested with, from one to the other."""
+"""The range of torch versions that this version of mpicomm is tested with, inclusive."""
 
 
 def require(*names: str) -> None:
-    """Check that torch is not too old, and that it has names that it does not document.
+    """Check that torch is recent enough, and that it has the given undocumented names.
 
     Args:
         names: Dotted names below `torch`.
 
     Raises:
-        MpicommError: If it is older than the oldest version tested, or lacks names.
+        MpicommError: If torch is older than the oldest tested version, or lacks one of the names.
     """
     if versions.of_torch() < OLDEST:
         raise _error("")
@@ -37,10 +37,11 @@ def require(*names: str) -> None:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say so where a process group cannot be made with a torch that is newer than the versions tested.
+    """Explain a failure to create a process group if torch is newer than the tested versions.
 
     Raises:
-        MpicommError: In place of any error but this package's own and torch's of its store and network.
+        MpicommError: In place of any exception other than this package's own errors and `torch.distributed.DistError`
+            (errors of the store and the network).
     """
     try:
         yield
@@ -50,7 +51,7 @@ def explained() -> Iterator[None]:
         if versions.of_torch() <= NEWEST:
             raise
         what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-        raise _error(f"cannot make the process group ({what})") from error
+        raise _error(f"cannot create the process group ({what})") from error
 
 
 def _has(name: str) -> bool:
@@ -63,15 +64,15 @@ def _has(name: str) -> bool:
 
 
 def _error(problem: str) -> MpicommError:
-    """Return an error whose last line is the command that installs another torch."""
+    """Return an error whose last line is the command that installs a tested version of torch."""
     oldest, newest, after = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST, (NEWEST[0], NEWEST[1] + 1)))
     here, is_newer = versions.of_torch(), versions.of_torch() > NEWEST
     relation = "newer than" if is_newer else "older than" if here < OLDEST else "among"
-    version = sys.modules["mpicomm"].__version__  # modules of the package do not import it
+    version = sys.modules["mpicomm"].__version__  # modules of the package do not import `mpicomm` itself
     joint = "but" if relation == "among" else "and"
     return MpicommError(
         f"torch {torch.__version__} is {relation} the versions that mpicomm {version} is tested with "
         f"({oldest} to {newest}){f', {joint} {problem}' if problem else ''}.\n"
-        f"Install a torch of these versions{', or a newer mpicomm' * is_newer}:\n"
+        f"Install a tested version of torch{', or a newer mpicomm' * is_newer}:\n"
         f"  pip install 'torch>={oldest},<{after}'"
     )

@@ -1,4 +1,4 @@
-"""A group that hands the tensors of some devices to an inner back end, and the rest to MPI."""
+"""A process group that passes the tensors of one device type to an inner backend, and all others to MPI."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpicomm.backend.process_group import MPIProcessGroup, Timeout
 from mpicomm.watchdog import flight_recorder
 
 MakeInner = Callable[[Operations, str, dist.Store], Any]
-"""Makes the inner back end of a group, of its name and with a store of its own."""
+"""Creates the inner backend of a group from its operations, its name and its own store."""
 
 
 class CompositeProcessGroup(MPIProcessGroup):
-    """A group that hands the tensors of some devices to an inner back end, and the rest to MPI.
+    """A process group that passes the tensors of one device type to an inner backend, and all others to MPI.
 
-    The inner back end is called directly: a Python method that calls its own C++ base by the same name would be
+    It calls the inner backend directly: a Python method that called the C++ base method of the same name would be
     dispatched to itself.
     """
 
@@ -54,50 +54,50 @@ class CompositeProcessGroup(MPIProcessGroup):
         return CompositeProcessGroup(operations, name, self._backend_name, store, self._device_type, self._make_inner)
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
-        """Wait for every rank, and before that for what this rank has queued on its GPU."""
+        """Synchronise the current CUDA stream, then wait for every rank (collective)."""
         if self._device_type == "cuda":
             torch.cuda.current_stream().synchronize()
         return super().barrier(opts, timeout)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Give every operation that is called from now on so much time; the inner back end's end a little later."""
+        """Set the timeout of all later operations; the inner backend gets a slightly longer one."""
         super().set_timeout(timeout)
         torch_internals.set_inner_timeout(self._inner, torch_internals.with_leash(timeout))
 
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """Give both back ends up at once."""
+        """Abort both backends without waiting for other ranks."""
         self._inner.abort()
         self._stream.close()
         super().abort()
 
     def shutdown(self) -> None:
-        """End the inner back end, then this one (collective)."""
+        """Shut down the inner backend, then this one (collective)."""
         self._inner.shutdown()
         self._stream.close()
         super().shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Remember what is called from now on."""
         if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
             self._inner._start_coalescing()
         else:
             super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Return the work of all that was called since."""
+        """Return one work for all operations since `_start_coalescing`."""
         if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
             return self._inner._end_coalescing()
         return super()._end_coalescing(device)
 
     def _run_inside(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the inner back end; one of many tensors that it lacks is made of one for each."""
+        """Call a method of the inner backend; emulate a missing coalesced method by one call per tensor."""
         if (call := getattr(self._inner, name, None)) is not None:
             return call(*args, **kwargs)
         if name not in _ONE_BY_ONE:
             raise NotImplementedError(
-                f"{self._inner.name()} has no {name} for tensors on {self._device_type}.\nMove them to the CPU."
+                f"the {self._inner.name()} backend does not support {name} for tensors on {self._device_type}.\n"
+                f"Move the tensors to the CPU."
             )
         outputs, inputs, opts = args
         call = getattr(self._inner, _ONE_BY_ONE[name])
@@ -115,8 +115,8 @@ _ONE_BY_ONE = {
 }
 
 
-def _transport(name: str, inner_name: str) -> None:
-    """Give `CompositeProcessGroup` a method that looks where its tensors are."""
+def _delegate(name: str, inner_name: str) -> None:
+    """Add a method to `CompositeProcessGroup` that dispatches on the device of its tensors."""
     over_mpi = getattr(MPIProcessGroup, name)
 
     @functools.wraps(over_mpi)
@@ -126,12 +126,11 @@ def _transport(name: str, inner_name: str) -> None:
             return over_mpi(self, *args, **kwargs)
         operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
         work = self._run_inside(inner_name, args, kwargs)
-        if work is None:  # it is one of several; their end is the batch's
+        if work is None:  # part of a coalesced batch, whose work ends it
             operation.finish()
             return None
-        if not torch_internals.is_capturing(
-            tensor
-        ):  # what a CUDA graph holds runs later, and must not be looked at now
+        # A captured operation runs later, and its work must not be queried during the capture.
+        if not torch_internals.is_capturing(tensor):
             self._stream.started(operation, work)
         else:
             operation.finish()
@@ -165,10 +164,10 @@ _TWO_NAMES = (
     ("all_to_all_single", "alltoall_base"),
 )
 for _name in _SAME_NAME:
-    _transport(_name, _name)
+    _delegate(_name, _name)
 for _names in _TWO_NAMES:
     for _name in _names:
-        _transport(_name, torch_internals.inner_method(_names))
+        _delegate(_name, torch_internals.inner_method(_names))
 
 torch_internals.hide_from_compiler(CompositeProcessGroup)
 torch_internals.coalesce_batches_of(CompositeProcessGroup)

@@ -1,4 +1,4 @@
-"""Which MPI datatype carries which torch dtype: one table for movement, one for arithmetic."""
+"""Mapping of torch dtypes to MPI datatypes: one table for data movement, one for reductions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpicomm import mpi
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype
 
-# Sums of these are made in float32 and rounded once: MPI has no arithmetic for them, or rounds at every step.
+# Sums of these dtypes are computed in float32 and rounded once: MPI has no arithmetic for them, or rounds every step.
 NARROW_FLOATS = (
     torch.bfloat16,
     torch.float16,
@@ -22,7 +22,7 @@ NARROW_FLOATS = (
     torch.float8_e5m2fnuz,
 )
 
-# Dtypes that MPI can calculate with, and the name of the MPI datatype that does.
+# Dtypes that MPI reductions support, and the names of their MPI datatypes.
 _ARITHMETIC = {
     torch.bool: "C_BOOL",
     torch.uint8: "UINT8_T",
@@ -39,7 +39,7 @@ _ARITHMETIC = {
     torch.complex128: "C_DOUBLE_COMPLEX",
 }
 
-# Movement needs only the width; wider units keep counts small.
+# Data movement depends only on the item size in bytes; wider units keep the counts small.
 _BY_WIDTH = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
 
 
@@ -51,11 +51,11 @@ def carrier(dtype: torch.dtype) -> Datatype:
 
 @functools.cache
 def arithmetic(dtype: torch.dtype) -> Datatype | None:
-    """Return the MPI datatype that calculates with `dtype`, or None where MPI has none."""
+    """Return the MPI datatype for reductions of `dtype`, or None if MPI has none."""
     name = _ARITHMETIC.get(dtype)
     return getattr(mpi.api(), name) if name else None
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return the dtype's name as people say it: float32."""
+    """Return the name of the dtype without the `torch.` prefix, such as `float32`."""
     return str(dtype).removeprefix("torch.")

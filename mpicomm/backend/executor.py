@@ -1,8 +1,8 @@
-"""Who runs a group's operations, and when: on the caller's thread, on the group's worker, or in MPI's own time.
+"""The executor of a group's operations: on the caller's thread, on the group's worker thread, or as MPI requests.
 
-A synchronous collective is one blocking call on the caller's thread; an asynchronous one is queued for the group's
-worker, and from then on later collectives queue behind it until the worker is idle again, so that every rank's calls
-keep the order in which they were made. Messages are MPI requests that whoever waits drives to their end.
+A synchronous collective is one blocking MPI call on the caller's thread. An asynchronous collective is queued for the
+group's worker thread; later collectives queue behind it until the worker is idle, so each rank keeps the order of its
+calls. Point-to-point messages are MPI requests; the thread that waits for a message drives its progress.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from mpicomm.watchdog.flight_recorder import Operation
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-_REAP_ABOVE = 32  # messages in flight, above which the finished ones are looked for
-_LAST_MESSAGES_SECONDS = 1.0
-_LATE_SECONDS = 1.0  # in which an operation that did not end in time may end after all, when its group is destroyed
+_REAP_ABOVE = 32  # in-flight messages above which the executor looks for completed ones
+_LAST_MESSAGES_SECONDS = 1.0  # for in-flight messages to complete when the group is destroyed
+_LATE_SECONDS = 1.0  # grace period for a timed-out operation to complete when its group is destroyed
 
 _NO_TIME = datetime.timedelta(0)
-_KEPT, _FEW = 64, 64  # works that live on, and the most elements that their tensors have
+_KEPT, _FEW = 64, 64  # number of works kept alive, and the maximum number of elements of their tensors
 
 _abandoned: list[MessageWork] = []
-"""Messages of destroyed groups: MPI may still read and write their memory."""
+"""In-flight messages of destroyed groups, kept alive: MPI may still read and write their memory."""
 
 
 class CallOptions(Protocol):
-    """What torch says of a call beside its tensors; all its classes of options have this."""
+    """The fields that all options classes of torch share."""
 
     asyncOp: bool  # noqa: N815  torch's name
     timeout: datetime.timedelta
-    """Zero or less for the group's own."""
+    """The timeout of the call; zero or less selects the group's timeout."""
 
 
 class Executor:
@@ -61,7 +61,7 @@ class Executor:
         """Prepare to run operations.
 
         Args:
-            let_go: Called when the group is taken down, before its communicator is freed (collective).
+            on_close: Called when the group is destroyed, before its communicator is freed (collective).
         """
         self._comm = comm
         self._on_close = on_close
@@ -69,25 +69,25 @@ class Executor:
         self._raises_timeouts = settings.raises_timeouts
         self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
         self._keeps_communicator = False
-        self._outstanding: list[Request] = []  # barriers that did not end in time; MPI cannot take them back
-        self._turn = threading.Lock()  # MPI wants collective calls on one communicator one at a time
+        self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
+        self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
         self._try_turn, self.give_turn_back = self._turn.acquire, self._turn.release
-        # Whether collectives are run as they are, with nothing before them.
+        # Whether collectives run without a preceding check or barrier.
         self._is_simple = self._agreement is None and not self._raises_timeouts
         self._starting = threading.Lock()
         self._worker: Worker | None = None
         self._poller: Poller | None = None
         self._in_flight: set[MessageWork] = set()
         self._reap_at = _REAP_ABOVE
-        self._events: dict[MessageWork, Any] = {}  # the profiler's spans of messages in flight
-        self.title = "mpicomm"  # how the profiler calls the back end
+        self._events: dict[MessageWork, Any] = {}  # profiler spans of in-flight messages
+        self.title = "mpicomm"  # the name of the backend in the profiler
         self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
-        self._batch = threading.local()  # in `works`, those of what torch's coalescing manager groups on a thread
+        self._batch = threading.local()  # `works`: the works of this thread's open coalescing manager
         self._is_open = True
 
     @property
     def timeout_of_messages(self) -> float | None:
-        """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
+        """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
         return self._record.timeout if self._raises_timeouts else None
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -105,32 +105,35 @@ class Executor:
         any_size: bool = False,
         inputs: Tensors | None = None,
     ) -> Any:
-        """Record a collective and start it.
+        """Record a collective operation and start it.
 
         Args:
-            results: What the operation writes here.
-            subjects: What all ranks call it with: of equal dtype, and of equal shape unless `any_size`.
-            also: What else must be equal on all ranks.
-            inputs: What the profiler is told that the operation reads; the subjects if left out.
+            results: The tensors that the operation writes on this rank.
+            subjects: The tensors to compare between ranks: equal dtypes, and equal shapes unless `any_size`.
+            also: Further text that must be equal on all ranks.
+            inputs: The inputs to report to the profiler; default: the subjects.
         """
+        # 1. check the group, and wrap the call for inference mode and the profiler
         self._check_open()
         if results and results[0].is_inference():
             call = _inferring(call)
         if torch_internals.is_profiling():
             call = self._profiled(call, name, subjects if inputs is None else inputs)
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
-        signature = "" if self._agreement is None else _say(name, subjects, root, also, any_size)
+        signature = "" if self._agreement is None else _signature(name, subjects, root, also, any_size)
         runs_here = self._runs_here(opts.asyncOp)
-        # Above this method are one of the operations's, and two of the face's or one and torch's.
+        # 2. record the call. Depth 4: the frames above are one method of Operations, and two of the process group
+        #    or one of the process group and one of torch.
         operation = flight_recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here, 4)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
+        # 3. run or queue the call
         return self._start(
             operation, call, list(results), opts.asyncOp, signature, self._wait_limit(operation), runs_here
         )
 
     def barrier(self, opts: CallOptions) -> Any:
-        """Wait for every rank, for at most the options' timeout, or the group's."""
+        """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
         self._check_open()
         runs_here = self._runs_here(opts.asyncOp)
         operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here, 3)
@@ -140,14 +143,17 @@ class Executor:
         return self._start(operation, _nothing, [], opts.asyncOp, "barrier", seconds, runs_here)
 
     def note_own(self, name: str) -> Operation:
-        """Record what the caller does with messages of his own, and ends in its own time; it has no number."""
+        """Record an operation that the caller implements with its own messages and finishes itself.
+
+        The operation has no sequence number and no timeout in the watchdog.
+        """
         self._check_open()
         operation = flight_recorder.note(self._record, name, None, 0, None, True, True, 3)
         operation.limit = None
         return operation
 
     def _profiled(self, call: Callable[[], None], name: str, inputs: Tensors) -> Callable[[], None]:
-        """Return a call that ends a span of the profiler, which starts here."""
+        """Start a profiler span; return a call that runs `call` and ends the span."""
         event = torch_internals.start_event(f"{self.title}:{name}", inputs)
 
         def profiled() -> None:
@@ -159,7 +165,7 @@ class Executor:
         return profiled
 
     def _wait_limit(self, operation: Operation) -> float | None:
-        """Return how long the ranks wait for each other, interruptibly, before it; None: they go straight into it."""
+        """Return the timeout in seconds of the interruptible barrier before the operation; None for no barrier."""
         if self._raises_timeouts:
             return operation.limit
         return math.inf if self._agreement is not None else None
@@ -174,15 +180,15 @@ class Executor:
         wait_limit: float | None,
         runs_here: bool,
     ) -> Any:
-        """Run `call` now, or queue it behind what is queued.
+        """Run `call` now, or queue it behind the operations that are already queued.
 
         Args:
-            said: What all ranks must agree on, where they compare it.
-            wait_limit: Seconds to wait for the other ranks before the call; None to go straight into it.
-            runs_here: Whether `call` is to run now.
+            signature: Text that must be equal on all ranks; used only if the ranks compare their calls.
+            wait_limit: Timeout in seconds of the barrier before the call; None for no barrier.
+            runs_here: Whether to run `call` now, on this thread.
 
         Returns:
-            The work; finished already if the operation is synchronous.
+            The work; already completed if the operation is synchronous.
         """
         if runs_here:
             self._run(operation, call, signature, wait_limit)
@@ -197,23 +203,23 @@ class Executor:
 
         self._keep(work)
         self.remember(work)
-        # Last, since the worker will want the GIL.
+        # Submit last: the worker thread then competes for the GIL.
         self._get_worker().submit(in_turn, work, callbacks.before(self))
         if not is_async:
             work.wait()
         return work
 
     def _keep(self, work: QueuedWork) -> None:
-        """Let a work live on for a while after its caller has dropped it.
+        """Keep a work of small tensors alive after its caller has dropped it.
 
-        DDP's join hands one to C++ and drops it; C++ asks it when the next backward pass ends, and would find a work
-        without methods if Python's part of it were gone.
+        DDP's `join` passes a work to C++ and drops it. C++ calls it at the end of the next backward pass; without the
+        Python part, the work would have no methods.
         """
         if all(tensor.numel() <= _FEW for tensor in work.result()):
             self._kept.append(work)
 
     def _run(self, operation: Operation, call: Callable[[], None], signature: str, wait_limit: float | None) -> None:
-        """Run a collective in its turn, and note when it ends."""
+        """Run a collective under the lock, and record its end."""
         try:
             with self._turn:
                 if wait_limit is not None:
@@ -229,10 +235,11 @@ class Executor:
             operation.finish()
 
     def mark_broken(self, operation: Operation, error: BaseException) -> None:
-        """Note that the group cannot be used any more: the next call of this rank may not match those of the others.
+        """Mark the group as unusable: the next call of this rank may not match the calls of the other ranks.
 
         Args:
-            error: What ended the operation on this rank; a signal handler may raise anything between two parts of it.
+            error: The exception that ended the operation on this rank; a signal handler may raise any exception
+                between two parts of an operation.
         """
         if self._record.broken:
             return
@@ -242,7 +249,10 @@ class Executor:
             watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
 
     def take_turn(self) -> bool:
-        """Tell whether the caller may run a collective as it is; if so, it has the turn until it gives that back."""
+        """Acquire the lock for a collective without queueing, check or barrier; return whether that succeeded.
+
+        On success the caller must call `give_turn_back`.
+        """
         worker = self._worker
         if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or callbacks.may_matter():
             return False
@@ -251,11 +261,11 @@ class Executor:
         return not self._record.broken and not torch_internals.is_profiling() and self._try_turn(False)
 
     def _wait_for_all(self, operation: Operation, seconds: float) -> None:
-        """Wait for every rank, interruptibly.
+        """Wait for every rank in a barrier that Python can interrupt (collective).
 
         Raises:
-            TimeoutError: If a rank has not come after `seconds`; it names those that have not.
-            MpicommError: If another rank did not wait that long.
+            TimeoutError: If a rank has not arrived after `seconds`; the message lists the missing ranks.
+            MpicommError: If the group broke meanwhile, e.g. another rank timed out earlier.
         """
         limit, start = operation.limit, time.monotonic()
         if self._raises_timeouts:
@@ -266,30 +276,33 @@ class Executor:
             self._outstanding.append(request)
             self._check_open()
             raise self.time_out(operation, seconds)
-        if self._raises_timeouts:  # from here on nothing interrupts it, and only the watchdog could end it
+        if self._raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
             operation.limit = limit
             operation.forgive(time.monotonic() - start)
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
-        """Return the error of a collective that did not end in time; the group cannot be used any more."""
+        """Return the error of a collective that timed out, and mark the group as unusable."""
+        # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
         what = hang_report.operation(operation.describe(0.0))
-        self._record.broken = f"{what} did not end within {seconds:g} s"
-        operation.limit = None  # the program hears of it here, and may go on: the watchdog must not end the job as well
+        self._record.broken = f"{what} timed out after {seconds:g} s"
+        operation.limit = None
+        # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
         watch = agent.current()
-        missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not come to it.")
+        missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not reached it.")
         operation.pause()
         if watch is not None:
             watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
+        # 3. compose the error
         if not missing:
-            return TimeoutError(f"{self._record.broken}.\n{table}\nFind out what that rank does.")
+            return TimeoutError(f"{self._record.broken}.\n{table}\nCheck what that rank is doing.")
         return TimeoutError(
-            f"{what}: {len(missing)} of {self._comm.size} ranks did not come within the timeout of {seconds:g} s: "
-            f"{hang_report.called(missing)}.\n{table}\n"
-            f"Look at what they do there, or allow more time. The group cannot be used any more."
+            f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
+            f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
+            f"Check what the missing ranks are doing, or increase the timeout of the operation."
         )
 
     def add_callback(self, future: OrderedFuture, run: Callable[[], None]) -> None:
-        """Run a callback of an operation's future behind what is queued."""
+        """Queue a callback of an operation's future behind the operations that are already queued."""
         worker = self._worker
         if worker is None or not self._is_open:
             torch.futures.Future.add_done_callback(future, lambda _future: run())
@@ -305,7 +318,7 @@ class Executor:
         worker.submit(_nothing, callback, earlier)
 
     def run_what_is_before(self, work: QueuedWork) -> None:
-        """On the worker's own thread, where waiting would wait for itself, run what is queued until `work` is done."""
+        """On the worker thread, run queued operations until `work` is done: blocking there would deadlock."""
         flight_recorder.refuse_children()
         if self._worker is not None and self._worker.is_current_thread:
             self._worker.run_until(work.is_completed)
@@ -313,7 +326,7 @@ class Executor:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def note_message(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
-        """Record a message."""
+        """Record a point-to-point message in the flight recorder."""
         self._check_open()
         operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
         if self._raises_timeouts:
@@ -321,7 +334,7 @@ class Executor:
         return operation
 
     def track(self, name: str, work: MessageWork) -> MessageWork:
-        """Keep a message's memory alive until it is through, whatever the caller does with the handle."""
+        """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
         if len(self._in_flight) >= self._reap_at:
             self._reap()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
@@ -333,18 +346,18 @@ class Executor:
         return work
 
     def _let_advance(self, work: MessageWork) -> None:
-        """See to it that a message gets on while its rank does something else."""
+        """Wake the poller thread, so that the message progresses while its rank computes."""
         poller = self._poller
         if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():
             return
         self._get_poller().rouse()
 
     def watch(self, work: MessageWork) -> None:
-        """Finish a message whose future somebody holds when it is through."""
+        """Let the poller thread complete the future of a message when the message completes."""
         self._get_poller().watch(work)
 
     def forget(self, work: MessageWork) -> None:
-        """Let go of a message that is through."""
+        """Drop the references to a completed message, and end its profiler span."""
         self._in_flight.discard(work)
         if self._events:
             torch_internals.end_event(self._events.pop(work, None))
@@ -352,38 +365,38 @@ class Executor:
     # -- batches -------------------------------------------------------------------------------------------------
 
     def start_batch(self) -> None:
-        """Remember the works of what is called from now on."""
+        """Start a batch on this thread: collect the works of later operations."""
         self._batch.works = []
 
     def end_batch(self) -> list[Any]:
-        """Return the works since `start_batch` of what had not ended within its call."""
+        """End the batch of this thread; return the works of its operations that did not complete within their call."""
         return self._batch.__dict__.pop("works", [])
 
     def remember(self, work: Any) -> None:
-        """Take a work into the batch, if one is being put together."""
+        """Add a work to the batch of this thread, if one is open."""
         works = self._batch.__dict__.get("works")
         if works is not None:
             works.append(work)
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- shutdown ------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until what is queued has run."""
+        """Wait until all queued operations have run."""
         if self._worker is not None and not self._record.broken:
             self._worker.wait_until_idle()
 
     def advance(self) -> None:
-        """Let messages that are on their way make progress."""
+        """Drive the progress of in-flight messages."""
         if self._is_open and not self._record.broken:
             self._reap()
 
     def is_sending(self) -> bool:
-        """Tell whether messages that were sent are on their way."""
+        """Return whether sent messages are still in flight."""
         self.advance()
         return any(work.is_sent for work in list(self._in_flight))
 
     def close(self) -> None:
-        """Finish what is queued, end the threads and free the communicator (collective)."""
+        """Finish the queued operations, end the threads and free the communicator (collective)."""
         if not self._is_open:
             return
         self._is_open = False
@@ -398,16 +411,18 @@ class Executor:
             self._record.is_closed = True
 
     def abort(self) -> None:
-        """Give the group up without waiting for anybody; what is on its way may never end."""
+        """Abort the group without waiting for other ranks; operations in progress may never complete."""
+        # 1. mark the group, here and on the other ranks
         if not self._is_open:
             return
         self._is_open = False
         self._record.broken = self._record.broken or "it was aborted"
         if (watch := agent.current()) is not None:
             watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")
+        # 2. fail the queued operations and the in-flight messages
         if self._poller is not None:
             self._poller.stop()
-        error = MpicommError(f"group {self._record.name} was aborted before the operation ended.\nEnd the job.")
+        error = MpicommError(f"group {self._record.name} was aborted before the operation completed.\nEnd the job.")
         if self._worker is not None:
             self._worker.give_up(error)
         if self._in_flight or not self._is_at_rest():
@@ -417,14 +432,14 @@ class Executor:
         _abandoned.extend(self._in_flight)  # MPI may still read and write their memory
 
     def is_stuck(self) -> bool:
-        """Tell whether an operation that did not end in time has not ended yet, and may never."""
+        """Return whether an operation of a broken group is still not complete, after a grace period."""
         return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
 
     def keep_communicator(self) -> None:
-        """Never free the communicator: a message or a receive that nobody matched is left on it.
+        """Never free the communicator: an unmatched message or receive remains on it.
 
-        MPICH 4.0 gives the context of a freed communicator to the next one, and the two match across them (seen in
-        4.0.2, not in 5.0).
+        MPICH 4.0 reuses the context ID of a freed communicator for the next one, and then matches messages across the
+        two (seen in 4.0.2, not in 5.0).
         """
         self._keeps_communicator = True
 
@@ -440,7 +455,7 @@ class Executor:
             self._comm.Free()
 
     def _is_at_rest(self) -> bool:
-        """Tell whether MPI has nothing left to do for a group that is broken: the late ranks may have come."""
+        """Return whether no MPI call of a broken group is pending: late ranks may have completed the barriers."""
         self._outstanding = [request for request in self._outstanding if not request.Test()]
         return not self._outstanding and (self._worker is None or self._worker.is_idle)
 
@@ -448,7 +463,7 @@ class Executor:
         callbacks.refuse_in_messages()
         worker = self._worker
         if worker is not None and worker.is_current_thread:
-            return True  # a callback that queued an operation and waited for it would wait for itself
+            return True  # a callback: queueing an operation and waiting for it would deadlock
         if (callback := callbacks.current()) is not None:
             if worker is not None:
                 worker.wait_for_place_of(callback)
@@ -461,7 +476,7 @@ class Executor:
             flight_recorder.refuse_children()
             raise MpicommError(f"group {name} cannot be used any more: {self._record.broken}.\nEnd the job.")
         if not self._is_open:
-            raise MpicommError(f"group {name} is destroyed.\nMake a new one with torch.distributed.new_group().")
+            raise MpicommError(f"group {name} was destroyed.\nCreate a new one with torch.distributed.new_group().")
 
     def _get_worker(self) -> Worker:
         with self._starting:
@@ -478,13 +493,13 @@ class Executor:
             return self._poller
 
     def _has_messages_left(self) -> bool:
-        """Look at every message in flight once, and tell whether any is left."""
+        """Test every in-flight message once; return whether any remains in flight."""
         self._reap()
         return bool(self._in_flight)
 
     def _reap(self) -> None:
         for work in list(self._in_flight):
-            work.is_completed()  # one that is through makes the operations forget it
+            work.is_completed()  # a completed message calls `forget`
 
     def _finish_messages(self) -> None:
         def all_through() -> bool:
@@ -493,8 +508,8 @@ class Executor:
 
         if not mpi.poll(all_through, _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
             warnings.warn(
-                f"group {self._record.name} is destroyed with {len(self._in_flight)} messages on their way; "
-                f"wait for what isend and irecv return before.",
+                f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
+                f"Call wait() on the works of isend and irecv first.",
                 stacklevel=4,
             )
             _abandoned.extend(self._in_flight)
@@ -502,7 +517,7 @@ class Executor:
 
 
 def _inferring(call: Callable[[], None]) -> Callable[[], None]:
-    """Return a call that may write inference tensors, on whatever thread."""
+    """Return a call that may write inference tensors on any thread."""
 
     def inferring() -> None:
         with torch.inference_mode():
@@ -512,11 +527,11 @@ def _inferring(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Do what a barrier does once the ranks have met."""
+    """Do nothing: the call of a barrier, which only synchronises, and of a queued callback."""
 
 
-def _say(name: str, subjects: Tensors, root: int | None, also: str, any_size: bool) -> str:
-    """Return what all ranks of a collective must agree on."""
+def _signature(name: str, subjects: Tensors, root: int | None, also: str, any_size: bool) -> str:
+    """Return the text that must be equal on all ranks of a collective, e.g. `broadcast float32[4] (root: ...)`."""
     shown = [dtypes.short(each.dtype) + ("" if any_size else str(list(each.shape))) for each in subjects]
     return " ".join(
         filter(None, [name, also, ", ".join(shown), "" if root is None else f"(root: rank {root} of the group)"])
@@ -526,6 +541,6 @@ def _say(name: str, subjects: Tensors, root: int | None, also: str, any_size: bo
 def _require_threads() -> None:
     if not mpi.serves_threads():
         raise MpicommError(
-            "asynchronous operations need an MPI that serves several threads (MPI_THREAD_MULTIPLE), "
-            "which this one refused.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."
+            "asynchronous operations require the MPI thread level MPI_THREAD_MULTIPLE, "
+            "but MPI provides a lower level.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."
         )

@@ -1,4 +1,4 @@
-"""Makes groups as torch asks its back ends to."""
+"""The functions that torch calls to create a process group of a registered backend."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpicomm.backend.process_group import MPIProcessGroup
 
 @compatibility.explained()
 def create(options: Any, backend_name: str) -> MPIProcessGroup:
-    """Make a group over MPI under a name (collective over its ranks)."""
+    """Create a process group over MPI (collective over its ranks)."""
     operations = _make_operations(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
     return MPIProcessGroup(operations, options.group_id, backend_name, options.store)
 
 
 @compatibility.explained()
 def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> CompositeProcessGroup:
-    """Make a group over MPI that has NCCL for CUDA tensors (collective over its ranks)."""
+    """Create a process group over MPI that uses NCCL for CUDA tensors (collective over its ranks)."""
 
     def make_inner(operations: Operations, name: str, store: dist.Store) -> Any:
         timeout = datetime.timedelta(seconds=operations.record.timeout)

@@ -1,4 +1,4 @@
-"""Whether MPI can reach into a GPU's memory: what the library says, and whether it does."""
+"""The detection of GPU-aware MPI: the support that the library reports, and a test of it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mpicomm.backend import mpi_calls
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Intracomm
 
-# Open MPI and MPICH have the first; AMD's GPUs are "cuda" to torch, but not to them.
+# Open MPI and MPICH provide MPIX_Query_cuda_support. torch calls AMD GPUs "cuda" as well; the MPI libraries do not.
 _QUERIES = {"cuda": ("MPIX_Query_cuda_support",), "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")}
 _KINDS = "mpi_memory_alloc_kinds"  # MPI-4.1, section 11.4.3
-_COUNTS = (1, 2**8, 2**18)  # elements: different sizes go different ways in the library
-_MOST = 2**24  # elements for all ranks together, where one rank has something of each
+_COUNTS = (1, 2**8, 2**18)  # elements: MPI libraries use different protocols for different sizes
+_MOST = 2**24  # maximum total elements in the tests where one rank holds a part of each rank
 _TAG = 0
 
 
 def is_claimed(environ: Mapping[str, str]) -> bool:
-    """Tell whether the library says that it takes addresses on a GPU."""
+    """Return whether the MPI library reports support for GPU addresses."""
     platform = "rocm" if torch.version.hip else "cuda"
-    if "CRAY" in mpi.library().description.upper():  # which says so whether or not it is told to
+    if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
         return environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     return _names_kind(platform) or any(_answers_yes(query) for query in _QUERIES[platform])
 
@@ -46,12 +46,12 @@ def _answers_yes(query: str) -> bool:
 
 
 def failures(comm: Intracomm, device: torch.device) -> list[str]:
-    """Return the operations that give wrong results with addresses on a device (collective)."""
+    """Return the operations that fail or give wrong results with addresses on `device` (collective)."""
     with _stack_of_a_crash():
         return _if_this_crashes_set_MPICOMM_GPU_AWARE_to_0(comm, device)
 
 
-def _if_this_crashes_set_MPICOMM_GPU_AWARE_to_0(  # noqa: N802  what the user reads in the stack of a crash
+def _if_this_crashes_set_MPICOMM_GPU_AWARE_to_0(  # noqa: N802  the user reads this name in the stack trace of a crash
     comm: Intracomm, device: torch.device
 ) -> list[str]:
     return [
@@ -68,7 +68,7 @@ def _passes(
 ) -> bool:
     try:
         return test(comm, device, count)
-    except RuntimeError:  # MPI's, and torch's, as when there is no memory left
+    except RuntimeError:  # MPI errors, and torch errors such as out of memory
         return False
 
 
@@ -163,7 +163,7 @@ def _of_each(comm: Intracomm, count: int, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _stack_of_a_crash() -> Iterator[None]:
-    """Let a crash print where it was."""
+    """Print the Python stack if the process crashes, e.g. by a segmentation fault in MPI."""
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return

@@ -1,6 +1,7 @@
-"""How a group's tensors get to MPI: as they are on the host; on a GPU by its own address, or staged.
+"""The transport of a group's tensors to MPI: CPU tensors directly, GPU tensors by GPU address or staged.
 
-A GPU's address is given to MPI only if the library says that it can use it, and then does so in a test.
+MPI receives GPU addresses (GPU-aware MPI) only if the library reports support, or the user sets it, and a test at
+group creation passes.
 """
 
 from __future__ import annotations
@@ -29,31 +30,32 @@ _NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
 
 
 class Transport(Protocol):
-    """The way of a group's tensors to MPI."""
+    """Makes the tensors of a group accessible to MPI."""
 
     @property
     def whole_bytes(self) -> float:
-        """Up to so many bytes, a tensor on the host goes to MPI as it is, whatever those of the other ranks are."""
+        """Size in bytes up to which a CPU tensor goes to MPI in one piece, whatever the devices of the other ranks."""
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
-        """Return what runs an operation, which `make` knows how to do on memory that MPI can reach.
+        """Return a call that runs an operation.
 
         Args:
-            make: Takes tensors that MPI can reach, and returns the call.
-            tensors: Those of the operation, wherever they are.
-            uses: What the operation does with each.
-            height: How many parts for ranks a tensor has at the most, on any rank; None if not all ranks know its size.
+            make: Takes tensors in memory that MPI can access; returns the call that runs the operation on them.
+            tensors: The tensors of the operation, on any device.
+            uses: How the operation accesses each tensor.
+            num_blocks: The maximum number of per-rank blocks of a tensor, over all ranks; None if some ranks do not
+                know its size.
         """
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's content in dense memory that MPI can read."""
+        """Return a dense tensor with the content of `tensor`, in memory that MPI can access."""
 
     def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return dense memory to receive a tensor's content, and what brings it from there to the tensor."""
+        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
 
 
 class NoTransport:
-    """The way of tensors whose memory MPI can reach."""
+    """Passes the tensors themselves: MPI can access their memory."""
 
     whole_bytes = math.inf
 
@@ -61,28 +63,28 @@ class NoTransport:
         self,
         make: Make,
         tensors: Tensors,
-        uses: Sequence[Use],  # noqa: ARG002  the protocol's, as is the next
+        uses: Sequence[Use],  # noqa: ARG002  a parameter of the protocol, as the next
         *,
         num_blocks: int | None = 1,  # noqa: ARG002
     ) -> Call:
-        """Return what runs an operation on the tensors themselves."""
+        """Return a call that runs the operation on the tensors themselves."""
         return make(*tensors)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's content in dense memory."""
+        """Return a dense tensor with the content of `tensor`."""
         return buffers.pack(tensor)
 
     def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return dense memory to receive a tensor's content, and what brings it from there to the tensor."""
+        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
         output_buffer = buffers.output_buffer(tensor)
         return output_buffer, lambda: buffers.unpack(output_buffer, tensor)
 
 
 class GPUDirect(NoTransport):
-    """The way of GPU tensors to an MPI that takes a GPU's addresses, which knows nothing of streams."""
+    """Passes GPU addresses to a GPU-aware MPI; synchronises streams, since MPI does not order its calls by them."""
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
-        """Return what runs an operation when the caller's streams have come to this point."""
+        """Return a call that waits for the work queued so far on the caller's current streams, then runs."""
         call = super().prepare(make, tensors, uses, num_blocks=num_blocks)
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if not devices:
@@ -101,12 +103,12 @@ class GPUDirect(NoTransport):
         return when_ready
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's content in dense memory, when it is there."""
+        """Return a dense tensor with the content of `tensor`; fails during a CUDA graph capture."""
         checks.outside_of_graphs(tensor)
         return super().fetch(tensor)
 
     def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return dense memory to receive a tensor's content, and what brings it from there to the tensor."""
+        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
         checks.outside_of_graphs(tensor)
         return super().expect(tensor)
 
@@ -114,13 +116,13 @@ class GPUDirect(NoTransport):
 NO_TRANSPORT = NoTransport()
 
 
-_has_passed = False  # whether this rank and all others of a group have stood the test
+_has_passed = False  # whether the test has passed on all ranks of a group of this rank
 
 
 def choose(comm: Intracomm, settings: Settings) -> Transport:
-    """Agree on the way of a new group's tensors (collective)."""
+    """Choose the transport of a new group, the same on all ranks (collective)."""
     has_gpu = torch.cuda.is_available()
-    # Not where nobody uses the GPUs: the test would be the first to.
+    # Do not test if CUDA is not initialised: the test would create the first context of a program without GPU use.
     may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
     no_gpu, all_may_try, all_have_passed, chunk_bytes = _least(
         comm, [not has_gpu, may_try, _has_passed, settings.gpu_chunk_bytes]
@@ -139,7 +141,7 @@ def _wants_addresses(settings: Settings) -> bool:
 
 
 def _least(comm: Intracomm, values: Sequence[int]) -> array[int]:
-    """Return the least of all ranks' values, one by one (collective)."""
+    """Return the element-wise minimum over all ranks (collective)."""
     least = array("q", values)
     comm.Allreduce(mpi.api().IN_PLACE, least, mpi.api().MIN)
     return least
@@ -151,14 +153,14 @@ def on_all_ranks(comm: Intracomm, flag: bool) -> bool:
 
 
 def _passes(comm: Intracomm, device: torch.device) -> bool:
-    """Tell whether MPI works with addresses on all ranks' devices (collective); warn if it only says so."""
-    global _has_passed  # noqa: PLW0603  the library's ability is the process's
+    """Test GPU-aware MPI; return whether it works on all ranks, and warn on a rank where it fails (collective)."""
+    global _has_passed  # noqa: PLW0603  a property of the library, one per process
     failures = gpu_probe.failures(comm, device)
     _has_passed = on_all_ranks(comm, not failures)
     if failures:
         warnings.warn(
-            f"MPI says that it can use a GPU's memory, but cannot: {', '.join(failures)}. GPU tensors go by way of the "
-            f"host. Set MPICOMM_GPU_AWARE=0 to do without the test.",
+            f"GPU-aware MPI failed its test: {', '.join(failures)}. GPU tensors are staged through host memory. "
+            f"Set MPICOMM_GPU_AWARE=0 to skip the test.",
             stacklevel=2,
         )
     elif _has_passed:
@@ -167,12 +169,12 @@ def _passes(comm: Intracomm, device: torch.device) -> bool:
 
 
 def _warn_of_allocators() -> None:
-    """Warn of memory that CUDA IPC cannot export, so that the ranks of a node exchange it through the host."""
+    """Warn of allocator settings whose memory CUDA IPC cannot export: the ranks of a node then transfer by the host."""
     given = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
     for setting in _NOT_EXPORTED:
         if setting in given:
             warnings.warn(
-                f"PYTORCH_CUDA_ALLOC_CONF has {setting}: UCX cannot map such memory, and moves it a hundred times more "
-                f"slowly. Leave that out, or set MPICOMM_GPU_AWARE=0.",
+                f"PYTORCH_CUDA_ALLOC_CONF has {setting}: UCX cannot map such memory, and transfers it a hundred times "
+                f"more slowly. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
                 stacklevel=2,
             )

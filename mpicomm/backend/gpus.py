@@ -1,4 +1,4 @@
-"""The GPU and the streams of the threads that run operations."""
+"""The GPU and the CUDA streams of the threads that run operations."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import weakref
 import torch
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: work on the default stream is not waited for
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronisation with the default stream
 
 
 def prepare_thread_for_events(device: torch.device) -> None:
-    """Let the calling thread ask for CUDA events on a device, also while another thread records a graph.
+    """Allow the calling thread to query CUDA events of a device while another thread captures a CUDA graph.
 
-    Such a question would make the recording invalid, were it not for the thread's own mode (CUDA Driver API,
+    By default such a query would invalidate the capture; the thread's relaxed capture mode allows it (CUDA Driver API,
     cuThreadExchangeStreamCaptureMode).
     """
     if device.type != "cuda":
         return
-    torch.cuda.set_device(device)  # or asking would open a context on the first GPU
+    torch.cuda.set_device(device)  # otherwise the query would create a context on GPU 0
     if torch.version.hip:
         return
     relaxed = ctypes.c_int(_RELAXED)
@@ -27,10 +27,10 @@ def prepare_thread_for_events(device: torch.device) -> None:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream on a GPU that no other part of the program uses.
+    """Return a CUDA stream on a GPU that no other part of the program uses.
 
-    torch hands its streams out from a pool of 32 for each GPU, so that a program with many streams of its own would
-    share one of ours (CUDA Driver API, cuStreamCreate). Falls back to torch's pool with ROCm, or where that fails.
+    torch allocates streams from a pool of 32 per GPU, so a program with many streams would share one with mpicomm.
+    Therefore this calls cuStreamCreate (CUDA Driver API). With ROCm, or if that fails, it takes a stream of the pool.
     """
     if torch.version.hip:
         return torch.cuda.Stream(device)
@@ -38,7 +38,7 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
     if handle is None:
         return torch.cuda.Stream(device)
     stream = torch.cuda.ExternalStream(handle.value, device=device)
-    weakref.finalize(stream, _driver().cuStreamDestroy_v2, handle).atexit = False  # CUDA has gone by then
+    weakref.finalize(stream, _driver().cuStreamDestroy_v2, handle).atexit = False  # CUDA is already shut down at exit
     return stream
 
 
@@ -47,7 +47,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _create_stream(ordinal: int) -> ctypes.c_void_p | None:
-    """Create a stream in the context that torch uses on a GPU; None if CUDA refuses."""
+    """Create a stream in the primary context of a GPU, which torch uses; None if CUDA returns an error."""
     driver = _driver()
     device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     if driver.cuDeviceGet(ctypes.byref(device), ordinal):
@@ -62,9 +62,9 @@ def _create_stream(ordinal: int) -> ctypes.c_void_p | None:
 
 
 class ThreadDevice:
-    """The GPU of a thread that runs operations: that of the first thread that gives it work once CUDA has started.
+    """The GPU of a thread that runs operations: the current GPU of the first thread to submit work after CUDA starts.
 
-    A thread that has none works on the first GPU, and opens a context there, whose memory belongs to another rank.
+    Without it, the thread would use GPU 0 and create a context there, in GPU memory that belongs to another rank.
     """
 
     def __init__(self) -> None:
@@ -73,19 +73,18 @@ class ThreadDevice:
         self.note()
 
     def note(self) -> None:
-        """Note the GPU of the calling thread, if CUDA has started and none is noted."""
+        """Record the current GPU of the calling thread, if CUDA is initialised and no GPU is recorded."""
         if self._device is None and torch.cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
 
     def enter(self) -> None:
-        """Let the calling thread work on the GPU that was noted, in a stream of its own.
+        """Switch the calling thread to the recorded GPU, and to a stream of its own.
 
-        The stream that threads begin with is the same for all, so that waiting for it would be waiting for the main
-        thread.
+        All threads start with the same default stream; synchronising it would wait for the work of the main thread.
         """
         if self._is_entered or self._device is None:
             return
         self._is_entered = True
         prepare_thread_for_events(self._device)
         torch.cuda.set_stream(own_stream(self._device))
-        torch.cuda.current_stream(self._device).synchronize()  # or the thread has no context yet
+        torch.cuda.current_stream(self._device).synchronize()  # creates the context of the thread

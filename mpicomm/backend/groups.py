@@ -1,4 +1,4 @@
-"""The groups of this process: how their communicators are made, and what concerns all of them."""
+"""The groups of this process: creation of their communicators, and functions over all groups."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ from mpicomm.watchdog import flight_recorder
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_engines: weakref.WeakSet[Operations] = weakref.WeakSet()  # made and looked at on the main thread
+_all_operations: weakref.WeakSet[Operations] = weakref.WeakSet()  # created and read on the main thread
 
 
 def make_world(name: str, seconds: float, rank: int, size: int, *, takes_gpu_tensors: bool) -> Operations:
-    """Make the operations of the group of all ranks (collective).
+    """Create the operations of the group of all ranks (collective).
 
     Args:
-        seconds: How long an operation may take.
-        rank: What torch was told of this rank; -1 for nothing.
-        size: What torch was told of the number of ranks; -1 for nothing.
-        takes_gpu_tensors: Whether tensors on GPUs are for MPI too.
+        name: The name of the group in torch.
+        seconds: The timeout of an operation.
+        rank: The `rank` argument that torch received; -1 if none.
+        size: The `world_size` argument that torch received; -1 if none.
+        takes_gpu_tensors: Whether MPI also handles GPU tensors.
 
     Raises:
-        MpicommError: If torch was told something else than MPI knows.
+        MpicommError: If `rank` and `size` contradict MPI.
     """
     world = mpi.job_comm(by_all=True)
     if (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise MpicommError(
-            f"torch.distributed was told rank {rank} of {size}, but MPI says {world.rank} of {world.size}.\n"
-            f"Call mpicomm.bootstrap() and leave rank and world_size to it."
+            f"torch.distributed received rank {rank} of {size}, but the MPI rank is {world.rank} of {world.size}.\n"
+            f"Call mpicomm.bootstrap(), which sets rank and world_size."
         )
     record = flight_recorder.Group(name, range(world.size), seconds, is_world=True)
     return _make(record, world.Dup, takes_gpu_tensors)
 
 
 def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: bool) -> Operations:
-    """Make the operations of a group of some ranks (collective over these alone).
+    """Create the operations of a group of some ranks (collective over these ranks only).
 
     Args:
+        name: The name of the group in torch.
         ranks: The members' ranks in the job, in the order of the group.
-        seconds: How long an operation may take.
-        takes_gpu_tensors: Whether tensors on GPUs are for MPI too.
+        seconds: The timeout of an operation.
+        takes_gpu_tensors: Whether MPI also handles GPU tensors.
     """
     record = flight_recorder.Group(name, ranks, seconds, is_world=False)
     return _make(record, lambda: _make_comm(name, ranks), takes_gpu_tensors)
@@ -57,7 +59,7 @@ def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: 
 def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Operations:
     flight_recorder.refuse_children()
     settings = Settings.from_environ(os.environ)
-    record.sequence = -1  # a group's own making is its number 0: a rank may never come to that
+    record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
     operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=3)
     try:
         comm = make_comm()
@@ -65,7 +67,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
     finally:
         operation.finish()
     operations = Operations(comm, record, settings, transport)
-    _engines.add(operations)
+    _all_operations.add(operations)
     return operations
 
 
@@ -79,22 +81,22 @@ def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
 
 
 def drain() -> None:
-    """Wait until what this rank has queued on any group has run."""
-    for operations in list(_engines):
+    """Wait until all operations that this rank has queued, on any group, have run."""
+    for operations in list(_all_operations):
         operations.executor.drain()
 
 
 def is_stuck() -> bool:
-    """Tell whether an operation of this rank did not end in time, and may never."""
-    return any(operations.executor.is_stuck() for operations in list(_engines))
+    """Return whether an operation of a broken group of this rank is still not complete."""
+    return any(operations.executor.is_stuck() for operations in list(_all_operations))
 
 
 def are_sending() -> bool:
-    """Tell whether messages of this rank are on their way."""
-    return any(operations.executor.is_sending() for operations in list(_engines))
+    """Return whether messages that this rank sent are still in flight."""
+    return any(operations.executor.is_sending() for operations in list(_all_operations))
 
 
 def advance() -> None:
-    """Let messages that are on their way make progress."""
-    for operations in list(_engines):
+    """Drive the progress of in-flight messages of all groups."""
+    for operations in list(_all_operations):
         operations.executor.advance()

@@ -1,4 +1,4 @@
-"""torch's monitored barrier: rank 0 hears from each rank by a message of its own, and names those that did not come."""
+"""torch's monitored barrier: each rank reports to rank 0 by a message, and rank 0 lists the missing ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
 
 class MonitoredBarrier:
-    """The monitored barriers of one group. The group stays usable when one fails."""
+    """The monitored barriers of one group; the group stays usable after a failure."""
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm
-        self._number = 0  # of this barrier: a rank that comes late to one must not pass for early at the next
-        self._late: list[tuple[Request, array[int]]] = []  # sends that nobody may ever receive, and their memory
+        self._number = 0  # of the barrier: a late message of one barrier must not count for the next
+        self._late: list[tuple[Request, array[int]]] = []  # pending sends, possibly never received, and their buffers
 
     def wait(self, seconds: float, *, names_all: bool) -> None:
         """Wait for every rank (collective).
 
         Args:
-            names_all: Rank 0 waits for all, and names all that did not come, not only the first.
+            seconds: The timeout.
+            names_all: Rank 0 waits for all ranks and lists all missing ranks, not only the first.
 
         Raises:
-            RuntimeError: On rank 0, if a rank has not come within `seconds`; on the others, if rank 0 did not let them
-                pass. As torch's own does, and in its words, which programs look for.
+            RuntimeError: On rank 0, if a rank has not arrived within `seconds`; on the other ranks, if rank 0 has not
+                released them. Type and wording are torch's, since programs match on them.
         """
         self._number += 1
         if self._comm.rank == 0:
@@ -39,7 +40,7 @@ class MonitoredBarrier:
 
     def _collect(self, seconds: float, *, names_all: bool) -> None:
         if seconds <= 0:
-            raise RuntimeError("Rank 0 timed out in monitoredBarrier: its timeout is 0 s.\nAllow more time.")
+            raise RuntimeError("Rank 0 timed out in monitoredBarrier: its timeout is 0 s.\nPass a positive timeout.")
         deadline = Deadline(seconds)
         missing: list[int] = []
         for rank in range(1, self._comm.size):
@@ -51,26 +52,26 @@ class MonitoredBarrier:
             ranks = ", ".join(map(str, missing))
             raise RuntimeError(
                 f"{'Ranks' if names_all else 'Rank'} {ranks} failed to pass monitoredBarrier in {seconds:g} s.\n"
-                f"Look at what they do, or allow more time."
+                f"Check what they are doing, or increase the timeout."
             )
         for rank in range(1, self._comm.size):
-            self._say(rank)
+            self._announce(rank)
 
     def _report(self, seconds: float) -> None:
-        self._say(0)
+        self._announce(0)
         if not self._hears(0, Deadline(seconds)):
             raise RuntimeError(
                 f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0: no answer within {seconds:g} s.\nRank 0 knows which ranks did not come."
+                f"send/recv from rank 0: timed out after {seconds:g} s.\nSee the error of rank 0 for the missing ranks."
             )
 
-    def _say(self, rank: int) -> None:
+    def _announce(self, rank: int) -> None:
         number = array("q", [self._number])
         self._late = [(request, memory) for request, memory in self._late if not request.Test()]
         self._late.append((self._comm.Isend(number, rank, mpi_calls.tag_of_barrier()), number))
 
     def _hears(self, rank: int, deadline: Deadline) -> bool:
-        """Return whether a rank reports before the deadline that it has reached this barrier."""
+        """Return whether a rank reports before the deadline that it has reached this barrier; discard older reports."""
         number = array("q", [0])
         while number[0] < self._number:
             request = self._comm.Irecv(number, rank, mpi_calls.tag_of_barrier())

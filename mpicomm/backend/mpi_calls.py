@@ -1,9 +1,10 @@
-"""MPI's calls on dense host memory, for any count.
+"""MPI calls on dense host memory, for any element count.
 
-Before version 4 of the standard MPI counts in 32-bit integers. There, what is more goes another way: reductions and
-broadcasts in parts, a message as one element of a datatype that is as long as the message, and whatever has a part for
-each rank as such messages. All ranks must go the same way. Most know it from their own arguments; where sizes differ
-between ranks they do not, and the ranks ask each other first.
+Before version 4 of the standard, MPI counts are 32-bit integers. With such an MPI, larger tensors use other calls:
+reductions and broadcasts are split into parts, a point-to-point message is sent as one element of a contiguous datatype
+as long as the message, and operations with a block for each rank use such messages. All ranks must select the same
+method. For most operations a rank derives it from its own arguments; where sizes differ between ranks, the ranks agree
+on it first.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _INT_MAX = 2**31 - 1
 
 @functools.cache
 def largest_count() -> int:
-    """Return how many elements MPI takes in one call."""
+    """Return the largest element count of one MPI call."""
     return 2**63 - 1 if mpi.api().Get_version()[0] >= 4 else _INT_MAX
 
 
 @functools.cache
 def largest_tag() -> int:
-    """Return the largest tag of users' messages; those above it are for messages of our own."""
+    """Return the largest tag for user messages; the two larger ones are reserved for internal messages."""
     api = mpi.api()
     return api.COMM_WORLD.Get_attr(api.TAG_UB) - 2
 
 
 def tag_of_barrier() -> int:
-    """Return the tag of monitored barriers' messages."""
+    """Return the tag of the messages of monitored barriers."""
     return largest_tag() + 1
 
 
@@ -49,13 +50,13 @@ def tag_of_barrier() -> int:
 
 
 def all_reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op) -> None:
-    """Reduce in place on all ranks."""
+    """Reduce in place, with the result on all ranks."""
     for part in _parts(dense):
         comm.Allreduce(mpi.api().IN_PLACE, _spec(part, datatype), op)
 
 
 def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, root: int) -> None:
-    """Reduce in place on the root."""
+    """Reduce in place, with the result on the root."""
     for part in _parts(dense):
         if comm.rank == root:
             comm.Reduce(mpi.api().IN_PLACE, _spec(part, datatype), op, root)
@@ -71,13 +72,14 @@ def reduce_scatter(
     datatype: Datatype,
     op: Op,
 ) -> None:
-    """Reduce `dense`, which has `counts[r]` elements for rank r, and leave each rank its own.
+    """Reduce `dense`, which holds `counts[r]` elements for rank r; each rank receives its block in `result`.
 
     Args:
-        counts: None if they are all equal.
-        result: Memory of its own, not a part of `dense`.
+        counts: None if all are equal.
+        result: Memory that does not overlap `dense`.
     """
     if dense.numel() > largest_count():
+        # Each block is reduced to the rank that owns it, part by part.
         for root, block in _blocks(dense, counts, comm.size).items():
             output_buffers = _parts(result) if comm.rank == root else itertools.repeat(None)
             for part, output_buffer in zip(_parts(block), output_buffers, strict=False):
@@ -90,20 +92,20 @@ def reduce_scatter(
         comm.Reduce_scatter(_spec(dense, datatype), _spec(result, datatype), list(counts), op)
 
 
-# -- movement ----------------------------------------------------------------------------------------------------------
+# -- data movement -----------------------------------------------------------------------------------------------------
 
 
 def broadcast(comm: Intracomm, dense: torch.Tensor, root: int) -> None:
-    """Copy the root's memory into everybody's."""
+    """Copy the root's memory to all ranks."""
     for part in _parts(dense):
         comm.Bcast(_spec(part), root)
 
 
 def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | None) -> None:
-    """Fill `result`, which holds `counts[r]` elements of rank r, from what each rank has put in its own place.
+    """Gather into `result`, which holds `counts[r]` elements of rank r; this rank's block is already in its place.
 
     Args:
-        counts: None if they are all equal.
+        counts: None if all are equal.
     """
     if result.numel() > largest_count():
         for root, block in _blocks(result, counts, comm.size).items():
@@ -115,7 +117,7 @@ def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | No
 
 
 def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, counts: Sequence[int], root: int) -> None:
-    """Gather every rank's `dense` into the root's `result`, which has `counts[r]` elements for rank r."""
+    """Gather `dense` of all ranks into the root's `result`, which holds `counts[r]` elements of rank r."""
     if _root_sees_more(comm, result, root):
         receives = {} if result is None else _blocks(result, counts, comm.size)
         _exchange(comm, {root: dense}, receives)
@@ -128,7 +130,7 @@ def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, co
 def scatter(
     comm: Intracomm, dense: torch.Tensor | None, counts: Sequence[int], result: torch.Tensor, root: int
 ) -> None:
-    """Send `counts[r]` elements of the root's `dense` to rank r's `result`."""
+    """Scatter the root's `dense`: rank r receives `counts[r]` elements in `result`."""
     if _root_sees_more(comm, dense, root):
         sends = {} if dense is None else _blocks(dense, counts, comm.size)
         _exchange(comm, sends, {root: result})
@@ -145,13 +147,13 @@ def all_to_all(
     result: torch.Tensor,
     result_counts: Sequence[int] | None,
 ) -> None:
-    """Send `counts[r]` elements to rank r, and receive `result_counts[r]` from it.
+    """Send `counts[r]` elements to rank r and receive `result_counts[r]` elements from it.
 
     Args:
-        counts: None, as `result_counts`, if all parts of all ranks are equally long, and all ranks know that.
+        counts: None, like `result_counts`, if all blocks of all ranks have the same size and all ranks know that.
     """
     most = max(dense.numel(), result.numel())
-    is_large = most > largest_count() if counts is None else _somebody_sees_more(comm, most)
+    is_large = most > largest_count() if counts is None else _any_rank_sees_more(comm, most)
     if is_large:
         _exchange(comm, _blocks(dense, counts, comm.size), _blocks(result, result_counts, comm.size))
     elif counts is None or result_counts is None:
@@ -160,21 +162,21 @@ def all_to_all(
         comm.Alltoallv(_vector_spec(dense, counts), _vector_spec(result, result_counts))
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- point-to-point ----------------------------------------------------------------------------------------------------
 
 
 def send(comm: Intracomm, dense: torch.Tensor, dst: int, tag: int) -> Request:
-    """Start sending."""
+    """Start a non-blocking send."""
     return _post(comm.Isend, dense, dst, tag)
 
 
 def receive(comm: Intracomm, dense: torch.Tensor, src: int, tag: int) -> Request:
-    """Start receiving."""
+    """Start a non-blocking receive."""
     return _post(comm.Irecv, dense, src, tag)
 
 
 def received(status: Any, dtype: torch.dtype) -> int:
-    """Return how many elements a message had."""
+    """Return the number of elements in a received message."""
     return status.Get_elements(dtypes.carrier(dtype))
 
 
@@ -186,11 +188,11 @@ def _post(call: Callable[..., Request], dense: torch.Tensor, peer: int, tag: int
     try:
         return call((memory, 1, whole), peer, tag)
     finally:
-        whole.Free()  # MPI keeps it for as long as the message needs it
+        whole.Free()  # MPI defers the release until the message completes
 
 
 def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-    """Send a tensor to each of some ranks and receive one from each of some."""
+    """Send one tensor to each rank in `sends` and receive one from each rank in `receives`; both may name this rank."""
     mine, here = sends.pop(comm.rank, None), receives.pop(comm.rank, None)
     tag = largest_tag() + 2
     requests = [receive(comm, output_buffer, src, tag) for src, output_buffer in receives.items()]
@@ -200,11 +202,11 @@ def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
     mpi.api().Request.Waitall(requests)
 
 
-# -- how much there is -------------------------------------------------------------------------------------------------
+# -- counts above MPI's limit ------------------------------------------------------------------------------------------
 
 
 def _root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> bool:
-    """Tell whether the root has more than MPI can count (collective, where that can be)."""
+    """Return whether the root's tensor exceeds MPI's largest count (collective if that is 32-bit)."""
     if largest_count() > _INT_MAX:
         return False
     answer = array("i", [memory is not None and memory.numel() > largest_count()])
@@ -212,8 +214,8 @@ def _root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> 
     return bool(answer[0])
 
 
-def _somebody_sees_more(comm: Intracomm, count: int) -> bool:
-    """Tell whether a rank has more than MPI can count (collective, where that can be)."""
+def _any_rank_sees_more(comm: Intracomm, count: int) -> bool:
+    """Return whether any rank's count exceeds MPI's largest count (collective if that is 32-bit)."""
     if largest_count() > _INT_MAX:
         return False
     answer = array("i", [count > largest_count()])
@@ -221,11 +223,11 @@ def _somebody_sees_more(comm: Intracomm, count: int) -> bool:
     return bool(answer[0])
 
 
-# -- what MPI is told of memory ----------------------------------------------------------------------------------------
+# -- buffer specifications ---------------------------------------------------------------------------------------------
 
 
 def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
-    """Return the buffer specification of a dense tensor for mpi4py; the tensor must outlive its use."""
+    """Return mpi4py's buffer specification of a dense tensor; the tensor must outlive its use."""
     if dense.is_cuda:
         buffers.settle(dense)
     memory = mpi.api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
@@ -233,26 +235,26 @@ def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
 
 
 def _blocks_spec(dense: torch.Tensor, size: int, datatype: Datatype | None = None) -> Spec:
-    """Return the specification of a dense tensor that holds one block per rank: mpi4py wants the count of a block."""
+    """Return the specification of a dense tensor with one block per rank; mpi4py expects the count of one block."""
     memory, count, datatype = _spec(dense, datatype)
     return (memory, count // size, datatype)
 
 
 def _vector_spec(dense: torch.Tensor, counts: Sequence[int]) -> tuple[object, Sequence[int], Datatype]:
-    """Return the specification of a dense tensor that holds one run of elements per rank."""
+    """Return the specification of a dense tensor with `counts[r]` consecutive elements for each rank r."""
     memory, _, datatype = _spec(dense)
     return (memory, counts, datatype)
 
 
 def _parts(dense: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Return the tensor in parts that MPI can count."""
+    """Split a tensor into parts of at most MPI's largest count."""
     if dense.numel() <= largest_count():
         return (dense,)
     return dense.detach().view(-1).split(largest_count())
 
 
 def _blocks(dense: torch.Tensor, counts: Sequence[int] | None, size: int) -> dict[int, torch.Tensor]:
-    """Return each rank's part of a dense tensor, by rank."""
+    """Return each rank's block of a dense tensor, by rank."""
     flat = dense.detach().view(-1)
     sizes = flat.numel() // size if counts is None else list(counts)
     return dict(enumerate(flat.split(sizes)))

@@ -1,4 +1,4 @@
-"""The operations, once: each turns tensors into dense memory, and hands the executor what is to be called on it."""
+"""The operations of a group: each one packs tensors into dense memory and passes the executor the call on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WRITTEN = (Use(reads=False, writes=True),)
 _IN_PLACE = (Use(reads=True, writes=True),)
 _SPREAD_READ = (Use(reads=True, writes=False, is_spread=True),)
 _SPREAD_WRITTEN = (Use(reads=False, writes=True, is_spread=True),)
-# Of an output and an input:
+# For an output and an input:
 _GATHERED = (*_SPREAD_WRITTEN, *_READ)
 _SCATTERED = (*_WRITTEN, *_SPREAD_READ)
 _EXCHANGED = (*_SPREAD_WRITTEN, *_SPREAD_READ)
@@ -41,8 +41,8 @@ _WHOLE = (*_WRITTEN, *_READ)
 class Operations:
     """The operations of one group, on the group's own communicator.
 
-    Arguments are taken as checked: dense or not, on host or GPU, but of the right number, shape and dtype. Operations
-    of several tensors make one call of MPI for each.
+    The caller has checked the arguments: number, shape and dtype are correct; tensors may be non-contiguous, and on the
+    host or a GPU. Operations on several tensors make one MPI call for each.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Operations:
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
-        """Reduce in place, on all ranks."""
+        """All-reduce a tensor in place."""
         call = self.transport.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
         return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=reduction.name)
 
     def all_reduce_coalesced(self, tensors: Tensors, reductions: Sequence[Reduction], opts: CallOptions) -> Any:
-        """Reduce each tensor in place, on all ranks."""
+        """All-reduce each tensor in place."""
         calls = [
             self.transport.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
             for tensor, reduction in zip(tensors, reductions, strict=True)
@@ -84,7 +84,7 @@ class Operations:
         return call
 
     def _all_reduce_by_mpi(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
-        if reduction.is_mpis_own and buffers.is_dense(tensor):
+        if reduction.is_native and buffers.is_dense(tensor):
             return functools.partial(mpi_calls.all_reduce, self.comm, tensor, reduction.datatype, reduction.op)
         job = _Job(tensor, reduction, keep=False)
 
@@ -96,12 +96,14 @@ class Operations:
         return call
 
     def all_reduce_sparse(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
-        """Add up sparse tensors in place, on all ranks: everybody gathers all entries and adds those of one place."""
+        """Sum sparse (COO) tensors in place: every rank gathers all entries and adds those with equal indices."""
+        # 1. this rank's entries
         entries = tensor.detach().cpu().coalesce()
         places = entries.indices().t().contiguous()  # (entries, sparse dimensions)
         values = reduction.load(entries.values(), keep=True)
 
         def call() -> None:
+            # 2. gather the entries of all ranks; coalesce() adds those with equal indices
             found = self.comm.allgather(len(places))
             total = torch.sparse_coo_tensor(
                 self._gather_rows(places, found).t(),
@@ -109,9 +111,10 @@ class Operations:
                 tensor.shape,
                 check_invariants=False,
             ).coalesce()
+            # 3. divide and round, then write the result to the caller's tensor
             sums = torch.empty_like(total.values(), dtype=tensor.dtype)
             reduction.store(total.values(), sums)
-            with torch.no_grad():  # detach() gives a sparse tensor that has its own entries
+            with torch.no_grad():  # not detach(), which returns a sparse tensor with its own entries
                 tensor.copy_(
                     torch.sparse_coo_tensor(
                         total.indices(), sums, tensor.shape, is_coalesced=True, check_invariants=False
@@ -123,14 +126,14 @@ class Operations:
         return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=also)
 
     def _gather_rows(self, rows: torch.Tensor, found: Sequence[int]) -> torch.Tensor:
-        """Return everybody's rows, `found[r]` of rank r."""
+        """Return the rows of all ranks in rank order, `found[r]` of rank r."""
         result = torch.empty(sum(found), *rows.shape[1:], dtype=rows.dtype, device="cpu")
         result.split(list(found))[self.comm.rank].copy_(rows)
         mpi_calls.all_gather(self.comm, result, [count * math.prod(rows.shape[1:]) for count in found])
         return result
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, opts: CallOptions) -> Any:
-        """Reduce in place on `root`; the others' tensors keep their content."""
+        """Reduce in place on `root`; the tensors of other ranks keep their content."""
         make = functools.partial(self._reduce, reduction, root)
         call = self.transport.prepare(make, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
         return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
@@ -163,7 +166,7 @@ class Operations:
     def reduce_scatter(
         self, outputs: Tensors, sources: Tensors, reductions: Sequence[Reduction], opts: CallOptions
     ) -> Any:
-        """Reduce each source (size times its output) and leave each rank its block."""
+        """Reduce each source (group size times its output); each rank receives its block."""
         calls = [
             self.transport.prepare(
                 functools.partial(self._reduce_scatter, reduction, None), pair, _SCATTERED, num_blocks=self.comm.size
@@ -192,7 +195,7 @@ class Operations:
         self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
     ) -> Call:
         dense = reduction.load(source, keep=True)
-        result = _reduced_room(reduction, output, dense)
+        result = _reduced_output_buffer(reduction, output, dense)
 
         def call() -> None:
             mpi_calls.reduce_scatter(self.comm, dense, counts, result, reduction.datatype, reduction.op)
@@ -203,7 +206,7 @@ class Operations:
     def reduce_scatter_list(
         self, output: torch.Tensor, sources: Tensors, reduction: Reduction, opts: CallOptions
     ) -> Any:
-        """Reduce every rank's `sources[r]` into rank r's output; the sizes may differ from rank to rank."""
+        """Reduce `sources[r]` of all ranks into rank r's output; sizes may differ between ranks."""
         counts = _uneven(sources)
 
         def make(output: torch.Tensor, *sources: torch.Tensor) -> Call:
@@ -213,10 +216,10 @@ class Operations:
         call = self.transport.prepare(make, (output, *sources), uses, num_blocks=None if counts else self.comm.size)
         return self.executor.launch("reduce_scatter", call, [output], opts, sources, also=reduction.name)
 
-    # -- movement ------------------------------------------------------------------------------------------------
+    # -- data movement -------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int, opts: CallOptions) -> Any:
-        """Copy `root`'s tensor into everybody's."""
+        """Copy `root`'s tensor to all ranks."""
         is_root = self.comm.rank == root
         make = self._broadcast_mine if is_root else functools.partial(self._receive_broadcast, root)
         call = self.transport.prepare(make, (tensor,), _READ if is_root else _WRITTEN)
@@ -239,7 +242,7 @@ class Operations:
             mpi_calls.broadcast(self.comm, dense, root)
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
-        """Gather everybody's source into the output (size times the source), in the order of ranks; for each pair."""
+        """Gather each source of all ranks into its output (group size times the source), in rank order."""
         calls = [
             self.transport.prepare(self._all_gather, pair, _GATHERED, num_blocks=self.comm.size)
             for pair in zip(outputs, sources, strict=True)
@@ -258,7 +261,7 @@ class Operations:
         return call
 
     def all_gather_list(self, outputs: Sequence[Tensors], sources: Tensors, opts: CallOptions) -> Any:
-        """Gather rank r's `sources[i]` into `outputs[i][r]`; the sizes may differ from rank to rank."""
+        """Gather rank r's `sources[i]` into `outputs[i][r]`; sizes may differ between ranks."""
         calls = [
             self.transport.prepare(
                 self._all_gather_list,
@@ -272,7 +275,7 @@ class Operations:
         return self.executor.launch("all_gather", _joint(calls), results, opts, results, inputs=sources)
 
     def _all_gather_list(self, source: torch.Tensor, *targets: torch.Tensor) -> Call:
-        dense, flat, counts = buffers.pack(source), buffers.room_for_all(targets), _uneven(targets)
+        dense, flat, counts = buffers.pack(source), buffers.output_buffer_of_all(targets), _uneven(targets)
 
         def call() -> None:
             self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))
@@ -282,16 +285,16 @@ class Operations:
         return call
 
     def _put(self, dense: torch.Tensor, result: torch.Tensor, start: int) -> None:
-        """Copy this rank's part to its place, where it may be already, as FSDP has it."""
+        """Copy this rank's part to its place in `result`, unless it is there already, as in FSDP."""
         mine = result.detach().view(-1).narrow(0, start, dense.numel())
         if mine.data_ptr() != dense.data_ptr():
             mine.copy_(dense.detach().view(-1))
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
-        """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty elsewhere."""
+        """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty on other ranks."""
 
         def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
-            flat, counts = (buffers.room_for_all(outputs), buffers.counts(outputs)) if outputs else (None, [])
+            flat, counts = (buffers.output_buffer_of_all(outputs), buffers.counts(outputs)) if outputs else (None, [])
             dense = buffers.without_alias(buffers.pack(source), flat)
 
             def call() -> None:
@@ -306,7 +309,7 @@ class Operations:
         return self.executor.launch("gather", call, outputs, opts, [source], root=root, any_size=True)
 
     def gather_single(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
-        """Gather everybody's source into `outputs[0]` on `root`, by rank; `outputs` is empty elsewhere."""
+        """Gather the sources into `outputs[0]` on `root`, in rank order; `outputs` is empty on other ranks."""
 
         def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
             result = buffers.output_buffer(outputs[0]) if outputs else None
@@ -325,7 +328,7 @@ class Operations:
         return self.executor.launch("gather", call, outputs, opts, [source], root=root)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int, opts: CallOptions) -> Any:
-        """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty elsewhere."""
+        """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty on other ranks."""
 
         def make(output: torch.Tensor, *sources: torch.Tensor) -> Call:
             result = buffers.output_buffer(output)
@@ -350,10 +353,10 @@ class Operations:
         source_counts: Sequence[int] | None,
         opts: CallOptions,
     ) -> Any:
-        """Send rank r its `source_counts[r]` elements of `source`; `output` takes `counts[r]` elements from rank r.
+        """Send `source_counts[r]` elements of `source` to rank r; receive `counts[r]` elements from it in `output`.
 
         Args:
-            counts: None, as `source_counts`, on all ranks or on none, if all blocks of all ranks are equally long.
+            counts: None, like `source_counts`, if all blocks of all ranks have the same size; then None on all ranks.
         """
 
         def make(output: torch.Tensor, source: torch.Tensor) -> Call:
@@ -374,11 +377,11 @@ class Operations:
         return self.executor.launch("all_to_all", call, [output], opts, [source], also=also, any_size=not is_even)
 
     def all_to_all_list(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
-        """Send `sources[r]` to rank r, and receive what rank r sends into `outputs[r]`."""
+        """Send `sources[r]` to rank r and receive its tensor in `outputs[r]`."""
 
         def make(*tensors: torch.Tensor) -> Call:
             outputs, sources = tensors[: self.comm.size], tensors[self.comm.size :]
-            flat = buffers.room_for_all(outputs)
+            flat = buffers.output_buffer_of_all(outputs)
             dense = buffers.without_alias(buffers.pack_all(sources), flat)
             counts, source_counts = buffers.counts(outputs), buffers.counts(sources)
 
@@ -393,31 +396,31 @@ class Operations:
         return self.executor.launch("all_to_all", call, outputs, opts, sources, also="list", any_size=True)
 
     def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
-        """Wait for every rank; rank 0 names those that do not come, and the group stays usable."""
+        """Wait for all ranks; the error on rank 0 lists the missing ranks, and the group stays usable."""
         operation = self.executor.note_own("monitored_barrier")
         try:
             self._monitored.wait(seconds, names_all=names_all)
         except RuntimeError:
-            self.executor.keep_communicator()  # a rank may still send what this one stopped waiting for
+            self.executor.keep_communicator()  # a late rank may still send a message that this rank no longer receives
             raise
         finally:
             operation.finish()
 
     def barrier(self, opts: CallOptions) -> Any:
-        """Wait for every rank, for at most the options' timeout, or the group's."""
+        """Wait for all ranks, for at most the timeout in the options, or else the group's."""
         return self.executor.barrier(opts)
 
-    # -- messages ------------------------------------------------------------------------------------------------
+    # -- point-to-point ------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork:
-        """Start sending; the work is done when the tensor may be written again."""
+        """Start sending; the work completes when the tensor may be modified again."""
         operation = self.executor.note_message("send", tensor, dst)
         dense = self.transport.fetch(tensor)
         request = mpi_calls.send(self.comm, dense, dst, tag)
         return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
-        """Start receiving from `src`, or from whoever sends first if it is None."""
+        """Start receiving from `src`, or from the first rank that sends if it is None."""
         operation = self.executor.note_message("recv", tensor, src)
         dense, bring = self.transport.expect(tensor)
 
@@ -429,11 +432,11 @@ class Operations:
         source = mpi.api().ANY_SOURCE if src is None else src
         request = mpi_calls.receive(self.comm, dense, source, tag)
         work = MessageWork([tensor], request, dense, operation, self.executor, arrived)
-        return self.executor.track("recvAnySource" if src is None else "recv", work)  # as torch calls it
+        return self.executor.track("recvAnySource" if src is None else "recv", work)  # torch's names
 
 
 def _joint(calls: Sequence[Call]) -> Call:
-    """Return what makes all calls, one after the other."""
+    """Return one call that runs all calls in order."""
     if len(calls) == 1:
         return calls[0]
 
@@ -445,7 +448,7 @@ def _joint(calls: Sequence[Call]) -> Call:
 
 
 class _Job:
-    """A tensor that is reduced in place: loaded by the caller, or piece by piece where it is large."""
+    """A tensor to reduce in place: loaded on the caller's thread, or piece by piece during the call if it is large."""
 
     __slots__ = ("_dense", "_keep", "_packed", "_pieces", "_tensor", "reduction")
 
@@ -458,7 +461,7 @@ class _Job:
         self._dense = reduction.load(tensor, keep=keep) if len(self._pieces) == 1 else None
 
     def loaded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Give each piece and its dense memory; the next is loaded when this one is done."""
+        """Yield each piece with its dense memory; a piece is loaded when the one before it is done."""
         if self._dense is not None:
             yield self._pieces[0], self._dense
             return
@@ -468,14 +471,14 @@ class _Job:
             buffers.unpack(self._packed, self._tensor)
 
 
-def _reduced_room(reduction: Reduction, output: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """Return memory for a reduced block; the output may be this rank's block of the input, which MPI forbids."""
+def _reduced_output_buffer(reduction: Reduction, output: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """Return memory for a reduced block; the output may overlap this rank's block of the input, which MPI forbids."""
     result = reduction.output_buffer(output)
     return torch.empty_like(result) if buffers.overlap(dense, result) else result
 
 
 def _uneven(tensors: Tensors) -> list[int] | None:
-    """Return the tensors' sizes; None if they are all equal, for which MPI has simpler calls."""
+    """Return the tensors' sizes, or None if all are equal: MPI has simpler calls for these."""
     counts = buffers.counts(tensors)
     return None if all(count == counts[0] for count in counts) else counts
 

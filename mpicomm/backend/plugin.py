@@ -1,7 +1,7 @@
-"""The back end's names, made known to torch as soon as torch.distributed is there; imports neither of itself.
+"""Registers the backend with torch once torch.distributed is imported; importing this module does not import torch.
 
-So `import mpicomm` is all that `torch.distributed.init_process_group("mpicomm")` needs, in whatever order a program
-imports the two, and whether or not it calls `bootstrap`.
+`torch.distributed.init_process_group("mpicomm")` therefore needs only `import mpicomm`, before or after torch, with or
+without a call of `bootstrap`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 from mpicomm.backend import versions
 
-TYPE_CHECKING = False  # as in the package's own module
+TYPE_CHECKING = False  # as in mpicomm/__init__.py
 if TYPE_CHECKING:
     import importlib.machinery
     import types
@@ -23,36 +23,36 @@ NAME_WITH_NCCL = "mpicomm_nccl"
 _TORCH = "torch.distributed"
 _is_registered = False
 _names: list[str] = []
-"""Those that are registered."""
+"""The registered names."""
 
 
 def register() -> None:
-    """Register the back end with torch under its names; calling it again does nothing.
+    """Register the backend with torch under its names; further calls do nothing.
 
-    From torch 2.14 on the name `mpi` is registered too, where torch itself was built without MPI.
+    From torch 2.14 on, this also registers the name `mpi`, if torch itself was built without MPI.
     """
-    global _is_registered  # noqa: PLW0603  torch's table of names is the process's, and so is this
-    # This may run in the middle of torch's own import: nothing here may need more than its distributed package.
+    global _is_registered  # noqa: PLW0603  torch's table of backends is global to the process, and so is this flag
+    # This may run during torch's own import: use nothing but its distributed package here.
     import torch.distributed as dist
 
     if _is_registered or not dist.is_available():
         return
     _is_registered = True
-    creators = {NAME: _create, NAME_WITH_NCCL: _create_with_nccl} | ({"mpi": _create} if _leaves_mpi_open() else {})
+    creators = {NAME: _create, NAME_WITH_NCCL: _create_with_nccl} | ({"mpi": _create} if _name_mpi_is_free() else {})
     for name, create in creators.items():
         dist.Backend.register_backend(name, create, extended_api=True, devices=_devices_of_build())
         _names.append(name)
 
 
 def _devices_of_build() -> list[str]:
-    """Return the devices that this torch was built for. Whether there is a GPU is not asked while torch is imported."""
+    """Return the device types of this torch build; the import of torch is too early to ask whether there is a GPU."""
     from torch import version
 
     return ["cpu", "cuda"] if version.cuda or getattr(version, "hip", None) else ["cpu"]
 
 
 def _forget_absent_gpus() -> None:
-    """Let torch know that there is no GPU: a ShardedTensor gathers on any device that is registered beside the CPU."""
+    """Remove `cuda` if there is no GPU: a ShardedTensor gathers on any device that is registered besides the CPU."""
     import torch
     import torch.distributed as dist
 
@@ -60,15 +60,15 @@ def _forget_absent_gpus() -> None:
         dist.Backend.backend_capability[name] = ["cpu"]
 
 
-def _leaves_mpi_open() -> bool:
-    """Tell whether torch would look up a registered back end called `mpi`; it does from 2.14 on."""
+def _name_mpi_is_free() -> bool:
+    """Return whether torch looks up a registered backend named `mpi`: from 2.14 on, if built without MPI."""
     import torch.distributed as dist
 
     return versions.of_torch() >= (2, 14) and not dist.is_mpi_available()
 
 
-def register_when_torch_comes() -> None:
-    """Register the back end now if torch.distributed is imported already, or else when it is."""
+def register_on_import_of_torch() -> None:
+    """Register the backend now if torch.distributed is already imported, otherwise after its import."""
     if _TORCH in sys.modules:
         register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -76,9 +76,9 @@ def register_when_torch_comes() -> None:
 
 
 class _Finder:
-    """Lets `register` follow the import of torch.distributed.
+    """An import hook that calls `register` after the import of torch.distributed.
 
-    It is a MetaPathFinder by its method alone: to import that class takes longer than all the rest of this package.
+    It does not derive from `MetaPathFinder`: importing that class takes longer than the rest of this package.
     """
 
     def find_spec(
@@ -104,7 +104,7 @@ class _Finder:
         return spec
 
 
-# torch is being imported when these are registered; what makes groups needs it whole.
+# These are registered during torch's import, and `factory` needs torch completely imported: hence the late imports.
 def _create(options: Any, _backend_options: Any) -> Any:
     from mpicomm.backend import factory
 

@@ -1,7 +1,7 @@
-"""The face that torch sees: a `ProcessGroup` over MPI, under the names `mpicomm` and `mpicomm_nccl`.
+"""The `ProcessGroup` over MPI that torch calls, for the backends `mpicomm` and `mpicomm_nccl`.
 
-Every method checks its arguments, on the rank that erred and before anything is sent, and hands them to the operations.
-Both generations of torch's method names are there: `_allgather_base` became `all_gather_single`, and so on.
+Every method checks its arguments on the calling rank, before any communication, and passes them to the operations.
+torch's old and new method names are both defined: `_allgather_base` became `all_gather_single`, and so on.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ Timeout = datetime.timedelta | None
 
 
 class MPIProcessGroup(dist.ProcessGroup):
-    """A group of ranks whose collectives are MPI's.
+    """A process group whose collective operations run over MPI.
 
-    Every method is torch's own contract; see `torch.distributed` for what the operations mean.
+    Every method follows torch's contract; see `torch.distributed` for the semantics of the operations.
     """
 
     takes_gpu_tensors = True
-    """Whether tensors on GPUs are for MPI too."""
+    """Whether MPI handles GPU tensors too."""
 
     def __init__(self, operations: Operations, name: str, backend_name: str, store: dist.Store) -> None:
-        super().__init__(operations.comm.rank, operations.comm.size)  # type: ignore[call-arg]  # the stub knows one of two
+        # The type stub has only one of the two constructors.
+        super().__init__(operations.comm.rank, operations.comm.size)  # type: ignore[call-arg]
         self._store = store
         self._operations = operations
-        self._at_once = FastPath(operations)
+        self._fast_path = FastPath(operations)
         operations.executor.title = backend_name
         self._rank = operations.comm.rank
         self._size = operations.comm.size
@@ -47,14 +48,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._backend_name = backend_name
         self._registered = torch_internals.register_backend(self)
 
-    # -- who this is ---------------------------------------------------------------------------------------------
+    # -- identity ------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name, as are those below
-        """Return the name under which the back end is registered."""
+        """Return the name under which the backend is registered."""
         return self._backend_name
 
     def getRank(self) -> int:  # noqa: N802
-        """Return this rank in the group."""
+        """Return the rank of this process in the group."""
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802
@@ -62,11 +63,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._size
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the name that torch gave the group."""
+        """Return the name that torch assigned to the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take the name that torch gives the group."""
+        """Set the name that torch assigns to the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
@@ -74,19 +75,19 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take the user's description of the group."""
+        """Set the user's description of the group."""
         self._description = description
 
     @property
     def timeout_seconds(self) -> float:
-        """How long an operation may take."""
+        """Timeout of an operation, in seconds."""
         return self._operations.record.timeout
 
     def get_group_store(self) -> dist.Store:
-        """Return the store that torch gave the group."""
+        """Return the store that torch assigned to the group."""
         return self._store
 
-    # torch's Python code asks by these names; its C++ code asks by those above.
+    # torch's Python code uses these names; its C++ code uses those above.
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
     name = getBackendName
@@ -104,52 +105,56 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._registered if is_bound and self._registered is not None else self
 
     options = None
-    """What torch copies for the groups that it splits off."""
+    """Options that torch copies to the groups that it splits off."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing, on a rank that is not in a group that others split off: they make it among themselves."""
+        """Do nothing on a rank outside the new group: only its members take part in the split."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Do nothing: MPI is connected."""
+        """Do nothing: MPI is already connected."""
 
-    supports_coalescing = False  # messages of a batch need none: MPI starts each at once
+    supports_coalescing = False  # batched messages need none: MPI starts each one immediately
     supports_splitting = torch_internals.CAN_SPLIT
     supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002  torch's signature
-        """Tell FSDP2 that it must allocate the memory of its collectives itself."""
+        """Return False: FSDP2 must allocate the memory of its collectives itself."""
         return False
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has called on the group."""
+        """Return the number of collectives that this rank has called on the group."""
         return self._operations.record.sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the numbers are counted from the start."""
+        """Do nothing: sequence numbers count from the creation of the group."""
 
-    # -- how long an operation may take --------------------------------------------------------------------------
+    # -- timeouts ------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Give every operation that is called from now on so much time."""
+        """Set the timeout of all operations called from now on."""
         self._operations.record.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
-    # -- groups of this group ------------------------------------------------------------------------------------
+    # -- subgroups -----------------------------------------------------------------------------------------------
 
     def splitGroup(  # noqa: N802
         self,
         ranks: Sequence[int],
         timeout: Timeout = None,
-        opts: Any = None,  # noqa: ARG002  other back ends have some
+        opts: Any = None,  # noqa: ARG002  for other backends
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: Any = None,  # noqa: ARG002  there is one back end for all
+        device_types: Any = None,  # noqa: ARG002  one backend serves all
     ) -> MPIProcessGroup | None:
-        """Make a group of some of this group's ranks (collective over these alone); None on the others.
+        """Create a group of some ranks of this group (collective over these ranks only).
 
         Args:
-            ranks: Ranks of this group, in the order that they have in the new one.
+            ranks: Ranks of this group, in their order in the new group.
+            timeout: Timeout of the new group's operations; None for this group's.
+
+        Returns:
+            The new group; None on ranks that are not in `ranks`.
         """
         members = [checks.rank(rank, self._size, "split_group", "ranks") for rank in dict.fromkeys(ranks)]
         if self._rank not in members:
@@ -167,28 +172,28 @@ class MPIProcessGroup(dist.ProcessGroup):
     split_group = splitGroup
 
     def _name_of_part(self, members: list[int]) -> str:
-        """Return a name on which the members agree, who have split off as many groups of just them as each other."""
+        """Return a name that is equal on all members: each has split off the same number of groups of these members."""
         self._parts[tuple(members)] += 1
         return f"{self._name}:split:{'-'.join(map(str, members))}:{self._parts[tuple(members)]}"
 
     def _make_part(self, operations: Operations, name: str, store: dist.Store) -> MPIProcessGroup:
         return MPIProcessGroup(operations, name, self._backend_name, store)
 
-    # -- several calls as one ------------------------------------------------------------------------------------
+    # -- coalescing ----------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002  torch's signature
-        """Remember what is called from now on."""
+        """Collect the works of the operations called from now on."""
         self._operations.executor.start_batch()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        """Return the work of all that was called since."""
+        """Return one work for all operations called since `_start_coalescing`."""
         return JointWork(self._operations.executor.end_batch())
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, op: Any = None) -> dist.Work:
-        """Reduce a tensor in place on all ranks; a sparse one (COO) is added up."""
-        if timeout is None and op is None and (work := self._at_once.all_reduce(tensors, opts)) is not None:
+        """All-reduce a tensor in place; sparse tensors (COO) support sums only."""
+        if timeout is None and op is None and (work := self._fast_path.all_reduce(tensors, opts)) is not None:
             return work
         opts = torch_internals.options(torch_internals.AllreduceOptions, opts, timeout, reduceOp=op or opts)
         value = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, "all_reduce")
@@ -201,7 +206,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._operations.all_reduce(tensor, reduction, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Reduce several tensors in place on all ranks."""
+        """All-reduce several tensors in place."""
         what, opts = "all_reduce_coalesced", torch_internals.options(torch_internals.AllreduceCoalescedOptions, opts)
         tensors = [checks.written(each, what) for each in checks.some(tensors, what)]
         checks.distinct(tensors, what, "tensors")
@@ -221,7 +226,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, timeout: Timeout = None, *, op: Any = None
     ) -> dist.Work:
-        """Reduce a list of tensors, one for each rank, and leave each rank its own; sizes may differ between ranks."""
+        """Reduce a list with one tensor for each rank; each rank receives its own. Sizes may differ between ranks."""
         what, opts = (
             "reduce_scatter",
             torch_internals.options(torch_internals.ReduceScatterOptions, opts, timeout, reduceOp=op or opts),
@@ -233,11 +238,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._operations.reduce_scatter_list(output, sources, reduction, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Reduce a tensor of size times the output and leave each rank its block."""
+        """Reduce a tensor of group size times the output; each rank receives its block."""
         return self._reduce_scatter("reduce_scatter_tensor", [output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Reduce several tensors, each of size times its output, and leave each rank its blocks."""
+        """Reduce several tensors, each of group size times its output; each rank receives its blocks."""
         return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -253,12 +258,12 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _plans(self, op: Any, tensors: Tensors, what: str) -> list[reductions.Reduction]:
         return [reductions.plan(op, each.dtype, self._size, what) for each in tensors]
 
-    # -- movement ------------------------------------------------------------------------------------------------
+    # -- data movement -------------------------------------------------------------------------------------------
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
-        """Copy the root's tensor into everybody's."""
+        """Copy the root's tensor to all ranks."""
         given = opts if root is None else root
         opts = torch_internals.options(torch_internals.BroadcastOptions, opts, timeout, rootRank=given)
         tensor = checks.single_written(tensors, "broadcast")
@@ -278,7 +283,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._operations.all_gather_list([targets], [source], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Gather several tensors of every rank: `outputs[r]` are those of rank r."""
+        """Gather several tensors of every rank: `outputs[r]` receives those of rank r."""
         what, opts = "all_gather_coalesced", torch_internals.options(torch_internals.AllgatherOptions, opts)
         sources = [checks.tensor(each, what) for each in checks.some(inputs, what)]
         checks.lists_per_rank(outputs, self._size, len(sources), what, "output_tensor_lists")
@@ -291,11 +296,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._operations.all_gather_list(targets, sources, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor into one, on every rank."""
+        """Gather every rank's tensor into one tensor on every rank."""
         return self._all_gather("all_gather_into_tensor", [output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Gather several tensors of every rank, each kind into one, on every rank."""
+        """Gather several tensors of every rank, each into its own output tensor, on every rank."""
         return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     _allgather_base = all_gather_single
@@ -331,7 +336,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._operations.gather(targets, source, root, opts)
 
     def gather_single(self, output: torch.Tensor | None, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor into one, on the root; `output` is looked at there alone."""
+        """Gather every rank's tensor into one tensor on the root; `output` is ignored on other ranks."""
         what, opts = "gather_into_tensor", torch_internals.options(torch_internals.GatherOptions, opts)
         source = checks.tensor(source, what)
         root = checks.rank(opts.rootRank, self._size, what, "dst")
@@ -351,7 +356,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> dist.Work:
-        """Send each rank its tensor of the root's list; sizes may differ between ranks."""
+        """Send one tensor of the root's list to each rank; sizes may differ between ranks."""
         given = opts if root is None else root
         what, opts = "scatter", torch_internals.options(torch_internals.ScatterOptions, opts, timeout, rootRank=given)
         output = checks.single_written(outputs, what)
@@ -371,9 +376,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Timeout = None,
     ) -> dist.Work:
-        """Send each rank its rows of a tensor, and receive everybody's into another.
+        """Send each rank its rows of a tensor and receive rows from all ranks into another.
 
-        Either all ranks give no sizes at all, for equal parts, or all give some.
+        Either all ranks omit both lists of split sizes, for equal parts, or every rank passes at least one.
         """
         what, opts = "all_to_all_single", torch_internals.options(torch_internals.AllToAllOptions, opts, timeout)
         output, source = checks.written(output, what), checks.tensor(source, what)
@@ -389,7 +394,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Send each rank its tensor of a list, and receive everybody's into another; sizes may differ."""
+        """Send each rank its tensor of a list and receive one from each rank into another list; sizes may differ."""
         what, opts = "all_to_all", torch_internals.options(torch_internals.AllToAllOptions, opts)
         targets = checks.one_per_rank(outputs, self._size, what, "output_tensor_list", are_written=True)
         sources = checks.one_per_rank(inputs, self._size, what, "input_tensor_list")
@@ -400,28 +405,29 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._operations.all_to_all_list(targets, sources, opts)
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
-        """Wait for every rank.
+        """Wait for all ranks.
 
         Raises:
-            TimeoutError: If a rank has not come after the options' timeout, or else the group's; it names who has not.
+            TimeoutError: If a rank does not arrive within the timeout in the options, or else the group's; the message
+                lists the missing ranks.
         """
         return self._operations.barrier(torch_internals.options(torch_internals.BarrierOptions, opts, timeout or opts))
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """Wait for every rank; rank 0 names those that do not come.
+        """Wait for all ranks; the error on rank 0 lists the missing ranks.
 
         Args:
-            timeout: How long to wait; the group's timeout if left out.
-            wait_all_ranks: Rank 0 waits for all ranks and names all that did not come, not only the first.
+            timeout: The longest wait; None for the group's timeout.
+            wait_all_ranks: Whether rank 0 waits for all ranks and lists every missing rank, not only the first.
 
         Raises:
-            RuntimeError: If a rank has not come in time. The group can be used on.
+            RuntimeError: If a rank does not arrive in time. The group stays usable.
         """
         seconds = self._operations.record.timeout if timeout is None else timeout.total_seconds()
         self._operations.monitored_barrier(seconds, names_all=wait_all_ranks)
 
     def _check_lists(self, tensors: Tensors, mine: torch.Tensor, what: str, argument: str) -> None:
-        """Check a list with one tensor per rank: one dtype, and this rank's entry as large as its own tensor."""
+        """Check a list with one tensor per rank: equal dtypes, and this rank's entry as large as its own tensor."""
         for each in tensors:
             checks.same_dtype(each, mine, what, argument)
         checks.same_size(tensors[self._rank], mine, what, f"{argument}[{self._rank}]")
@@ -429,7 +435,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _check_blocks(
         self, outputs: Tensors, sources: Tensors, what: str
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the outputs and inputs of an operation on pairs of them."""
+        """Check and return the outputs and inputs of an operation on pairs of these."""
         if len(outputs) != len(checks.some(sources, what)):
             raise ValueError(
                 f"{what}: got {len(outputs)} outputs for {len(sources)} inputs.\nPass one output for each input."
@@ -441,31 +447,31 @@ class MPIProcessGroup(dist.ProcessGroup):
             checks.unread(outputs, sources, what)
         return outputs, sources
 
-    # -- messages ------------------------------------------------------------------------------------------------
+    # -- point-to-point ------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
-        """Start sending a tensor."""
+        """Start sending a tensor to `dst`."""
         tensor = checks.single(tensors, "send")
         return self._operations.send(tensor, checks.rank(dst, self._size, "send", "dst"), checks.tag(tag, "send"))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
-        """Start receiving a tensor."""
+        """Start receiving a tensor from `src`."""
         tensor = checks.single_written(tensors, "recv")
         return self._operations.recv(tensor, checks.rank(src, self._size, "recv", "src"), checks.tag(tag, "recv"))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        """Start receiving a tensor from whichever rank sends first."""
+        """Start receiving a tensor from the first rank that sends one with this tag."""
         return self._operations.recv(checks.single_written(tensors, "recv"), None, checks.tag(tag, "recv"))
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- shutdown ------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Finish what is queued and free the communicator (collective)."""
+        """Complete the queued operations and free the communicator (collective)."""
         if mpi.is_usable():
             self._operations.executor.close()
 
     def abort(self) -> None:
-        """Give the group up at once, whatever is on its way; the other ranks are told, and cannot use it either."""
+        """Abandon the group immediately, with all pending operations; it becomes unusable on the other ranks too."""
         self._operations.executor.abort()
 
 
@@ -474,11 +480,14 @@ torch_internals.set_timeouts_of(MPIProcessGroup)
 
 
 def barrier_within(group: Any, seconds: float | None) -> None:
-    """Wait for every rank of any group, for at most `seconds`, or the group's own timeout (collective).
+    """Wait for all ranks of a group of any backend (collective).
+
+    Args:
+        seconds: The longest wait; None for the group's own timeout.
 
     Raises:
-        TimeoutError: If the group is this back end's, and a rank has not come in time.
-        RuntimeError: If it is another's.
+        TimeoutError: If a rank does not arrive in time and the group uses this backend.
+        RuntimeError: If a rank does not arrive in time and the group uses another backend.
     """
     if seconds is not None and not isinstance(group, MPIProcessGroup) and dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group, datetime.timedelta(seconds=seconds), wait_all_ranks=True)

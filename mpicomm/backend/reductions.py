@@ -1,8 +1,9 @@
-"""What a reduction means for a dtype, and how MPI is made to compute it.
+"""How each reduction of each dtype is computed with MPI.
 
     tensor --load--> dense buffer --MPI op--> dense buffer --store--> tensor
 
-`load` widens what is too narrow and applies a premultiplied factor; `store` divides for AVG and rounds once.
+`load` widens dtypes that are too narrow and multiplies by the factor of PREMUL_SUM; `store` divides for AVG and rounds
+once.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _MPI_OPS = {
     "BOR": "BOR",
     "BXOR": "BXOR",
 }
-# On bool the sum is "any", the product is "all"; torch's own bool tensors say the same.
+# On bool, the sum is a logical "any" and the product a logical "all", as in torch's own bool tensors.
 _BOOL_OPS = {"SUM": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "MAX": "LOR", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
-# Averages of these are made in int64, where their sums fit: 200 and 202 are 201 on average in uint8 too.
+# Averages of these are computed in int64, which holds their sums: the average of 200 and 202 is 201 in uint8 too.
 _NARROW_INTEGERS = {torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32}
-# Sums of these wrap around, as all of torch's do. Open MPI 5 lets them stick at the largest value instead where it uses
-# AVX, which is for 8 and 16 bits, and for part of a tensor. MPICH is known to wrap.
+# Sums of these wrap around, as all integer sums in torch do. Open MPI 5 saturates them instead where it uses AVX, which
+# it does for 8 and 16 bits, and for part of a tensor. MPICH is known to wrap.
 _NARROWEST_INTEGERS = {torch.int8, torch.int16, torch.uint8, torch.uint16}
 _WRAPPING = {"MPICH"}
-_PIECE = 2**24  # elements that are widened at a time
+_PIECE = 2**24  # elements widened at a time
 _SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
 _ORDERED = {"MIN", "MAX"}
@@ -48,7 +49,7 @@ _ORDERED = {"MIN", "MAX"}
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How one reduction of one dtype is carried out."""
+    """How to compute one reduction of one dtype."""
 
     name: str
     """torch's name of the operation."""
@@ -56,34 +57,34 @@ class Reduction:
     op: Op
     datatype: Datatype
     wide: torch.dtype | None = None
-    """The dtype in which the sum is made and travels, where it is not the tensor's own."""
+    """The dtype in which the sum is computed and sent; None for the tensor's own."""
 
     factor: Any = None
-    """Every rank's input is multiplied by this first (PREMUL_SUM): a number or a tensor."""
+    """Multiplies every rank's input before the reduction (PREMUL_SUM): a number or a tensor."""
 
     divisor: int = 1
-    """The result is divided by this last (AVG)."""
+    """Divides the result after the reduction (AVG)."""
 
     @functools.cached_property
-    def is_mpis_own(self) -> bool:
-        """Whether MPI's operation on the tensor itself is all there is to it."""
+    def is_native(self) -> bool:
+        """Whether MPI's operation on the tensor itself is the whole reduction."""
         return self.wide is None and self.factor is None and self.divisor == 1
 
     def pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the tensor in pieces that are reduced one by one, lest all of it be there once more, and wide."""
+        """Return the tensor in pieces to reduce one by one: a wide copy of the whole tensor would take more memory."""
         if not self.is_cut(tensor):
             return (tensor,)
         return tensor.detach().view(-1).split(_PIECE)
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is reduced in pieces; it must be dense then."""
+        """Return whether a tensor is reduced in pieces, for which it must be dense."""
         return self.wide is not None and tensor.numel() > _PIECE
 
     def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """Return dense memory that holds this rank's contribution, the tensor's own where that will do.
+        """Return dense memory with this rank's contribution: the tensor's own memory where possible.
 
         Args:
-            keep: The tensor's content must survive: the operation writes its result elsewhere, or not at all here.
+            keep: Whether the tensor must keep its content, because the result goes elsewhere or to another rank.
         """
         dense = buffers.pack(tensor)
         if self.wide is not None:
@@ -95,13 +96,13 @@ class Reduction:
         return dense
 
     def output_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return dense memory for a result that goes to `tensor`."""
+        """Return dense memory for the result that `store` copies to `tensor`."""
         if self.wide is not None:
             return torch.empty(tensor.shape, dtype=self.wide, device=tensor.device)
         return buffers.output_buffer(tensor)
 
     def store(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Bring the reduced buffer into the caller's tensor, divided and rounded."""
+        """Copy the reduced buffer to the caller's tensor, divided and rounded."""
         if self.divisor != 1:
             raw = dense.detach()
             if raw.dtype.is_floating_point or raw.dtype.is_complex:
@@ -117,29 +118,29 @@ class Reduction:
 
 
 def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool = False) -> Reduction:
-    """Say how to reduce tensors of `dtype` with `op` over `size` ranks.
+    """Return how to reduce tensors of `dtype` with `op` over `size` ranks.
 
-    Integer averages are the sum divided by the size, rounded toward zero; of less than 64 bits, the sum cannot
-    overflow. MIN and MAX of complex numbers, bitwise operations on floats, PREMUL_SUM of integers and AVG of bool have
-    no meaning.
+    Integer averages are the sum divided by the size, rounded toward zero; for dtypes of less than 64 bits the sum
+    cannot overflow. MIN and MAX of complex numbers, bitwise operations on floats, PREMUL_SUM of integers and AVG of
+    bool are not defined.
 
     Args:
         op: A `torch.distributed.ReduceOp`.
-        what: The operation's name, for messages.
-        is_sparse: The tensors are sparse; these can only be added up.
+        what: The operation's name, for error messages.
+        is_sparse: Whether the tensors are sparse; these support sums only.
 
     Raises:
-        ValueError: If the operation has no meaning for the dtype.
+        ValueError: If the operation is not defined for the dtype.
     """
     name = torch_internals.reduce_op_name(op)
     if is_sparse and name not in _SUMS:
-        raise ValueError(f"{what}: {name} has no meaning for sparse tensors.\nFor these there are {', '.join(_SUMS)}.")
+        raise ValueError(f"{what}: {name} is not defined for sparse tensors.\nUse one of {', '.join(_SUMS)}.")
     base = _plan(name, dtype, size, what)
     return dataclasses.replace(base, factor=_factor(op)) if name == "PREMUL_SUM" else base
 
 
 def _factor(op: Any) -> Any:
-    """Return the factor of a PREMUL_SUM as it is now; a tensor on a GPU is read on the caller's stream."""
+    """Return the current factor of a PREMUL_SUM; a tensor on a GPU is read on the caller's stream."""
     factor = torch_internals.premul_factor(op)
     return factor.detach().cpu() if isinstance(factor, torch.Tensor) else factor
 
@@ -150,17 +151,20 @@ def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
     datatype = dtypes.arithmetic(wide or dtype)
     mpi_name = (_BOOL_OPS if dtype == torch.bool else _MPI_OPS).get(name)
     if datatype is None:
-        raise ValueError(f"{what}: {dtypes.short(dtype)} tensors can be moved but not reduced.\nConvert them first.")
+        raise ValueError(
+            f"{what}: {dtypes.short(dtype)} tensors can be moved but not reduced.\n"
+            f"Convert them to a dtype that MPI can reduce, such as float32."
+        )
     if mpi_name is None or _is_meaningless(name, dtype):
         raise ValueError(
-            f"{what}: {name} has no meaning for {dtypes.short(dtype)} tensors.\n"
-            f"For {dtypes.short(dtype)} there are {', '.join(_meaningful(dtype))}."
+            f"{what}: {name} is not defined for {dtypes.short(dtype)} tensors.\n"
+            f"For {dtypes.short(dtype)}, use one of {', '.join(_meaningful(dtype))}."
         )
     return Reduction(name, getattr(mpi.api(), mpi_name), datatype, wide, divisor=size if name == "AVG" else 1)
 
 
 def _wide(name: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which a reduction is made where the tensors' own is too narrow."""
+    """Return the dtype in which to compute a reduction if the tensors' own is too narrow, otherwise None."""
     if dtype in dtypes.NARROW_FLOATS:
         return torch.float32
     if name == "AVG" and dtype in _NARROW_INTEGERS:

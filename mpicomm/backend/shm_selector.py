@@ -1,7 +1,7 @@
-"""Large tensors' way through the memory of a node: which take it, and what happens where there is none.
+"""Selects the shared-memory path for large tensors of ranks on one node, and sets it up.
 
-A tensor takes it if it is large enough and its operation is one that torch's kernels can do. Both are equal on all
-ranks, and constant: the bits of what a program computes must not depend on how fast a machine was at its start.
+A tensor takes this path if it is large enough and torch's kernels can compute its operation. Both conditions are equal
+on all ranks, and constant: the bits of a program's results must not depend on how fast the machine was at startup.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mpicomm.watchdog import flight_recorder
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# Bytes from which on this way is faster than MPI's own, for two ranks and for more (docs/performance.md). Between two,
-# MPI's own copy is as direct.
+# Smallest size in bytes at which shared memory is faster than MPI, for two ranks and for more (docs/performance.md).
+# Between two ranks, MPI's own copy is as direct.
 _LEAST_BYTES = {
     "all_reduce": (2**19, 2**23),
     "reduce": (2**21, 2**23),
@@ -38,7 +38,7 @@ _LEAST_BYTES = {
 }
 
 _abandoned: list[torch.Tensor] = []
-"""Tensors of operations that were left in their midst: other ranks may still read and write their memory."""
+"""Tensors of interrupted operations: other ranks may still read and write their memory."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -46,79 +46,79 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @functools.cache
 def _how(name: str, dtype: torch.dtype, divisor: int) -> OrderedSum | None:
-    """Return how torch's kernels do a reduction; None if they would not do it as MPI does."""
+    """Return how torch's kernels compute a reduction; None if they do not compute it as MPI does."""
     if (name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS):
         return OrderedSum(torch.float32 if dtype in dtypes.NARROW_FLOATS else None, divisor)
     return None
 
 
 class ShmSelector:
-    """The way of one group's tensors through the memory of its ranks' nodes, which is opened when first needed.
+    """The shared-memory path of one group's tensors, opened at its first use.
 
-    Each operation tells whether it was done; MPI does what was not, as where a rank's tensor is on a GPU. Tensors are
-    dense.
+    Each operation returns whether it ran. If it did not, for example because a rank's tensor is on a GPU, the caller
+    uses MPI. Tensors are dense.
     """
 
     def __init__(self, comm: Intracomm, record: flight_recorder.Group, *, is_wanted: bool) -> None:
-        """Prepare the way.
+        """Prepare the path without communication.
 
         Args:
-            is_wanted: Whether this rank wants it; if one of the group does not, none takes it.
+            is_wanted: Whether this rank's settings enable it; the group uses it only if all ranks enable it.
         """
         self._comm = comm
         self._size = comm.size
         self._record = record
         self._is_wanted = is_wanted
         self._is_open = False
-        self._comms: list[Intracomm] = []  # of its own
+        self._comms: list[Intracomm] = []  # created here, freed by close()
         self._node: ShmCollectives | None = None  # if all ranks are on one node
-        self._levels: HierarchicalCollectives | None = None  # if equally many are on each of several nodes
+        self._levels: HierarchicalCollectives | None = None  # if several nodes have equally many ranks each
 
     def may_take(self, operation: str, tensor: torch.Tensor) -> bool:
-        """Tell whether an operation on such a tensor, of equal size on all ranks, may go this way."""
+        """Return whether an operation on such a tensor, of equal size on all ranks, may use shared memory."""
         return self._size > 1 and self.is_worth_it(operation, tensor.nbytes)
 
     def is_worth_it(self, operation: str, nbytes: int) -> bool:
-        """Tell whether an operation of so many bytes is faster this way."""
+        """Return whether an operation on `nbytes` bytes is faster through shared memory."""
         return nbytes >= _LEAST_BYTES[operation][self._size > 2]
 
     def may_reduce(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        """Tell whether a reduction of such tensors may go this way."""
+        """Return whether a reduction of such tensors may use shared memory."""
         return self.may_take(operation, tensor) and _how(reduction.name, tensor.dtype, reduction.divisor) is not None
 
     # -- the operations (collective) -----------------------------------------------------------------------------
 
     def all_reduce(self, dense: torch.Tensor, reduction: Reduction) -> bool:
-        """Reduce in place on all ranks."""
+        """All-reduce in place."""
         self._open()
         flat, how = _flat(dense), _known(reduction, dense.dtype)
         if self._levels is not None:
-            # The sums of nodes are MPI's to add up, which needs more width for some integers.
+            # MPI adds the sums of the nodes, for which some integers need a wider dtype.
             how = dataclasses.replace(how, wide=reduction.wide)
             datatype = dtypes.arithmetic(how.wide or dense.dtype)
             return self._go(self._levels, flat, lambda levels: levels.reduce(flat, how, datatype))
         return self._go(self._node, flat, lambda node: node.reduce(flat, how))
 
     def reduce(self, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
-        """Reduce in place on the root; the others' tensors keep their content."""
+        """Reduce in place on the root; the tensors of other ranks keep their content."""
         self._open()
         flat, how = _flat(dense), _known(reduction, dense.dtype)
         return self._go(self._node, flat, lambda node: node.reduce(flat, how, root))
 
     def reduce_scatter(self, dense: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> bool:
-        """Reduce `dense`, a block for each rank, into each rank's own, which lies in memory of its own."""
+        """Reduce `dense`, with a block for each rank; `result`, in separate memory, receives this rank's block."""
         self._open()
         flat, how = _flat(dense), _known(reduction, dense.dtype)
         return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
 
     def all_gather(self, result: torch.Tensor) -> bool:
-        """Fill `result`, a block for each rank, from what each rank has put in its own place."""
+        """Gather into `result`, with a block for each rank; this rank's block is already in its place."""
         self._open()
         flat = _flat(result)
         return self._go(self._node, flat, lambda node: node.all_gather(flat))
 
     def broadcast(self, dense: torch.Tensor, root: int) -> bool:
-        """Copy the root's memory into everybody's."""
+        """Copy the root's memory to all ranks."""
         self._open()
         flat = _flat(dense)
         return self._go(self._node, flat, lambda node: node.broadcast(flat, root))
@@ -126,45 +126,51 @@ class ShmSelector:
     def _go(
         self, way: ShmCollectives | HierarchicalCollectives | None, flat: torch.Tensor, operation: Callable[[Any], None]
     ) -> bool:
-        """Run an operation, if there is a way, and all ranks' tensors can go it."""
+        """Run an operation if the path exists and all ranks' tensors can use it."""
         if way is None:
             return False
+        # 1. compare the tensors of all ranks: the least of each value, and the largest size as a negative number
         asked = array("q", [flat.is_cpu and way.can_take(flat), flat.nbytes, -flat.nbytes])
         self._comm.Allreduce(mpi.api().IN_PLACE, asked, mpi.api().MIN)
         all_can, least, most = asked[0], asked[1], -asked[2]
-        if least != most:  # others would write where this tensor is not
+        if least != most:  # other ranks would access memory beyond this tensor
             raise RuntimeError(
-                f"the ranks' tensors are of {least} to {most} bytes.\nCall the operation with equal sizes on all ranks."
+                f"tensor sizes must be equal on all ranks, got {least} to {most} bytes.\n"
+                f"Pass tensors of the same size on every rank."
             )
         if not all_can:
             return False
+        # 2. run it
         try:
             operation(way)
         except ProcessLookupError:
-            self._comm.Barrier()  # as MPI would, this waits for the rank that is gone, until the watchdog ends the job
+            self._comm.Barrier()  # like MPI, wait for the terminated rank until the watchdog aborts the job
             raise
-        except BaseException:  # a signal's handler may raise anything, and the others go on
+        except BaseException:  # a signal handler may raise anything, and the other ranks continue
             _abandoned.append(flat)
             raise
         return True
 
-    # -- its beginning and its end -------------------------------------------------------------------------------
+    # -- setup and teardown --------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Find out who shares a node, and share memory (collective, once)."""
+        """Find the ranks of each node and share their memory (collective, once)."""
         if self._is_open:
             return
         self._is_open = True
+        # 1. check that all ranks enable it
         if not all(self._comm.allgather(self._is_wanted)):
             return
+        # 2. split the group by node; all nodes must have the same number of ranks, and more than one
         node_comm = self.split_by_node(self._comm)
         self._comms.append(node_comm)
         sizes = set(self._comm.allgather(node_comm.size))
         if len(sizes) > 1 or sizes == {1}:
             return
+        # 3. share memory within each node; all nodes must succeed
         node, why = None, ""
         try:
-            with torch.inference_mode(False):  # or it could not be used outside of that mode
+            with torch.inference_mode(False):  # otherwise its tensors could not be used outside of inference mode
                 node = self.connect(node_comm)
         except segment.NoSharedMemoryError as error:
             why = str(error)
@@ -172,11 +178,13 @@ class ShmSelector:
         if why and node_comm.rank == 0:
             warnings.warn(
                 f"the {node_comm.size} ranks of this node cannot share memory: {why}. "
-                f"Large tensors go by MPI alone, at about half the speed.",
+                f"Large tensors use MPI alone, at about half the speed. "
+                f"Set MPICOMM_SHARED_MEMORY=0 to disable shared memory and this warning.",
                 stacklevel=2,
             )
         if not all_can or node is None:
             return
+        # 4. on several nodes, connect the ranks that have the same rank on their nodes
         if node.size == self._size:
             self._node = node
             return
@@ -189,15 +197,15 @@ class ShmSelector:
         return cast("Intracomm", comm.Split_type(mpi.api().COMM_TYPE_SHARED, comm.rank))
 
     def connect(self, node_comm: Intracomm) -> ShmCollectives:
-        """Let the ranks of a node get at each other's tensors (collective over them).
+        """Give the ranks of a node access to each other's tensors (collective over these ranks).
 
         Raises:
-            NoSharedMemoryError: On all of them, if there is no way.
+            NoSharedMemoryError: On all of these ranks, if no method works.
         """
         return _connect(node_comm)
 
     def close(self) -> None:
-        """Let go of the memory and of the communicators (collective)."""
+        """Release the memory and the communicators (collective)."""
         self._is_open = True
         self._node = self._levels = None
         while self._comms:
@@ -215,7 +223,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _connect(comm: Intracomm) -> ShmCollectives:
-    """Return the collectives of ranks on one node: by cross-memory attach, or else a shared segment (collective).
+    """Return the collectives of one node's ranks: by cross-memory attach (CMA), else a shared segment (collective).
 
     Raises:
         NoSharedMemoryError: On all ranks, if neither works.

@@ -1,8 +1,8 @@
-"""GPU tensors by way of host memory, for an MPI that cannot reach into a GPU.
+"""Stages GPU tensors through host memory, for an MPI that is not GPU-aware.
 
-An operation is cut into chunks: while MPI has one, the next is copied from the GPU, and the last one back to it. What
-the ranks give to MPI must fit together, so all ranks cut alike where the tensor of one of them is on a GPU. Before an
-operation of several chunks they compare that, and tensors that are all on the host are not cut.
+An operation is split into chunks: while MPI processes one, the next is copied from the GPU and the previous one back to
+it. The buffers that the ranks pass to MPI must match, so all ranks split alike if any rank's tensor is on a GPU. Before
+an operation of several chunks the ranks agree on this; if all tensors are on the host, they are not split.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ import torch
 from mpicomm.backend import buffers, checks, gpus
 from mpicomm.backend.buffers import Tensors
 
-_DEPTH = 3  # chunks at once: one is read, one is with MPI, one is written back
+_DEPTH = 3  # chunks in flight: one is copied from the device, one is in MPI, one is copied back
 
 Call = Callable[[], None]
 Make = Callable[..., Call]
-"""Takes tensors, and returns what is to be called to run the operation on them."""
+"""Takes tensors and returns the call that runs the operation on them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What an operation does with a tensor."""
+    """How an operation uses a tensor."""
 
     reads: bool
     writes: bool
     is_spread: bool = False
-    """It holds an equal part for each rank."""
+    """Whether the tensor holds an equal part for each rank."""
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a device."""
+    """A point in a device's queue of work."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has reached this point."""
 
 
 class Mover(Protocol):
-    """Copies between one device and the host, in two streams of its own."""
+    """Copies between one device and the host, on two streams of its own."""
 
     is_host: bool
 
     def mark(self) -> Any:
-        """Return the point that the caller's own stream has come to."""
+        """Return the current point of the caller's own stream."""
 
     def follow(self, mark: Any) -> None:
-        """Let all copies from now on come after a mark."""
+        """Order all further copies after a mark."""
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start to copy from the device: (to, from) each; return the end of it."""
+        """Start copying (destination, source) pairs from the device; return the event of their completion."""
 
     def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start to copy to the device: (to, from) each; return the end of it."""
+        """Start copying (destination, source) pairs to the device; return the event of their completion."""
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that the device can reach."""
+        """Return host memory for `count` elements that the device can access."""
 
 
 class HostMover:
-    """Copies within the host, at once."""
+    """Copies within the host, synchronously."""
 
     is_host = True
 
     def mark(self) -> None:
-        """Return nothing: there is no stream."""
+        """Return None: the host has no streams."""
 
     def follow(self, mark: None) -> None:
-        """Do nothing: what was called before has been done."""
+        """Do nothing: all earlier calls have completed."""
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Copy (to, from) each."""
+        """Copy (destination, source) pairs."""
         for to, source in pairs:
             to.copy_(source)
         return _DONE
@@ -82,12 +82,12 @@ class HostMover:
     put = fetch
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory."""
+        """Return host memory for `count` elements."""
         return torch.empty(count, dtype=dtype, device="cpu")
 
 
 class CudaMover:
-    """Copies from and to one GPU, through pinned memory, which torch pools."""
+    """Copies from and to one GPU through pinned memory, which torch pools."""
 
     is_host = False
 
@@ -96,20 +96,20 @@ class CudaMover:
         self._fetching, self._putting = gpus.own_stream(device), gpus.own_stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        """Return the point that the current stream has come to."""
+        """Return the current point of the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def follow(self, mark: torch.cuda.Event) -> None:
-        """Let all copies from now on come after a mark."""
+        """Order all further copies after a mark."""
         self._fetching.wait_event(mark)
         self._putting.wait_event(mark)
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start to copy from the GPU: (to, from) each."""
+        """Start copying (destination, source) pairs from the GPU."""
         return self._copy(pairs, self._fetching)
 
     def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start to copy to the GPU: (to, from) each."""
+        """Start copying (destination, source) pairs to the GPU."""
         return self._copy(pairs, self._putting)
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> DeviceEvent:
@@ -119,27 +119,27 @@ class CudaMover:
         return stream.record_event()
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory; what is let go of while a copy uses it is not lent again before its end."""
+        """Return pinned memory; torch reuses memory released during a copy only after the copy has completed."""
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
 
 
 class _Done:
-    """The end of what was done at once."""
+    """The event of copies that completed synchronously."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Do nothing: the copies have completed."""
 
 
 _DONE = _Done()
 
 
 def make_mover(device: torch.device) -> Mover:
-    """Return what copies between a device and the host."""
+    """Return the mover between a device and the host."""
     return HostMover() if device.type == "cpu" else CudaMover(device)
 
 
 class Staged:
-    """The way of a group's tensors to MPI, where some of them are on GPUs."""
+    """Stages a group's tensors for MPI if some of them are on GPUs."""
 
     def __init__(
         self,
@@ -148,35 +148,35 @@ class Staged:
         all_ranks: Callable[[bool], bool],
         make_mover: Callable[[torch.device], Mover] = make_mover,
     ) -> None:
-        """Remember how to cut.
+        """Set how operations are split into chunks.
 
         Args:
-            size: The number of ranks.
-            chunk_bytes: How much of a tensor is with MPI at once; the same on all ranks.
-            all_ranks: Tells whether something is true on all ranks (collective).
-            make_mover: Makes what copies from and to a device.
+            size: The number of ranks in the group.
+            chunk_bytes: Bytes of a tensor that MPI processes at a time; the same on all ranks.
+            all_ranks: Returns whether a flag is true on all ranks (collective).
+            make_mover: Returns the mover of a device.
         """
         self._size = size
         self._chunk_bytes = self.whole_bytes = chunk_bytes
         self._all_ranks = all_ranks
         self._mover = functools.cache(make_mover)
-        self._mover_of_messages = functools.cache(make_mover)  # whose copies may have to wait for other things
+        self._mover_of_messages = functools.cache(make_mover)  # separate: these copies may wait for other work
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
-        """Return what runs an operation, which `make` knows how to do on host memory.
+        """Return the call that runs an operation; `make` returns it for tensors in host memory.
 
-        Copies come after what the caller's stream holds now, and have ended when the operation has.
+        Copies run after the work that the caller's stream holds now, and have completed when the operation has.
 
         Args:
-            uses: What the operation does with each tensor.
-            height: How many parts for ranks a tensor has at the most, on any rank; None if the operation cannot be cut,
-                since not all ranks know its size.
+            uses: How the operation uses each tensor.
+            num_blocks: The largest number of per-rank blocks in a tensor on any rank; None if the operation cannot be
+                split, because not all ranks know its size.
         """
         chunks = [slice(None)] if num_blocks is None else self._cut(tensors[0], uses[0], num_blocks)
         are_on_host = all(self._mover(tensor.device).is_host for tensor in tensors)
         if len(chunks) == 1:
             return make(*tensors) if are_on_host else self._in_chunks(make, tensors, uses, chunks)
-        # Now, where it marks the caller's place in a GPU's stream.
+        # Prepared now and not in call(), because it marks the current point of the caller's GPU stream.
         in_chunks = None if are_on_host else self._in_chunks(make, tensors, uses, chunks)
 
         def call() -> None:
@@ -194,7 +194,7 @@ class Staged:
         return functools.partial(_run, make, parts, chunks)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's content in dense host memory, when it is there."""
+        """Return a tensor's content in dense host memory, after the copy has completed."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
             return buffers.pack(tensor)
@@ -204,7 +204,7 @@ class Staged:
         return part.host(0)
 
     def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return dense host memory to receive a tensor's content, and what brings it from there to the tensor."""
+        """Return dense host memory to receive a tensor's content, and the call that copies it to the tensor."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
             output_buffer = buffers.output_buffer(tensor)
@@ -224,7 +224,7 @@ class Staged:
         return _Part(tensor, use, self._size if use.is_spread else 1, mover)
 
     def _without_hazards(self, tensors: Tensors, uses: Sequence[Use]) -> list[torch.Tensor]:
-        """Return the tensors, with a copy of each input that the output of an earlier chunk would overwrite."""
+        """Return the tensors, with copies of the inputs that the output of an earlier chunk would overwrite."""
         outputs = [tensor for tensor, use in zip(tensors, uses, strict=True) if use.writes and not use.reads]
         found = []
         for tensor, use in zip(tensors, uses, strict=True):
@@ -234,16 +234,16 @@ class Staged:
         return found
 
     def _cut(self, tensor: torch.Tensor, use: Use, num_blocks: int) -> list[slice]:
-        """Return the columns of each chunk. All tensors are as wide as this one, so all ranks come to the same."""
+        """Return the columns of each chunk; all tensors have the same width, so all ranks compute the same chunks."""
         width = tensor.numel() // (self._size if use.is_spread else 1)
         step = max(self._chunk_bytes // (num_blocks * tensor.itemsize), 1)
         return [slice(start, min(start + step, width)) for start in range(0, max(width, 1), step)]
 
 
 def _is_shifted(source: torch.Tensor, output: torch.Tensor, width: int) -> bool:
-    """Tell whether an output shares memory with an input, but not the same columns of `width` bytes."""
+    """Return whether an output shares memory with an input, but not the same columns of `width` bytes."""
     if not (buffers.is_dense(source) and buffers.is_dense(output) and buffers.overlap(source, output)):
-        return False  # a tensor that is not dense is packed before the first chunk, and unpacked after the last
+        return False  # a tensor that is not dense is packed before the first chunk and unpacked after the last
     return (source.data_ptr() - output.data_ptr()) % width != 0
 
 
@@ -254,6 +254,7 @@ def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:
             part.start()
         for part in parts:
             part.fetch(0, chunks[0])
+        # While MPI processes a chunk, the next one is copied to the host and the previous one back to the device.
         for number, columns in enumerate(chunks):
             if number + 1 < len(chunks):
                 for part in parts:
@@ -269,7 +270,7 @@ def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:
 
 
 class _Part:
-    """One tensor of a staged operation: on its device as rows, on the host as some chunks of these."""
+    """One tensor of a staged operation: rows on its device, and up to `_DEPTH` chunks of these rows on the host."""
 
     def __init__(self, tensor: torch.Tensor, use: Use, num_blocks: int, mover: Mover) -> None:
         self._tensor = tensor.detach()
@@ -277,58 +278,58 @@ class _Part:
         self._mover = mover
         self._dense = buffers.pack(self._tensor) if use.reads else buffers.output_buffer(self._tensor)
         self._rows = self._dense.view(num_blocks, tensor.numel() // num_blocks)
-        self._mark = mover.mark()  # on the caller's stream, behind the packing
+        self._mark = mover.mark()  # on the caller's stream, after the packing
         self._hosts: list[torch.Tensor] = [self._dense] * _DEPTH
         self._memory: list[torch.Tensor | None] = [None] * _DEPTH
         self._fetched: list[DeviceEvent] = [_DONE] * _DEPTH
         self._put: list[DeviceEvent] = [_DONE] * _DEPTH
 
     def start(self) -> None:
-        """Let the copies come after what the caller had queued."""
+        """Order the copies after the work that the caller had queued."""
         self._mover.follow(self._mark)
 
     def fetch(self, number: int, columns: slice) -> None:
-        """Start to copy a chunk to the host, if the operation reads it; find memory for it in any case."""
+        """Start copying a chunk to the host if the operation reads it; reserve host memory in any case."""
         place = number % _DEPTH
         chunk = self._rows[:, columns]
         if self._is_there(chunk):
             self._hosts[place] = chunk.view(-1)
             return
-        self._put[place].synchronize()  # it is read from the same memory
+        self._put[place].synchronize()  # this copy reads the memory to be reused
         host = self._memory_for(place, chunk)
         self._hosts[place] = host.view(-1)
         if self._use.reads:
             self._fetched[place] = self._mover.fetch(zip(host, chunk, strict=True))
 
     def host(self, number: int) -> torch.Tensor:
-        """Return a chunk in host memory, when it is there."""
+        """Return a chunk in host memory, after its copy has completed."""
         self._fetched[number % _DEPTH].synchronize()
         return self._hosts[number % _DEPTH]
 
     def put(self, number: int, columns: slice) -> None:
-        """Start to copy a chunk back, if the operation writes it."""
+        """Start copying a chunk back if the operation writes it."""
         chunk = self._rows[:, columns]
         if self._use.writes and not self._is_there(chunk):
             host = self._hosts[number % _DEPTH].view(chunk.shape)
             self._put[number % _DEPTH] = self._mover.put(zip(chunk, host, strict=True))
 
     def end(self) -> None:
-        """Wait until the tensor holds what was put there."""
+        """Wait until the tensor holds the chunks that were copied back."""
         if self._use.writes and self._dense is not self._tensor:
             self._put.append(self._mover.put([(self._tensor, self._dense.view(self._tensor.shape))]))
         self.settle()
 
     def settle(self) -> None:
-        """Wait until no copy is on its way."""
+        """Wait until all copies have completed."""
         for event in (*self._fetched, *self._put):
             event.synchronize()
 
     def _is_there(self, chunk: torch.Tensor) -> bool:
-        """Tell whether a chunk is dense memory of the host itself."""
+        """Return whether a chunk is already dense host memory."""
         return self._mover.is_host and len(chunk) == 1
 
     def _memory_for(self, place: int, chunk: torch.Tensor) -> torch.Tensor:
-        """Return memory of the shape of a chunk; the first is the widest."""
+        """Return memory in the shape of a chunk; the first chunk is the widest."""
         memory = self._memory[place]
         if memory is None:
             memory = self._memory[place] = self._mover.memory(chunk.numel(), chunk.dtype)

@@ -1,4 +1,4 @@
-"""The one place that knows PyTorch's private names."""
+"""The only module that uses PyTorch's private names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ __all__ = [
     "with_leash",
 ]
 
-# Checked before use, so that a torch without one of them is an error that names it, also in a group's constructor.
+# Checked before use: a torch without one of these raises an error that names it, also in a group's constructor.
 compatibility.require(
     "_C._distributed_c10d.Backend",
     *(f"_C._distributed_c10d.{name}" for name in __all__ if name.endswith("Options")),
@@ -94,10 +94,11 @@ from torch._C._distributed_c10d import (  # noqa: E402  checked above
 from torch._C._dynamo import eval_frame  # noqa: E402
 
 _SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
-# NCCL's own watchdog aborts the process without saying who is where; ours speaks first.
+# Added to NCCL's timeout: its watchdog aborts the process without a report of each rank's position, so that of mpicomm
+# must report first.
 _LEASH = datetime.timedelta(seconds=30)
 _GLOO_THREAD = "pt_gloo_runloop"
-_GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # the most that its threads are waited for, and between two looks
+_GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # seconds: the longest wait for Gloo's threads, and the polling interval
 
 
 _OPS = dist.ReduceOp.RedOpType.__members__
@@ -105,23 +106,23 @@ _OP_NAMES = sorted(_OPS, key=lambda name: _OPS[name].value)
 
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Tell whether somebody profiles."""
+"""Return whether a profiler is active."""
 
 
 def reduce_op_name(op: Any) -> str:
-    """Return the name of a `ReduceOp`, which may be the enumeration's member or an object around it."""
-    return _OP_NAMES[getattr(op, "op", op)]  # pybind looks an enumeration's name up by going through all
+    """Return the name of a `ReduceOp`, which may be a member of the enumeration or an object that wraps one."""
+    return _OP_NAMES[getattr(op, "op", op)]  # pybind finds a member's name by a linear search
 
 
 def premul_factor(op: Any) -> Any:
-    """Return the factor of a PREMUL_SUM, which torch shows only to pickle."""
+    """Return the factor of a PREMUL_SUM, which torch exposes only to pickle."""
     return op.__getstate__()[1]
 
 
 def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **given: Any) -> Any:
-    """Return the options of a call: `opts`, if it is that, or made of what is given.
+    """Return the options of a call: `opts` if it is of class `kind`, otherwise new options with the given values.
 
-    torch's groups take options or, in their older form, what is in them.
+    torch's process groups accept options or, in their older signatures, the fields of options.
     """
     if type(opts) is kind:
         return opts
@@ -135,7 +136,7 @@ def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **
 
 
 def start_event(title: str, inputs: Sequence[torch.Tensor]) -> Any:
-    """Start a span of torch's profiler; None while nobody profiles."""
+    """Start a span of torch's profiler; return None if no profiler is active."""
     if not is_profiling():
         return None
     return threading.get_ident(), torch._C._autograd._record_function_with_args_enter(title, *inputs)
@@ -144,8 +145,9 @@ def start_event(title: str, inputs: Sequence[torch.Tensor]) -> Any:
 def end_event(event: Any) -> None:
     """End a span of the profiler.
 
-    Spans of communication are asynchronous ones, and the profiler takes one for that if it ends on another thread than
-    it started on. Before torch 2.12 it loses such spans, and shows only those of operations on the caller's thread.
+    Spans of communication are asynchronous, and the profiler treats a span as such if it ends on another thread than
+    the one that started it. Before torch 2.12 the profiler loses such spans: it shows only those of operations that run
+    on the caller's thread.
     """
     if event is None:
         return
@@ -160,31 +162,31 @@ def end_event(event: Any) -> None:
 
 
 def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
-    """Return a future that may hold these tensors: torch wants to know on which GPUs they are."""
+    """Return a future that may hold these tensors; torch requires the list of their GPUs."""
     return torch.futures.Future(devices=gpus_of(tensors))
 
 
 def gpus_of(tensors: Sequence[torch.Tensor]) -> list[int | str | torch.device]:
-    """Return the GPUs on which some tensors are."""
+    """Return the GPUs that hold these tensors, without duplicates."""
     return list(dict.fromkeys(each.device for each in tensors if each.is_cuda))
 
 
 def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
-    """Return a future that is done."""
+    """Return a future that is already complete."""
     future = future_of(tensors)
     future.set_result(tensors)
     return future
 
 
 def next_node() -> int:
-    """Reserve the next place among autograd's nodes of this thread."""
+    """Reserve the next sequence number of this thread's autograd nodes."""
     with torch.enable_grad():
         node = torch.zeros((), requires_grad=True).view(()).grad_fn
     return node._sequence_nr()  # type: ignore[union-attr]
 
 
 def put_node(outputs: Sequence[torch.Tensor], number: int) -> None:
-    """Give the node that made some tensors a place among autograd's."""
+    """Set the sequence number of the autograd node that computed the outputs."""
     for each in outputs:
         if each.grad_fn is not None:
             each.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
@@ -192,9 +194,9 @@ def put_node(outputs: Sequence[torch.Tensor], number: int) -> None:
 
 
 def make_group(ranks: Sequence[int], name: str, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
-    """Make a group of some ranks under a name (collective over them).
+    """Create a group of some ranks with a given name (collective over these ranks).
 
-    The name that torch would give it depends on how many groups a rank is in, which may differ between its members.
+    The name that torch would assign depends on the number of groups of a rank, which may differ between the members.
     """
     module = dist.distributed_c10d
     given = module._process_group_name
@@ -206,14 +208,14 @@ def make_group(ranks: Sequence[int], name: str, timeout: datetime.timedelta | No
 
 
 CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
-"""Whether `torch.distributed.split_group` calls the process group; that of torch 2.8 knows NCCL alone."""
+"""Whether `torch.distributed.split_group` calls the process group; that of torch 2.8 supports NCCL only."""
 
 
 class _RegisteredBackend(Backend):
     """The `Backend` that torch finds in a process group of this package.
 
-    torch's C++ code asks it for the name, the rank and the size. Operations do not pass through it: torch calls the
-    methods of the process group itself. Where a group is bound to a device, torch's Python code splits others off it.
+    torch's C++ code reads its name, rank and size. Operations do not pass through it: torch calls the methods of the
+    process group itself. If a group is bound to a device, torch's Python code splits other groups off this object.
     """
 
     supports_splitting = True
@@ -228,20 +230,20 @@ class _RegisteredBackend(Backend):
         return self._name
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing, on a rank that is not in a group that others split off: they make it among themselves."""
+        """Do nothing on a rank outside the new group: only its members take part in the split."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Do nothing: MPI is connected."""
+        """Do nothing: MPI is already connected."""
 
 
 def register_backend(group: dist.ProcessGroup) -> Backend | None:
-    """Register a `Backend` with a process group that Python implements, where this torch lets Python make one.
+    """Register a `Backend` with a process group implemented in Python, if this torch lets Python create one.
 
     From torch 2.15 on, `init_process_group` and `new_group` attach torch's flight recorder to every group, which needs
     a registered default backend. Before torch 2.14 a `Backend` has no constructor for Python.
 
     Returns:
-        The `Backend`, from which alone this torch splits groups off; None if it splits them off the process group.
+        The `Backend`, which this torch requires to split groups; None if it splits them off the process group itself.
     """
     if versions.of_torch() < (2, 14):
         return None
@@ -253,17 +255,17 @@ def register_backend(group: dist.ProcessGroup) -> Backend | None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Tell whether torch knows a group, which has not been destroyed."""
+    """Return whether torch knows the group, that is, whether it has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    """Tell whether a group has a back end for tensors on the host."""
+    """Return whether a group has a backend for CPU tensors."""
     return any(torch.device(device).type == "cpu" for device in group._device_types)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind one that a functional collective may still be filling."""
+    """Return the plain tensor of a functional collective's result, after waiting for the collective."""
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
         return tensor.wait()
@@ -271,24 +273,24 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tag_of(group_name: str) -> int:
-    """Return the tag under which the members of a group make its communicator: equal on all, mostly its own."""
+    """Return the tag with which a group's members create its communicator: equal on all members, rarely shared."""
     return zlib.crc32(group_name.encode()) % _SMALLEST_TAG_UB
 
 
 def inner_method(names: tuple[str, str]) -> str:
-    """Return the first of a method's names, new and old, that this torch's own back ends have."""
+    """Return the first of a method's names, new and old, that this torch's own backends have."""
     return names[0] if hasattr(Backend, names[0]) else names[1]
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Tell whether the current stream records a CUDA graph instead of running what it is given."""
+    """Return whether the current stream captures a CUDA graph instead of running its work."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def hide_from_compiler(kind: type) -> None:
-    """Keep torch.compile out of a class's methods, which C++ calls in the middle of what it compiles.
+    """Exclude a class's methods from torch.compile; C++ calls them within the code that it compiles.
 
-    torch's own decorator for that would import the whole compiler.
+    torch's own decorator for this imports the whole compiler.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for method in vars(kind).values():
@@ -297,11 +299,11 @@ def hide_from_compiler(kind: type) -> None:
 
 
 def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
-    """Let `batch_isend_irecv` start and end a batch on the inner backend of groups of a class.
+    """Make `batch_isend_irecv` start and end a batch on the inner backend of groups of a class.
 
-    Before torch 2.15 it does so for groups whose type is `ProcessGroup` itself. NCCL gets the others' messages one by
-    one, and two ranks that send each other large ones wait for each other without end. A program that has imported the
-    function by its name before this backend is first used keeps torch's.
+    Before torch 2.15 it does so only for groups whose type is `ProcessGroup` itself. For other groups, NCCL receives
+    the messages one by one, and two ranks that send large messages to each other deadlock. A program that imports the
+    function by its name before the first use of this backend keeps torch's function.
     """
     if versions.of_torch() >= (2, 15):
         return
@@ -325,7 +327,7 @@ def _is_coalesced(group: dist.ProcessGroup, message: dist.P2POp) -> bool:
 
 
 def _coalesced(group: dist.ProcessGroup, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Start messages as one operation of the inner backend; return its work."""
+    """Start messages as one operation of the inner backend; return its works."""
     if not messages:
         return []
     device = messages[0].tensor.device
@@ -337,9 +339,9 @@ def _coalesced(group: dist.ProcessGroup, messages: Sequence[dist.P2POp]) -> list
 
 
 def set_timeouts_of(kind: type[dist.ProcessGroup]) -> None:
-    """Let `_set_pg_timeout` set the timeout of groups of a class, as frameworks do after the first training steps.
+    """Make `_set_pg_timeout` set the timeout of groups of a class; frameworks call it after the first training steps.
 
-    torch's own sets that of NCCL and Gloo backends alone: those of other groups stay, with a warning.
+    torch's own function sets the timeout of NCCL and Gloo backends only; for other groups it only warns.
     """
     torchs = dist.distributed_c10d._set_pg_timeout
 
@@ -356,26 +358,29 @@ def set_timeouts_of(kind: type[dist.ProcessGroup]) -> None:
 
 
 def set_inner_timeout(backend: Any, timeout: datetime.timedelta) -> None:
-    """Give every operation that an inner backend starts from now on so much time."""
-    # torch 2.8 and earlier have the latter only.
+    """Set the timeout of all operations that an inner backend starts from now on."""
+    # torch 2.8 and earlier have only `_set_default_timeout`.
     (backend.set_timeout if hasattr(backend, "set_timeout") else backend._set_default_timeout)(timeout)
 
 
 def with_leash(timeout: datetime.timedelta) -> datetime.timedelta:
-    """Return the timeout that an inner back end is given for one of ours."""
+    """Return the timeout of an inner backend for a timeout of this package, whose watchdog must report first."""
     return timeout + _LEASH
 
 
 def make_nccl(
     name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: datetime.timedelta, nccl_options: Any
 ) -> Any:
-    """Make the NCCL back end of a group.
+    """Create the NCCL backend of a group.
 
     Args:
-        rank: This rank in the group.
+        rank: The rank of this process in the group.
         ranks: The members' ranks in the job.
-        timeout: How long an operation may take.
-        nccl_options: A `ProcessGroupNCCL.Options` of the user's, or None.
+        timeout: Timeout of an operation.
+        nccl_options: The user's `ProcessGroupNCCL.Options`, or None.
+
+    Raises:
+        RuntimeError: If torch was built without NCCL.
     """
     if not dist.is_nccl_available():
         raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
@@ -387,26 +392,26 @@ def make_nccl(
 
 
 def let_gloo_finish() -> None:
-    """Wait until the threads of Gloo's groups have nothing left to do.
+    """Wait until the threads of Gloo's groups are idle, for at most 2 s.
 
-    After an operation has completed, its thread still lets go of the tensors, for which it needs the GIL. If Python is
-    finalizing by then, the process aborts ("terminate called without an active exception"): torch 2.13, one exit in
-    twelve on a loaded machine.
+    After an operation has completed, its thread still releases the tensors, for which it needs the GIL. If Python is
+    already finalizing, the process aborts ("terminate called without an active exception"): with torch 2.13, in one
+    exit of twelve on a loaded machine.
     """
     deadline = time.monotonic() + _GLOO_SECONDS
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
-        time.sleep(_GLOO_PAUSE)  # without the GIL
+        time.sleep(_GLOO_PAUSE)  # releases the GIL
         quiet = quiet + 1 if all(state == "S" for state in _states_of_gloo_threads()) else 0
 
 
 def _states_of_gloo_threads() -> list[str]:
-    """Return the scheduler's state of each of them: R for running or waiting for a core, S for asleep."""
+    """Return the scheduler state of each Gloo thread: R for running or waiting for a core, S for sleeping."""
     states = []
     for task in Path("/proc/self/task").iterdir():
         try:
             name, rest = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             continue
         if name == _GLOO_THREAD:
             states.append(rest[0])

@@ -1,4 +1,4 @@
-"""What a started operation gives its caller to wait on: torch's `Work`, complete."""
+"""Complete implementations of torch's `Work`, the handle of a started operation."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Request
 
 Timeout = datetime.timedelta | Deadline | None
-"""What `wait` takes: torch's timeout, or a deadline that several works share."""
+"""The argument of `wait`: torch's timeout, or a deadline that several works share."""
 
-_LEAST_SECONDS = 1e-3  # a timeout of zero would mean none
+_LEAST_SECONDS = 1e-3  # torch treats a timeout of zero as no timeout
 
 
 class Keeper(Queue, Protocol):
-    """The group's operations, as far as its works need it."""
+    """The interface of a group's executor that its works use."""
 
     @property
     def timeout_of_messages(self) -> float | None:
-        """Seconds after which waiting for a message raises TimeoutError; None if the watchdog ends the job instead."""
+        """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
 
     def run_what_is_before(self, work: QueuedWork) -> None:
-        """On the worker's own thread, run what is queued until `work` is done."""
+        """On the worker's own thread, run the queued operations until `work` is done."""
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
-        """Return the error of a collective that did not end in time; the group cannot be used any more."""
+        """Return the error of a collective that timed out; the group becomes unusable."""
 
     def watch(self, work: MessageWork) -> None:
-        """Finish `work`, whose future somebody holds, when its message is through."""
+        """Complete the future of `work` when its message has completed."""
 
     def forget(self, work: MessageWork) -> None:
-        """Let go of `work`, whose message is through."""
+        """Release `work`, whose message has completed."""
 
 
 class _Work(dist.Work):
-    """The part that all kinds of work share."""
+    """The methods that all kinds of work share."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -59,44 +59,50 @@ class _Work(dist.Work):
         return self.tensors
 
     def is_success(self) -> bool:
-        """Tell whether the operation ended without an error."""
+        """Return whether the operation has completed without an error."""
         return self.is_completed() and self.exception() is None
 
     def synchronize(self) -> None:
-        """Wait; the results of this back end are in memory then, so no stream has anything left to wait for."""
+        """Wait for completion; the results are then in memory, so that no stream needs to wait for them."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent what was received."""
-        raise MpicommError("source_rank() is known for receives only.\nAsk the work of a recv or irecv.")
+        """Return the group rank of the sender of a received message.
+
+        Raises:
+            MpicommError: If the operation is not a receive, or has not completed.
+        """
+        raise MpicommError(
+            "source_rank() is available only for a completed receive.\nCall it after wait(), on the work of a receive."
+        )
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
 
 class CompletedWork(_Work):
-    """An operation that was finished before its call returned."""
+    """An operation that completed before its call returned."""
 
-    __init__ = dist.Work.__init__  # most operations come here, and set the tensors
+    __init__ = dist.Work.__init__  # for speed: most operations create this class, and set `tensors` themselves
 
     def wait(self, timeout: Timeout = None) -> bool:  # noqa: ARG002  torch's signature
-        """Return at once."""
+        """Return immediately: the operation has completed."""
         return True
 
     def is_completed(self) -> bool:
-        """Tell that the operation is finished."""
+        """Return True: the operation has completed."""
         return True
 
     def exception(self) -> None:
         """Return None: a synchronous operation raises its error in the call."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is done."""
+        """Return a future that is already complete."""
         return torch_internals.completed_future(self.tensors)
 
 
 class QueuedWork(_Work):
-    """An operation that the group's worker thread runs in its turn."""
+    """An operation in the queue of the group's worker thread."""
 
     def __init__(self, tensors: list[torch.Tensor], operation: Operation, keeper: Keeper) -> None:
         super().__init__(tensors)
@@ -114,25 +120,25 @@ class QueuedWork(_Work):
             self._future.set_exception(error)
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Wait until the operation has ended.
+        """Wait until the operation has completed.
 
         Raises:
-            TimeoutError: If it has not after `timeout`; the group cannot be used any more then.
+            TimeoutError: If it has not completed after `timeout`; the group is then unusable.
         """
         self._keeper.run_what_is_before(self)
         deadline = _deadline(timeout)
         if deadline is not None and not mpi.poll(self._future.done, deadline):
             raise self._keeper.time_out(self._operation, deadline.seconds)
-        # torch's future waits without the GIL, which the worker needs to come to its end.
+        # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.
         self._future.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether the operation has ended."""
+        """Return whether the operation has completed."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """Return the error with which the operation ended, if it did."""
+        """Return the error of the operation, or None if it has not failed."""
         return self._error
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -141,7 +147,7 @@ class QueuedWork(_Work):
 
 
 class MessageWork(_Work):
-    """A message on its way: an MPI request that whoever waits, or the poller, drives to its end."""
+    """A point-to-point message in flight: an MPI request that the waiting thread or the poller progresses."""
 
     def __init__(
         self,
@@ -152,12 +158,12 @@ class MessageWork(_Work):
         keeper: Keeper,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
-        """Take charge of a request.
+        """Manage an MPI request.
 
         Args:
-            memory: The memory that MPI reads or writes; kept alive until the message is through.
-            keeper: Keeps this work alive until the message is through, and completes the future if one is asked for.
-            arrived: Called with the MPI status of a message that has come in.
+            memory: The memory that MPI reads or writes; kept alive until the message has completed.
+            keeper: Keeps this work alive until the message has completed, and completes the future if one is requested.
+            arrived: Called with the MPI status of a received message; None for a send.
         """
         super().__init__(tensors)
         self._request = request
@@ -168,7 +174,7 @@ class MessageWork(_Work):
         self.is_sent = arrived is None
         self._status = mpi.api().Status()
         self._lock = threading.Lock()  # MPI forbids two threads to complete one request
-        self._asking = threading.Lock()  # for the future
+        self._asking = threading.Lock()  # guards the creation of the future
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -177,8 +183,8 @@ class MessageWork(_Work):
         """Wait until the message is sent or received.
 
         Raises:
-            TimeoutError: If it is not after `timeout`.
-            RuntimeError: If what came in does not fit the tensor.
+            TimeoutError: If it has not completed after `timeout`; it remains in flight.
+            RuntimeError: If the received message does not fit the tensor.
         """
         if not self._done:
             flight_recorder.refuse_children()
@@ -203,7 +209,7 @@ class MessageWork(_Work):
                     self._settle(lambda: self._request.Wait(self._status))
 
     def is_completed(self) -> bool:
-        """Tell whether the message is through; looking drives it on."""
+        """Return whether the message has completed; each call progresses it."""
         if not self._done:
             flight_recorder.refuse_children()
         if self._done or not self._lock.acquire(blocking=False):
@@ -216,25 +222,29 @@ class MessageWork(_Work):
             self._lock.release()
 
     def give_up(self, error: Exception) -> None:
-        """End with an error what may never be through; not if somebody is inside MPI with it."""
+        """Complete with an error, since the message may never complete; not while another thread is in MPI with it."""
         if self._lock.acquire(blocking=False):
             if not self._done:
                 self._error, self._done = error, True
             self._lock.release()
 
     def exception(self) -> BaseException | None:
-        """Return the error with which the operation ended, if it did."""
+        """Return the error of the operation, or None if it has not failed."""
         return self._error
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent what was received."""
+        """Return the group rank of the sender of a received message.
+
+        Raises:
+            MpicommError: If the operation is not a receive, or has not completed.
+        """
         if self._arrived is None or not self._done:
             return super().source_rank()
         return self._status.source
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with the message, driven by the group's poller thread."""
-        with self._asking:  # not the lock, which whoever waits holds until the message is through
+        """Return a future that completes with the message; the group's poller thread progresses it."""
+        with self._asking:  # not self._lock, which a waiting thread holds until the message has completed
             if self._future is None:
                 self._future = torch_internals.future_of(self.tensors)
                 if self._done:
@@ -244,11 +254,14 @@ class MessageWork(_Work):
             return self._future
 
     def finish(self) -> None:
-        """Settle the future; its callbacks run here, on the poller thread."""
+        """Complete the future; its callbacks run on the calling thread, that of the poller."""
         assert self._future is not None
         if not self._done:
             self._future.set_exception(
-                MpicommError(f"the group was destroyed before {self._what()} ended.\nWait for it before.")
+                MpicommError(
+                    f"the group was destroyed before {self._what()} completed.\n"
+                    f"Call wait() on its work before you destroy the group."
+                )
             )
         elif self._error is None:
             self._future.set_result(self.tensors)
@@ -259,25 +272,25 @@ class MessageWork(_Work):
         partners = [rank for rank in self._operation.needs if rank != dist.get_rank()]
         partner = f"rank {partners[0]}" if len(partners) == 1 else "any other rank"
         return TimeoutError(
-            f"{self._what()} has not ended within {seconds:g} s: {partner} has not joined it.\n"
-            f"Wait longer (the message stays on its way), or find out what that rank does."
+            f"{self._what()} timed out after {seconds:g} s, waiting for {partner}.\n"
+            f"Wait longer (the message remains in flight), or see what the ranks do: mpicomm.dump_flight_recorder()."
         )
 
     def _what(self) -> str:
         tensor = self.tensors[0]
-        verb = "send" if self._arrived is None else "recv"
-        return f"{verb} of {dtypes.short(tensor.dtype)}{list(tensor.shape)}"
+        direction = "send" if self._arrived is None else "recv"
+        return f"{direction} of {dtypes.short(tensor.dtype)}{list(tensor.shape)}"
 
     def _settle(self, complete: Callable[[], bool]) -> None:
-        """Complete the request if it is through, under the lock."""
+        """Complete the request if it is done; the caller holds the lock."""
         try:
             if not complete():
                 return
             if self._arrived is not None:
                 self._arrived(self._status)
         except mpi.api().Exception as error:
-            self._error = RuntimeError(f"{self._what()} failed: {error}.\nDo sender and receiver agree on the size?")
-        except Exception as error:  # noqa: BLE001  raised by wait(), on the thread that asks
+            self._error = RuntimeError(f"{self._what()} failed: {error}.\nCheck that both ranks pass the same size.")
+        except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
             self._error = error
         self._memory = None
         self._done = True
@@ -286,7 +299,7 @@ class MessageWork(_Work):
 
 
 class JointWork(_Work):
-    """Several works as one."""
+    """One work for several operations."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         super().__init__([])
@@ -297,34 +310,34 @@ class JointWork(_Work):
         return [tensor for work in self._works for tensor in work.result()]
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Wait until all have ended.
+        """Wait until all works have completed.
 
         Raises:
-            TimeoutError: If one has not after `timeout`.
+            TimeoutError: If a work has not completed after `timeout`.
         """
         deadline = _deadline(timeout)
         return all(_wait(work, deadline) for work in self._works)
 
     def is_completed(self) -> bool:
-        """Tell whether all have ended."""
+        """Return whether all works have completed."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return the error of the first that ended with one."""
+        """Return the error of the first work that failed, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes when all have."""
+        """Return a future that completes when all works have completed."""
 
         def result(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            ended.value()  # raises the error of the first that failed
+            ended.value()  # raises the error of the first work that failed
             return self.result()
 
         return all_of([work.get_future() for work in self._works]).then(result)
 
 
 def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
-    """Wait for a work, which may be an inner backend's, and knows timeouts only."""
+    """Wait for a work; an inner backend's work accepts timeouts, but no deadlines."""
     if deadline is None:
         return work.wait()
     if isinstance(work, _Work):  # takes a deadline too
@@ -333,7 +346,7 @@ def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
 
 
 def _deadline(timeout: Timeout | float) -> Deadline | None:
-    """Return when a wait with a timeout ends; torch says "none" by zero or less."""
+    """Return the deadline of a wait; torch uses a timeout of zero or less for no timeout."""
     if timeout is None or isinstance(timeout, Deadline):
         return timeout
     seconds = seconds_of(timeout)

@@ -15,47 +15,47 @@ from mpicomm.backend.work import MessageWork
 
 _STOP = None
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
-_SHARE = 19  # its pauses are so many times as long as its rounds
-_QUIET_SECONDS = 0.1  # without a message, after which it sleeps until there is one: to be woken costs the caller
+_SHARE = 19  # a pause is at least this many times as long as the round before it
+_QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
 
 class Finishable(Protocol):
-    """What waits in the queue: an operation's work, or a callback."""
+    """An entry of the queue: an operation's work, or a callback."""
 
     def finish(self, error: BaseException | None) -> None:
-        """Take note that its turn is over."""
+        """Complete the entry, after its call has returned or raised `error`."""
 
 
 Job = tuple[Callable[[], None], Finishable, Sequence[Callback]]
 
 
 class Worker:
-    """Runs a group's asynchronous operations one after the other, each as a blocking MPI call."""
+    """Runs a group's asynchronous operations in order, each as a blocking MPI call."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._count = threading.Condition()
         self._pending = 0
-        self._open: dict[Finishable, None] = {}  # in the order of the queue
+        self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
         self.submitted = 0
         self._begun = 0
-        self._awaited: Sequence[Callback] = ()  # what the next job waits for
+        self._awaited: Sequence[Callback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether nothing is queued or running."""
+        """Whether the queue is empty and nothing is running."""
         return self._pending == 0
 
     @property
     def is_current_thread(self) -> bool:
-        """Tell whether the caller is this worker: a callback of one of its operations."""
-        return threading.get_ident() == self._thread.ident  # current_thread() makes up threads that C++ has started
+        """Whether the caller runs on this worker's thread, that is, in a callback of one of its operations."""
+        return threading.get_ident() == self._thread.ident  # current_thread() adds dummies for threads started by C++
 
     def submit(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback] = ()) -> None:
-        """Queue a call, which waits for callbacks of other groups; `work` is finished after it."""
+        """Queue a call, which first waits for the callbacks `after` of other groups; `work` is finished after it."""
         self._gpu.note()
         with self._count:
             self._pending += 1
@@ -64,17 +64,17 @@ class Worker:
             self._jobs.put((call, work, after))
 
     def wait_for_place_of(self, callback: Callback) -> None:
-        """For a callback of another group: wait for what was queued before it, but not for what waits for it."""
+        """For a callback of another group: wait for the jobs queued before it, but not for those that wait for it."""
         with self._count:
             self._count.wait_for(lambda: self.is_idle or callback in self._awaited)
 
     def wait_until_idle(self) -> None:
-        """Wait until nothing is queued or running."""
+        """Wait until the queue is empty and nothing is running."""
         with self._count:
             self._count.wait_for(lambda: self.is_idle)
 
     def stop(self) -> None:
-        """Run what is queued, then end the thread."""
+        """Run the queued jobs, then stop the thread."""
         if self.is_current_thread:  # a callback that destroys the group
             self.run_until(lambda: self._begun == self.submitted)
         self._jobs.put(_STOP)
@@ -82,14 +82,14 @@ class Worker:
             self._thread.join()
 
     def give_up(self, error: Exception) -> None:
-        """End the works of all that has not ended with an error; a call that does not come back is left behind."""
+        """Finish all unfinished works with an error; a call that does not return is abandoned."""
         with self._count:
             works, self._open = list(self._open), {}
         for work in works:
             work.finish(error)
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Run what is queued until `done`; for a callback, on this thread, that waits for what is queued behind it."""
+        """Run queued jobs until `done`, for a callback on this thread that waits for a job queued behind it."""
         while not done():
             job = self._jobs.get()
             if job is _STOP:
@@ -102,7 +102,7 @@ class Worker:
         while (job := self._jobs.get()) is not _STOP:
             self._gpu.enter()
             self._run_job(*job)
-            del job  # or the last operation's tensors would live until the next
+            del job  # otherwise the last operation's tensors would live until the next
 
     def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback]) -> None:
         error: BaseException | None = None
@@ -111,7 +111,7 @@ class Worker:
         try:
             if work in self._open:
                 call()
-        except Exception as caught:  # noqa: BLE001  raised by wait(), on the thread that asks
+        except Exception as caught:  # noqa: BLE001  wait() raises it, on its caller's thread
             error = caught
         with self._count:
             is_given_up = work not in self._open
@@ -120,7 +120,7 @@ class Worker:
             if not is_given_up:
                 work.finish(error)
         finally:
-            # Only now: what the callbacks call comes before what another thread calls next.
+            # Only now: operations that the callbacks call precede those that another thread calls next.
             with self._count:
                 self._pending -= 1
                 self._count.notify_all()
@@ -138,16 +138,16 @@ class Worker:
 
 
 class Poller:
-    """Drives a group's messages on, since only calls into MPI let them advance, and finishes their futures.
+    """Progresses a group's messages, which advance only during MPI calls, and completes their futures.
 
-    It costs a core no more than a twentieth of its time, however many messages are open.
+    It uses at most a twentieth of a core's time, however many messages are in flight.
     """
 
     def __init__(self, name: str, advance: Callable[[], bool]) -> None:
         """Start the thread.
 
         Args:
-            advance: Looks at every message in flight once, and tells whether any is left.
+            advance: Tests every message in flight once, and returns whether any is left.
         """
         self._advance = advance
         self._changed = threading.Condition()
@@ -159,7 +159,7 @@ class Poller:
         self._thread.start()
 
     def watch(self, work: MessageWork) -> None:
-        """Finish `work`, whose future somebody holds, when its message is through."""
+        """Complete the future of `work` when its message has completed."""
         self._gpu.note()
         with self._changed:
             if not self._stopping:
@@ -169,13 +169,13 @@ class Poller:
         work.finish()
 
     def rouse(self) -> None:
-        """Look at what is in flight again."""
+        """Wake the thread, to test the messages in flight again."""
         self._gpu.note()
         with self._changed:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread; messages that are not through end with an error."""
+        """Stop the thread; the futures of messages in flight complete with an error."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -203,7 +203,7 @@ class Poller:
         return self._advance()
 
     def _finish_watched(self) -> bool:
-        """Finish the futures of messages that are through; tell whether there were any."""
+        """Complete the futures of completed messages; return whether there were any."""
         with self._changed:
             watched = list(self._watched)
         through = {work for work in watched if work.is_completed()}
@@ -216,9 +216,9 @@ class Poller:
         return bool(through)
 
     def _wait_for_more(self) -> None:
-        """Sleep until there may be something in flight again."""
+        """Sleep until messages may be in flight again."""
         with self._changed:
-            self.is_idle = True  # before the last look: who adds a message looks at this after it
+            self.is_idle = True  # set before the last test: a thread reads this after it has added a message
             while not (self._watched or self._stopping or self._look()):
                 self._changed.wait()
             self.is_idle = False

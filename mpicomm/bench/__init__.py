@@ -1,1 +1,1 @@
-"""Measurements: operations beside what they are built on, steps of training, starts."""
+"""Measurements: operations compared with the libraries below them, training steps, startup."""

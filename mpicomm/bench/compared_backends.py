@@ -1,4 +1,4 @@
-"""The back ends that are compared: process groups of torch's, and mpi4py alone on the same buffers."""
+"""The compared backends: process groups of torch, and mpi4py alone on the same buffers."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from mpicomm.runtime import World
 
 OURS, MPI4PY = "mpi", "mpi4py"
 NOTHING = "none"
-"""Collectives that do nothing: what is left of a step of training is the floor of all back ends."""
+"""A backend whose collectives do nothing: its training step is a lower bound for every backend."""
 
 
 class Backend(Protocol):
-    """How an operation is asked for."""
+    """Interface through which the benchmarks call an operation."""
 
     def call(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return what does it.
+        """Return a function that runs the operation.
 
         Raises:
-            NotImplementedError: If this back end has no such operation.
+            NotImplementedError: If this backend does not support the operation.
         """
 
     def start(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return what starts it, and returns what to wait for."""
+        """Return a function that starts the operation and returns its handle."""
 
 
 class TorchBackend:
-    """A process group."""
+    """A process group of torch."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def call(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return what does an operation."""
+        """Return a function that runs the operation."""
         return functools.partial(operation.by_torch, self._group)
 
     def start(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return what starts it."""
+        """Return a function that starts the operation and returns its handle."""
         return functools.partial(operation.by_torch, self._group, starts=True)
 
 
 class MPI4PyBackend:
-    """mpi4py, with all that can be made before made before."""
+    """mpi4py, with all buffers and arguments prepared before the measurement."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
 
     def call(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return what does an operation.
+        """Return a function that runs the operation.
 
         Raises:
-            NotImplementedError: If MPI does not calculate with such numbers, or has no such call.
+            NotImplementedError: If MPI has no such call, cannot reduce this dtype, or the tensors are not on the CPU.
         """
         dtype = operation.case.dtype
         datatype = dtypes.arithmetic(dtype) if operation.reduces else dtypes.carrier(dtype)
@@ -73,23 +73,23 @@ class MPI4PyBackend:
         return functools.partial(function, *arguments)
 
     def start(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Raise, since what mpi4py starts is something else."""
+        """Raise NotImplementedError: the nonblocking calls of mpi4py are other operations."""
         raise NotImplementedError
 
 
 def device(kind: str, world: World) -> torch.device:
-    """Return the device of that kind that this rank is to use.
+    """Return the device of this kind for this rank.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If this rank has no GPU and `kind` is "cuda".
     """
     if kind == "cuda" and world.device.type != "cuda":
-        raise ValueError("--device cuda: there is no GPU here")
+        raise ValueError("--device cuda: this rank has no GPU; use --device cpu")
     return world.device if kind == "cuda" else torch.device("cpu")
 
 
 def known(world: World, where: torch.device, *, has_raw: bool = False) -> list[str]:
-    """Return the names of the back ends that can be had for tensors there."""
+    """Return the names of the backends that are available for tensors on a device."""
     others = ["nccl"] if where.type == "cuda" else ["gloo"]
     if world.comm is None:
         return others
@@ -97,10 +97,10 @@ def known(world: World, where: torch.device, *, has_raw: bool = False) -> list[s
 
 
 def make(names: Sequence[str], world: World) -> dict[str, Backend]:
-    """Return the back ends of these names (collective).
+    """Return the backends with these names (collective).
 
     Raises:
-        ValueError: If one of them cannot be had here.
+        ValueError: If one of them is not available in this job.
     """
     of_torch = groups([name for name in names if name != MPI4PY], world)
     if MPI4PY in names and world.comm is None:
@@ -109,20 +109,20 @@ def make(names: Sequence[str], world: World) -> dict[str, Backend]:
 
 
 def groups(names: Sequence[str], world: World) -> dict[str, Any]:
-    """Return process groups of all ranks with the back ends of these names (collective).
+    """Return process groups of all ranks with the backends of these names (collective).
 
     Raises:
-        ValueError: If one of them cannot be had here.
+        ValueError: If one of them is not available in this job.
     """
     if {OURS, NOTHING} & set(names) and world.comm is None:
         raise ValueError(_without_mpi(world))
     if "nccl" in names and world.device.type != "cuda":
-        raise ValueError("NCCL needs a GPU for each rank: leave out nccl.")
+        raise ValueError("nccl needs one GPU per rank; remove nccl from --backend.")
     return {name: _group(name, world) for name in names}
 
 
 def _without_mpi(world: World) -> str:
-    return f"{world.launcher} started the ranks without MPI: give --backend gloo, or start by mpirun."
+    return f"{world.launcher} started the ranks without MPI; use --backend gloo, or start them with mpirun."
 
 
 def _group(name: str, world: World) -> Any:
@@ -134,7 +134,7 @@ def _group(name: str, world: World) -> Any:
 
 
 def _idle(group: Any) -> Any:
-    """Let a group's collectives of DDP and FSDP do nothing."""
+    """Replace the collectives that DDP and FSDP call on a group by no-ops."""
 
     def nothing(tensors: Any, *_others: Any) -> dist.Work:
         work = CompletedWork()

@@ -1,4 +1,4 @@
-"""Where something was measured: the machine, its memory and pages, the versions, the date, the command."""
+"""The environment of a measurement: machine, memory and page sizes, versions, date, command."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def described(what: str) -> dict[str, Any]:
-    """Return what stands at the head of a file of results.
+    """Return the header of a results file.
 
     Args:
-        what: What was measured, and in which unit.
+        what: The measured quantity and its unit.
     """
     return {
         "command": shlex.join(["mpicomm", *sys.argv[1:]]),
@@ -36,16 +36,16 @@ def described(what: str) -> dict[str, Any]:
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
-    """Write a file of results.
+    """Write a results file.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def of_this_host() -> dict[str, Any]:
-    """Return what this host has."""
+    """Return the properties of this host."""
     return {
         "cores": os.cpu_count(),
         "processor": _processor(),
@@ -57,7 +57,7 @@ def of_this_host() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return what is loaded, without MPI where there is none."""
+    """Return the versions of the loaded software, with the MPI library if there is one."""
     found = {}
     with contextlib.suppress(MPINotFoundError):
         library = mpi.library()
@@ -73,6 +73,6 @@ def _processor() -> str:
 
 
 def _chosen(path: Path) -> str:
-    """Return the one in brackets of the values that a file of the kernel's lists."""
+    """Return the selected value, in brackets in the kernel's file, or `unknown`."""
     text = path.read_text() if path.exists() else ""
     return text.partition("[")[2].partition("]")[0] or "unknown"

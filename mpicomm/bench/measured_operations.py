@@ -1,7 +1,7 @@
-"""The operations that are measured: their buffers, exact inputs and results, and how they are asked for.
+"""The measured operations: buffers, exact inputs and results, and the calls of torch.distributed and mpi4py.
 
 Sizes and factors are those of nccl-tests (doc/PERFORMANCE.md there): the size is that of the larger of the two buffers
-of a rank, bus bandwidth is what links between the ranks must carry.
+of a rank; the bus bandwidth is the bandwidth that the links between the ranks must carry.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ import torch.distributed as dist
 from mpicomm.bench import known_inputs
 
 _ROOT = 0
-# torch 2.13 renamed these, and warns of the old names.
+# torch 2.13 renamed these, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Group = Any
 Rows = Sequence[torch.Tensor]
-"""What is in a buffer: of each of its equal parts the beginning, which repeats."""
+"""Contents of a buffer: for each of its equal parts, the pattern that it repeats."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What an operation is measured on."""
+    """Parameters of one measurement."""
 
     nbytes: int
-    """The larger of the two buffers of a rank, before it is rounded to what all ranks can share."""
+    """Size of the larger of a rank's two buffers, before rounding to a multiple of the number of ranks."""
     dtype: torch.dtype
     device: torch.device
     in_place: bool
-    """Whether what is sent lies where it is received."""
+    """Whether the operation runs in place: the send and the receive buffer share memory."""
     rank: int
     size: int
 
 
 @dataclasses.dataclass(frozen=True)
 class MPI4PyCalls:
-    """What mpi4py is called with."""
+    """Parameters of an mpi4py call."""
 
     comm: Any
     mpi: Any
     buffer: Callable[[torch.Tensor], Any]
-    """From a tensor to what mpi4py takes, made once."""
+    """Converts a tensor to an mpi4py buffer, once per tensor."""
 
 
 class MeasuredOperation:
     """An operation on buffers of its own.
 
     Attributes:
-        send: What this rank sends.
-        receive: Where it receives; in place the same tensor, or a part of it.
+        send: The send buffer of this rank.
+        receive: The receive buffer; in place the same tensor, or a part of it.
     """
 
     name: ClassVar[str]
     is_shared_out: ClassVar[bool] = False
-    """Whether the larger buffer has a part for each rank."""
+    """Whether the larger buffer has one part for each rank."""
     places: ClassVar[tuple[bool, ...]] = (False,)
-    """Whether it can be out of place (False), in place (True), or both."""
+    """Supported modes: out of place (False), in place (True), or both."""
     reduces: ClassVar[bool] = False
 
     def __init__(self, case: Case) -> None:
@@ -79,30 +79,30 @@ class MeasuredOperation:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the larger buffer."""
+        """Size of the larger buffer in bytes."""
         return self.count * self.case.dtype.itemsize
 
     @property
     def load(self) -> float:
-        """Bus bandwidth over algorithm bandwidth."""
+        """Ratio of bus bandwidth to algorithm bandwidth."""
         return (self.size - 1) / self.size if self.is_shared_out else 1.0
 
     def prepare(self) -> None:
-        """Write the inputs, and what is no result where the result is to be."""
+        """Write the inputs, and fill the receive buffer with a value that no result contains."""
         self.receive.fill_(known_inputs.POISON)
         known_inputs.fill(self.send, self._sent())
 
     def wrong(self) -> int:
-        """Return how many elements of this rank's result are not what they must be."""
+        """Return the number of wrong elements in this rank's result."""
         rows = self._received()
         return 0 if rows is None else known_inputs.wrong(self.receive, rows)
 
     def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        """Do it by torch.distributed, or start it and return what to wait for."""
+        """Run the operation with torch.distributed; with `starts` return its handle without waiting."""
         raise NotImplementedError
 
     def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return mpi4py's call and its arguments.
+        """Return the mpi4py call and its arguments.
 
         Raises:
             NotImplementedError: If MPI has no such call.
@@ -229,7 +229,7 @@ class _ReduceScatter(_SharedOut):
         return _reduce_scatter(self.receive, self.send, group=group, async_op=starts)
 
     def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self.case.in_place:  # MPI puts the result at the beginning of the whole, torch at the rank's own part
+        if self.case.in_place:  # MPI writes the result to the start of the buffer, torch to the rank's own part
             raise NotImplementedError
         return calls.comm.Reduce_scatter_block, (calls.buffer(self.send), calls.buffer(self.receive))
 
@@ -289,7 +289,7 @@ class _Scatter(_SharedOut):
 
 
 class _SendReceive(MeasuredOperation):
-    """Every rank sends to the next of a ring, and receives from the one before."""
+    """Each rank sends to the next rank of a ring and receives from the previous one."""
 
     name = "sendrecv"
 
@@ -305,7 +305,7 @@ class _SendReceive(MeasuredOperation):
         return [self._of(self._before)]
 
     def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        # In a batch, since NCCL carries messages out in the order of the calls, and all ranks would send first.
+        # As a batch, since NCCL executes messages in the order of the calls, and all ranks would send first.
         pair = [
             dist.P2POp(dist.isend, self.send, self._next, group),
             dist.P2POp(dist.irecv, self.receive, self._before, group),

@@ -1,7 +1,7 @@
-"""How much of an operation passes while the rank computes: the method of the OSU benchmarks (osu_iallreduce).
+"""Overlap of an operation with computation, by the method of the OSU benchmarks (osu_iallreduce).
 
-The computation is made as long as the operation alone takes. Both together take as long as one of them where all of it
-passes meanwhile, and twice as long where nothing does.
+The computation is calibrated to take as long as the operation alone. With full overlap both together take as long as
+one of them, without overlap they take twice as long.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench
 
-_EDGE = 32  # of the matrices: a multiplication takes some microseconds
+_EDGE = 32  # rows and columns of the matrices: one multiplication takes some microseconds
 _CALIBRATION_SECONDS = 0.02
 
 
 def percent(bench: Bench, start: Callable[[], object], device: torch.device) -> float:
-    """Return how much of the operation that `start` starts is hidden by computing, in percent (collective)."""
+    """Return the percentage of the operation started by `start` that computation hides (collective)."""
 
     def alone() -> None:
         start().wait()  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def percent(bench: Bench, start: Callable[[], object], device: torch.device) -> 
 
 
 def _computation(microseconds: float, device: torch.device) -> Callable[[], None]:
-    """Return a computation that takes about so long on this rank."""
+    """Return a computation that takes about this many microseconds on this rank."""
     matrix = torch.eye(_EDGE, device=device)
     result = torch.empty_like(matrix)
     number, start = 0, time.perf_counter()

@@ -1,4 +1,4 @@
-"""The ratios that this project has set itself, each made of figures that were measured side by side."""
+"""The performance targets of this project: ratios of figures that are measured side by side."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _SIZES = {"4 B": 4, "1 KiB": 2**10, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
-_HALF = 2**25  # bytes of as many bfloat16 numbers as float32 ones have in 64 MiB
+_HALF = 2**25  # bytes of as many bfloat16 elements as 64 MiB have float32 elements
 _RANKS, _STARTED = 2, 4
 _PARAMETERS = {"small": "33 k", "middle": "525 k", "large": "8.4 M"}
 
 Results = Mapping[str, Mapping[str, Any]]
-"""What each of `COMMANDS` has measured, as its --json has it."""
+"""Results of each of `COMMANDS`, as in its --json file."""
 
 COMMANDS: dict[str, Sequence[str]] = {
     "float32": ("-n", str(_RANKS), "--size", ",".join(map(str, [*_SIZES.values(), _HALF]))),
@@ -30,22 +30,22 @@ COMMANDS: dict[str, Sequence[str]] = {
     "fsdp": ("ddp", "-n", str(_RANKS), "--strategy", "fsdp", "--model", "middle"),
     "startup": ("startup", "--ranks", str(_STARTED)),
 }
-"""What follows `mpicomm bench` to measure it."""
+"""Arguments of `mpicomm bench` for each measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """One of them."""
+    """A measured ratio and its target."""
 
     what: str
     value: float
     target: float
     is_least: bool
-    """Whether the target is the least that it should be; else it is the most."""
+    """Whether the target is a lower bound; otherwise it is an upper bound."""
 
     @property
     def is_met(self) -> bool:
-        """Whether it is as it should be."""
+        """Whether the value meets the target."""
         return self.value >= self.target if self.is_least else self.value <= self.target
 
 
@@ -70,7 +70,7 @@ def _of_all_reduce(results: Results) -> list[Ratio]:
         *(quotient("mpi4py", "mpi", size, least) for size, least in _THAN_MPI.items()),
         Ratio("all_reduce of 16 Mi numbers: bfloat16 / float32",
             narrow["bfloat16", _HALF] / narrow["float32", 2 * _HALF], 0.8, is_least=False),
-        Ratio("elements that are wrong", wrong, 0, is_least=False),
+        Ratio("wrong elements", wrong, 0, is_least=False),
     ]  # fmt: skip
 
 
@@ -108,9 +108,9 @@ def _in_place(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def measure(run: Callable[[Sequence[str]], Mapping[str, Any]]) -> list[Ratio]:
-    """Measure all that is needed, one command after the other.
+    """Run all measurements, one command after the other.
 
     Args:
-        run: Runs `mpicomm bench` with these arguments, and returns what its --json has.
+        run: Runs `mpicomm bench` with these arguments, and returns the contents of its --json file.
     """
     return of({name: run(command) for name, command in COMMANDS.items()})

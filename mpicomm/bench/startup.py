@@ -1,4 +1,4 @@
-"""How long it takes from the command until ranks have talked to each other, and which step takes how much of it."""
+"""Time from the command to the end of the first all_reduce of the ranks, and the time of each step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PROGRAM = "mpicomm.bench.startup_probe"
 LAUNCH = "launch"  # from the command to the first line of rank 0's program
 _IMPORT = "import time; t = time.perf_counter(); import mpicomm; print(time.perf_counter() - t)"
 _TERM_SECONDS = 5.0
-_LAST_WORDS = 2000  # characters of what a start that failed has written
+_LAST_WORDS = 2000  # characters of the error output in the message of a failed start
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to start ranks."""
+    """A launcher to measure."""
 
     name: str
     kind: str
-    """What `startup_probe` is told."""
+    """Argument of `startup_probe`."""
     start: Callable[[tuple[str, ...], int], Start]
-    """From a program and a number of ranks to the start."""
+    """Builds the launch of a program on a number of ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Sample:
     """One start."""
 
     seconds: float
-    """From the command to rank 0's words."""
+    """Seconds from the command to the result of rank 0."""
     steps: dict[str, float]
-    """The seconds of each step of rank 0's; they add up."""
+    """Seconds of each step of rank 0; their sum is `seconds`."""
 
 
 def measure(
@@ -56,17 +56,17 @@ def measure(
     limit: float,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Start every number of ranks in every way, in turn, and return the figures of each.
+    """Start every number of ranks with every launcher, in turn, and return the figures of each.
 
     Args:
-        limit: The seconds that a start may take.
-        said: Called with what begins.
+        limit: Timeout of a start in seconds.
+        on_progress: Called with a description of each start.
 
     Raises:
-        LaunchError: If ranks do not start, or not in time.
+        LaunchError: If the ranks fail to start, or a start times out.
     """
     for ranks, way in itertools.product(numbers, ways):
-        way.start(_program(way), ranks)  # what cannot be started is to be told before anything is
+        way.start(_program(way), ranks)  # report a launch that cannot work before the first start
     samples: dict[tuple[int, str], list[Sample]] = {}
     for number in range(rounds):
         for ranks in numbers:
@@ -78,7 +78,7 @@ def measure(
 
 
 def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the fastest start, step by step, and the median; in seconds."""
+    """Return the steps of the fastest start, and the median; in seconds."""
     fastest = min(samples, key=lambda sample: sample.seconds)
     return {
         "seconds": round(fastest.seconds, 3),
@@ -88,10 +88,10 @@ def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def sample_of(start: Start, ranks: int, limit: float) -> Sample:
-    """Start ranks, and wait until they have talked and ended.
+    """Start ranks, and wait until they have communicated and exited.
 
     Raises:
-        LaunchError: If that does not happen within `limit` seconds.
+        LaunchError: If they fail, or exceed the timeout of `limit` seconds.
     """
     with tempfile.TemporaryFile("w+") as errors:
         begin = time.perf_counter()
@@ -102,20 +102,20 @@ def sample_of(start: Start, ranks: int, limit: float) -> Sample:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # so that what it starts can be ended with it
+            start_new_session=True,  # to kill its child processes with it
         )
         with _ended_after(job, limit):
-            on_progress, seconds = _first_words(job, begin)
+            reported, seconds = _first_words(job, begin)
             status = job.wait()
-        if status or on_progress is None or on_progress["size"] != ranks:
+        if status or reported is None or reported["size"] != ranks:
             errors.seek(0)
-            raise LaunchError(_failure(start, ranks, on_progress, status, time.perf_counter() - begin, errors.read()))
-    steps = on_progress["seconds"]
+            raise LaunchError(_failure(start, ranks, reported, status, time.perf_counter() - begin, errors.read()))
+    steps = reported["seconds"]
     return Sample(seconds, {LAUNCH: seconds - sum(steps.values()), **steps})
 
 
 def import_seconds(rounds: int) -> float:
-    """Return how long `import mpicomm` takes in a new process, the shortest of some rounds."""
+    """Return the seconds of `import mpicomm` in a new process, the minimum of the rounds."""
     command = [sys.executable, "-c", _IMPORT]
     found = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(rounds)]
     return min(map(float, found))
@@ -126,7 +126,7 @@ def _program(way: Way) -> tuple[str, ...]:
 
 
 def _first_words(job: subprocess.Popen[str], begin: float) -> tuple[dict[str, Any] | None, float]:
-    """Return what rank 0 says and when; a launcher may write beside it."""
+    """Return the result of rank 0 and its time; the launcher may write other lines to the same stream."""
     assert job.stdout is not None
     found, seconds = None, 0.0
     for line in job.stdout:
@@ -137,7 +137,7 @@ def _first_words(job: subprocess.Popen[str], begin: float) -> tuple[dict[str, An
 
 @contextlib.contextmanager
 def _ended_after(job: subprocess.Popen[str], seconds: float) -> Iterator[None]:
-    """End the launcher and what it started when the time is over, or when nobody waits for it any more."""
+    """Terminate the launcher and its processes after a timeout, or at the end of the block."""
     timer = threading.Timer(seconds, _end, (job,))
     timer.start()
     try:
@@ -149,7 +149,7 @@ def _ended_after(job: subprocess.Popen[str], seconds: float) -> Iterator[None]:
 
 def _end(job: subprocess.Popen[str]) -> None:
     if job.poll() is None:
-        job.terminate()  # launchers take their ranks along, which are in sessions of their own
+        job.terminate()  # launchers terminate their ranks, which are in sessions of their own
         try:
             job.wait(_TERM_SECONDS)
         except subprocess.TimeoutExpired:
@@ -157,10 +157,11 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 
 def _failure(
-    start: Start, ranks: int, on_progress: dict[str, Any] | None, status: int, seconds: float, errors: str
+    start: Start, ranks: int, reported: dict[str, Any] | None, status: int, seconds: float, errors: str
 ) -> str:
-    what = f"status {status}" if on_progress is None or status else f"{on_progress['size']} ranks instead of {ranks}"
+    what = f"status {status}" if reported is None or status else f"{reported['size']} ranks instead of {ranks}"
     command = start.shown(os.environ)
     return (
-        f"a start of {ranks} ranks ended with {what} after {seconds:.0f} s.\nTry it: {command}\n{errors[-_LAST_WORDS:]}"
+        f"a start of {ranks} ranks ended with {what} after {seconds:.0f} s.\n"
+        f"Reproduce it with: {command}\n{errors[-_LAST_WORDS:]}"
     )

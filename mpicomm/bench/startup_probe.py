@@ -1,6 +1,6 @@
-"""A rank of a start that is measured: rank 0 says, once the ranks have talked, how long each of its steps took.
+"""A rank of a measured start: after the first all_reduce, rank 0 prints the time of each of its steps.
 
-Run as `python -m mpicomm.bench.startup_probe mpicomm`, or `gloo` for what torchrun's users write.
+Run as `python -m mpicomm.bench.startup_probe mpicomm`, or with `gloo` for the code that torchrun's users write.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 
 
 def main() -> None:
-    """Take each step, and say what it took."""
+    """Run the steps, and print their times on rank 0."""
+    # 1. run the steps of a start
     laps = {"begin": time.perf_counter()}
     import torch
     import torch.distributed as dist
@@ -32,6 +33,7 @@ def main() -> None:
         laps["init_process_group"] = time.perf_counter()
     dist.all_reduce(torch.ones(1))
     laps["first all_reduce"] = time.perf_counter()
+    # 2. print the seconds of each step, a line of JSON for `mpicomm.bench.startup`
     if dist.get_rank() == 0:
         moments = list(laps.values())
         steps = [after - before for before, after in itertools.pairwise(moments)]

@@ -1,4 +1,4 @@
-"""Operations of every kind and size, by all back ends in turn: latency, bandwidth, wrong elements, overlap."""
+"""Measures operations of all kinds and sizes with all backends in turn: latency, bandwidth, wrong elements, overlap."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpicomm.bench.compared_backends import Backend
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
 from mpicomm.bench.timing import Bench, Call
 
-# By which back ends say that they cannot.
+# Exceptions with which backends reject an operation.
 _REFUSALS = (NotImplementedError, RuntimeError, ValueError, TypeError, MemoryError, OverflowError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is to be measured."""
+    """The measurements to run."""
 
     operations: Sequence[str]
     sizes: Sequence[int]
@@ -29,21 +29,21 @@ class Sweep:
     dtypes: Sequence[torch.dtype]
     device: torch.device
     asynchronous: bool = False
-    """Start the operations and wait, and say how much of them can be hidden; else do them."""
+    """Start the operations and wait, and measure their overlap with computation; otherwise run them synchronously."""
 
     def cases(self, rank: int, size: int) -> Iterator[tuple[type[MeasuredOperation], Case]]:
-        """Return all there is to measure, the same on every rank."""
+        """Return all cases, the same on every rank."""
         for name, dtype in itertools.product(self.operations, self.dtypes):
             kind = OPERATIONS[name]
             for in_place in kind.places:
                 cases = [Case(nbytes, dtype, self.device, in_place, rank, size) for nbytes in self.sizes]
-                # Small sizes may all be one element for each rank.
+                # Several small sizes may round to one element per rank.
                 yield from ((kind, case) for case in {kind.count_of(case): case for case in cases}.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepRow:
-    """What came out for one operation, kind, size and back end."""
+    """Results for one operation, dtype, size and backend."""
 
     operation: str
     dtype: str
@@ -52,26 +52,26 @@ class SweepRow:
     count: int
     backend: str
     us: float
-    """Latency on the slowest rank: the mean of the fastest of some rounds."""
+    """Latency on the slowest rank: the mean of the fastest round."""
     us_median: float
     us_p99: float | None
     algbw: float
-    """The size over the latency, in GB/s."""
+    """Algorithm bandwidth: the size divided by the latency, in GB/s."""
     busbw: float
-    """What the links between ranks carry, in GB/s."""
+    """Bus bandwidth: the bandwidth on the links between ranks, in GB/s."""
     wrong: int
-    """Elements that are not what they must be, on all ranks."""
+    """Number of wrong elements on all ranks."""
     overlap: float | None = None
-    """How much can be hidden behind computing, in percent; None for operations that are not asynchronous."""
+    """Percentage that computation can hide; None for synchronous operations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was measured, and what could not be."""
+    """Results, and the cases that backends rejected."""
 
     rows: list[SweepRow] = dataclasses.field(default_factory=list)
     refusals: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why, by operation, dtype, place and back end."""
+    """Reasons by operation, dtype, mode (in place or out of place) and backend."""
 
 
 def measure(
@@ -82,10 +82,10 @@ def measure(
     size: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """Measure each case by each back end that can do it (collective).
+    """Measure each case with each backend that supports it (collective).
 
     Args:
-        said: Called when a case has been measured.
+        on_progress: Called after each case.
     """
     found = Found()
     for kind, case in plan.cases(rank, size):
@@ -99,12 +99,12 @@ def measure(
 
 
 def number_of_cases(plan: Sweep, size: int) -> int:
-    """Return how many there are."""
+    """Return the number of cases."""
     return sum(1 for _ in plan.cases(0, size))
 
 
 def _allocated(kind: type[MeasuredOperation], case: Case) -> tuple[MeasuredOperation | None, str]:
-    """Return the operation with its buffers, or why there is no memory for them."""
+    """Return the operation with its buffers, or the reason why they cannot be allocated."""
     try:
         return kind(case), ""
     except (RuntimeError, MemoryError) as error:
@@ -122,7 +122,7 @@ def _measure(
         except NotImplementedError as error:
             place = "in place" if operation.case.in_place else "out of place"
             found.refusals[f"{operation.name}, {_short(operation.case.dtype)}, {place}, {name}"] = str(error)
-    operation.receive.zero_()  # what is added up again and again stays zero
+    operation.receive.zero_()  # repeated sums of zeros stay zero
     operation.send.zero_()
     device = operation.case.device
     times = timing.in_turn(bench, calls, each=device.type == "cpu")
@@ -132,10 +132,10 @@ def _measure(
 
 
 def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asynchronous: bool) -> tuple[Call, int]:
-    """Return the call, and how many elements are wrong after it on all ranks (collective).
+    """Return the call, and the number of wrong elements after it on all ranks (collective).
 
     Raises:
-        NotImplementedError: If a rank's back end refuses it, with its reason.
+        NotImplementedError: If the backend of a rank rejects the operation, with its reason.
     """
     operation.prepare()
     call: Call | None = None
@@ -154,7 +154,7 @@ def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asyn
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "there is no such operation")
+    return next(iter(str(error).splitlines()), "unsupported operation")
 
 
 def _waiting(start: Callable[[], Any]) -> Call:

@@ -1,4 +1,4 @@
-"""How long calls take: those that are compared take turns, in rounds, and the slowest rank counts."""
+"""Timing of calls: the compared calls run in turn, in rounds, and the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import numpy
 Call = Callable[[], object]
 
 _WARM_UP = 3
-_FEWEST, _MOST = 3, 5000  # calls in a round
+_FEWEST, _MOST = 3, 5000  # calls per round
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What timing needs of the ranks."""
+    """Functions and parameters for timing on several ranks."""
 
     gather: Callable[[object], list[object]]
-    """Returns what all ranks pass, on every rank (collective)."""
+    """Returns the values of all ranks, on every rank (collective)."""
     meet: Call
-    """Returns once all ranks have called it (collective)."""
+    """A barrier: returns once all ranks have called it (collective)."""
     settle: Call
-    """Returns once this rank's device has done what it was asked for."""
+    """Returns once this rank's device has completed its work."""
     rounds: int = 7
     seconds: float = 0.05
-    """About how long a call is repeated in a round."""
+    """Approximate duration of a round, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What a call takes on the slowest rank, in microseconds."""
+    """Duration of a call on the slowest rank, in microseconds."""
 
     least: float
-    """The mean of the fastest round."""
+    """Mean of the fastest round."""
     median: float
-    """The mean of the middle round."""
+    """Mean of the median round."""
     p99: float | None
-    """Of all calls of all rounds; None where the device works on after the call."""
+    """99th percentile of the calls of all rounds; None if calls return before the device completes."""
 
 
 def in_turn(bench: Bench, calls: Mapping[str, Call], *, each: bool = True) -> dict[str, Times]:
-    """Return what each call takes (collective).
+    """Return the duration of each call (collective).
 
     Args:
-        each: Look at every call; without it at the whole of a round, where calls return before all is done.
+        each: Time every call; if False only whole rounds, for calls that return before their work completes.
     """
     numbers = {name: _number(bench, call) for name, call in calls.items()}
     samples: dict[str, list[numpy.ndarray]] = {name: [] for name in calls}
@@ -57,7 +57,7 @@ def in_turn(bench: Bench, calls: Mapping[str, Call], *, each: bool = True) -> di
 
 
 def _number(bench: Bench, call: Call) -> int:
-    """Return how many calls fill a round, the same number on every rank."""
+    """Return the number of calls per round, the same on every rank."""
     for _ in range(_WARM_UP):
         call()
     bench.settle()
@@ -71,7 +71,7 @@ def _number(bench: Bench, call: Call) -> int:
 
 
 def _round(bench: Bench, call: Call, number: int) -> numpy.ndarray:
-    """Return the moments before each call and after the last, in nanoseconds."""
+    """Return the times before each call and after the last, in nanoseconds."""
     moments = [0] * (number + 1)
     now = time.perf_counter_ns
     bench.meet()

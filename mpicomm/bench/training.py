@@ -1,4 +1,4 @@
-"""Steps of training by several back ends in turn: how long they take, and how much of that is communication."""
+"""Training steps with several backends in turn: their duration, and the share of communication."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench
 
 WIDTHS = {"small": 128, "middle": 512, "large": 2048}
-"""Of the models, which are two linear layers each: of 33 k, 525 k and 8.4 M parameters."""
+"""Widths of the models, each of two linear layers: 33 k, 525 k and 8.4 M parameters."""
 
-_BATCH = 32  # samples of a rank in each step
+_BATCH = 32  # samples per rank and step
 _SAMPLES = 1024
 _COMPUTE, _DATA = "compute", "data"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelRow:
-    """What came out for one model, strategy and back end: milliseconds of a step of the slowest rank."""
+    """Results for one model, strategy and backend: milliseconds per step on the slowest rank."""
 
     model: str
     parameters: int
@@ -36,11 +36,11 @@ class ModelRow:
     ms: float
     ms_median: float
     data_ms: float
-    """To fetch a batch."""
+    """Loading a batch."""
     compute_ms: float
-    """Forward, backward and optimizer, by a rank alone."""
+    """Forward pass, backward pass and optimizer on a single rank."""
     communication_ms: float
-    """What is left: what communication adds and does not hide."""
+    """The remainder: communication that is not hidden."""
 
 
 def measure(
@@ -54,8 +54,8 @@ def measure(
     """Measure each model with each strategy (collective).
 
     Args:
-        groups: Process groups by back end.
-        said: Called when a model has been measured.
+        groups: Process groups by backend name.
+        on_progress: Called after each model and strategy.
     """
     found: list[ModelRow] = []
     for model, strategy in itertools.product(models, strategies):

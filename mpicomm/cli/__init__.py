@@ -1,1 +1,1 @@
-"""The command `mpicomm`, a module for each of its subcommands."""
+"""The command `mpicomm`, one module for each subcommand."""

@@ -1,4 +1,4 @@
-"""Types of arguments that several subcommands take."""
+"""Argument types that several subcommands share."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from pathlib import Path
 
 
 def count(text: str) -> int:
-    """Return a number from 1."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return several, which stand between commas."""
+    """Parse positive integers separated by commas."""
     return tuple(count(each) for each in text.split(","))
 
 
 def png(text: str) -> Path:
-    """Return the path of a picture that is to be written."""
+    """Parse the path of a PNG file to write."""
     path = Path(text)
     if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"expected a file *.png, got {text}; name it {path.with_suffix('.png')}")
+        raise argparse.ArgumentTypeError(f"expected a .png file, got {text}; use {path.with_suffix('.png')}")
     return path
 
 
 def among(what: str, known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the type of several words between commas, which are known; "all" is all of them.
+    """Return a parser of known words separated by commas; "all" stands for all of them.
 
     Args:
-        what: What such a word stands for.
+        what: What a word names, for messages.
     """
 
     def words(text: str) -> list[str]:
         found = list(known) if text == "all" else text.split(",")
         if unknown := [word for word in found if word not in known]:
-            raise argparse.ArgumentTypeError(f"there is no {what} {unknown[0]}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]}; expected one of {', '.join(known)}")
         return found
 
     return words
 
 
 def check_writable(path: Path) -> None:
-    """Refuse early a file that could not be written in the end.
+    """Check before a measurement that its result file can be written.
 
     Raises:
-        OSError: If it could not.
+        OSError: If the file cannot be written.
     """
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OSError(f"cannot write {path}; name a file in a directory that you may write to.")
+        raise OSError(f"cannot write {path}; use a file in a writable directory.")

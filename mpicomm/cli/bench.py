@@ -1,4 +1,4 @@
-"""`mpicomm bench`: operations by several back ends in turn, and by mpi4py alone on the same buffers."""
+"""`mpicomm bench`: measures operations with several backends in turn, and with mpi4py alone on the same buffers."""
 
 from __future__ import annotations
 
@@ -26,45 +26,56 @@ _BACKENDS = ("mpi", "gloo", "nccl", "mpi4py")
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 _SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
 _FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-_STEP = 4  # from one size to the next
+_STEP = 4  # factor between successive sizes
 _DESCRIPTION = """\
-Measure operations on tensors by several back ends, which take turns, and by mpi4py alone on the same buffers (raw).
+Measure operations on tensors with several backends, which run in turn, and with mpi4py alone on the same buffers.
 
-Started by mpirun or srun it measures their ranks; started plainly it starts ranks as `mpicomm run` does. Latency is
-that of the slowest rank, the mean of the fastest of some rounds. Sizes and bandwidths are those of nccl-tests."""
+Under mpirun or srun the command measures the ranks of that job, otherwise it starts ranks as `mpicomm run` does. The
+latency is that of the slowest rank, the mean of the fastest round. Sizes and bandwidths are those of nccl-tests."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "bench", help="measure", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "bench",
+        help="measure operations, training steps and startup",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--op", metavar="OP,...", type=among("operation", (*_OPERATIONS, "sendrecv")), default=["all_reduce"],
-        help=f"all, or of {', '.join(_OPERATIONS)} and sendrecv (all_reduce)",
+        help=f"all, or a list of {', '.join(_OPERATIONS)} and sendrecv (default: all_reduce)",
     )  # fmt: skip
     parser.add_argument(
         "--backend",
         metavar="B,...",
-        type=among("back end", _BACKENDS),
-        help=f"of {', '.join(_BACKENDS)} (all there are)",
+        type=among("backend", _BACKENDS),
+        help=f"a list of {', '.join(_BACKENDS)} (default: all available)",
     )
     parser.add_argument(
         "--size", metavar="A:B", type=_sizes, default=_sizes("4:64Mi"),
-        help=f"bytes, from A to B by steps of {_STEP} times, or a list: 4,1Ki,64Mi (4:64Mi)",
+        help=f"bytes, from A to B in steps of factor {_STEP}, or a list: 4,1Ki,64Mi (default: 4:64Mi)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", metavar="D,...", type=among("dtype", _DTYPES), default=["float32"],
-        help=f"of {', '.join(_DTYPES)} (float32)",
+        help=f"a list of {', '.join(_DTYPES)} (default: float32)",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (%(default)s)")
-    parser.add_argument("--async", dest="starts", action="store_true", help="start and wait; how much can be hidden")
-    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
-    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="number of ranks, if it starts them itself")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
-    parser.add_argument("--csv", metavar="F", type=Path, help="or as a table with commas")
-    parser.add_argument("--plot", metavar="F.png", type=png, help="draw them (needs matplotlib)")
-    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="show beside them those of another run")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: %(default)s)"
+    )
+    parser.add_argument("--async", dest="starts", action="store_true", help="run asynchronously; measure the overlap")
+    parser.add_argument(
+        "--rounds",
+        metavar="R",
+        type=count,
+        default=7,
+        help="rounds, in each of which the backends run in turn (default: 7)",
+    )
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
+    parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
+    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
     parser.set_defaults(run=run)
     kinds = parser.add_subparsers(title="other measurements", metavar="ddp|ratios|startup")
     for kind in (bench_ddp, bench_ratios, bench_startup):
@@ -72,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or become the launcher of ranks that do; return the exit status."""
+    """Measure, or exec the launcher of ranks that measure; return the exit status."""
     try:
         before = _prepare(arguments) if ensure_ranks.writes() else []
         ensure_ranks.ensure(arguments.ranks)
@@ -82,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
-    """Find out early what would fail in the end, and return the rows to compare with."""
+    """Check the output files and matplotlib before the measurement, and return the rows to compare with."""
     if arguments.plot is not None:
         benchmark_plots.check()
     for path in filter(None, (arguments.json, arguments.csv, arguments.plot)):
@@ -98,12 +109,14 @@ def _measure(arguments: argparse.Namespace, before: Sequence[Mapping[str, Any]])
 
     with runtime.bootstrap() as world:
         try:
+            # 1. create the backends, on all ranks
             device = compared_backends.device(arguments.device, world)
             compared = compared_backends.make(
                 arguments.backend or compared_backends.known(world, device, has_raw=True), world
             )
         except ValueError as error:
             return failed("bench", error) if world.rank == 0 else FAILED
+        # 2. measure
         plan = sweep.Sweep(
             operations=arguments.op,
             sizes=arguments.size,
@@ -114,6 +127,7 @@ def _measure(arguments: argparse.Namespace, before: Sequence[Mapping[str, Any]])
         bench = ensure_ranks.timing(arguments.rounds, arguments.device)
         with ensure_ranks.progress(world, sweep.number_of_cases(plan, world.size)) as advance:
             found = sweep.measure(plan, compared, bench, world.rank, world.size, advance)
+        # 3. show and write the results
         if world.rank == 0:
             return _show(arguments, found, before, world)
     return 0
@@ -153,14 +167,14 @@ def _rows_of(path: Path) -> list[Mapping[str, Any]]:
     """Return the rows of a file that `--json` wrote.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the file has another format.
     """
     try:
         rows: list[Mapping[str, Any]] = json.loads(path.read_text())["rows"]
         for row in rows:
             benchmarks.key_of(row)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no file that --json wrote: {error!r}") from error
+        raise ValueError(f"{path} was not written by `mpicomm bench --json`: {error!r}") from error
     return rows
 
 
@@ -170,7 +184,7 @@ def _sizes(text: str) -> list[int]:
     first, _, last = text.partition(":")
     size, largest = _size(first), _size(last)
     if size > largest:
-        raise argparse.ArgumentTypeError(f"{text}: the first size is the larger one; give the smaller one first")
+        raise argparse.ArgumentTypeError(f"{text}: the first size is larger than the last; put the smaller size first")
     found = []
     while size <= largest:
         found.append(size)
@@ -181,5 +195,5 @@ def _sizes(text: str) -> list[int]:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, as 4, 1Ki, 64Mi or 1Gi")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, for example 4, 1Ki, 64Mi or 1Gi")
     return int(match[1]) * _FACTORS[match[2]]

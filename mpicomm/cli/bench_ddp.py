@@ -1,4 +1,4 @@
-"""`mpicomm bench ddp`: steps of training by several back ends in turn."""
+"""`mpicomm bench ddp`: measures training steps with several backends in turn."""
 
 from __future__ import annotations
 
@@ -25,29 +25,37 @@ _MODELS, _STRATEGIES, _BACKENDS = ("small", "middle", "large"), ("ddp", "fsdp"),
 
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add what follows `mpicomm bench`."""
+    """Add the subcommand."""
     parser = kinds.add_parser(
         "ddp",
-        help="steps of training",
-        description="Measure steps of training by DistributedDataParallel or FSDP2 with several back ends, which take "
-        "turns: milliseconds of the slowest rank, and what of them is data, computing and communication. The models "
-        "are two linear layers, of 33 k, 525 k and 8.4 M parameters.",
+        help="training steps",
+        description="Measure training steps with DistributedDataParallel or FSDP2 and several backends, which run in "
+        "turn: milliseconds on the slowest rank, split into data loading, computation and communication. The models "
+        "are two linear layers, with 33 k, 525 k and 8.4 M parameters.",
     )
     parser.add_argument("--model", metavar="M,...", type=among("model", _MODELS), default=list(_MODELS),
-        help=f"of {', '.join(_MODELS)} (all)")  # fmt: skip
+        help=f"a list of {', '.join(_MODELS)} (default: all)")  # fmt: skip
     parser.add_argument("--strategy", metavar="S,...", type=among("strategy", _STRATEGIES), default=["ddp"],
-        help=f"of {', '.join(_STRATEGIES)} (ddp)")  # fmt: skip
-    parser.add_argument("--backend", metavar="B,...", type=among("back end", _BACKENDS),
-        help=f"of {', '.join(_BACKENDS)}; none does nothing, which is the floor of all (all there are)")  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are (%(default)s)")
-    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
-    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="number of ranks, if it starts them itself")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+        help=f"a list of {', '.join(_STRATEGIES)} (default: ddp)")  # fmt: skip
+    parser.add_argument("--backend", metavar="B,...", type=among("backend", _BACKENDS),
+        help=f"a list of {', '.join(_BACKENDS)}; none is a no-op, a lower bound (default: all available)")  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the models (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="R",
+        type=count,
+        default=7,
+        help="rounds, in each of which the backends run in turn (default: 7)",
+    )
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or become the launcher of ranks that do; return the exit status."""
+    """Measure, or exec the launcher of ranks that measure; return the exit status."""
     try:
         if arguments.json is not None and ensure_ranks.writes():
             check_writable(arguments.json)
@@ -69,7 +77,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             groups = compared_backends.groups(arguments.backend or _all(world, device), world)
         except ValueError as error:
             return failed("bench ddp", error) if world.rank == 0 else FAILED
-        torch.set_num_threads(1)  # what communicates in the background is to have a core
+        torch.set_num_threads(1)  # leave a core to communication in the background
         with ensure_ranks.progress(world, len(arguments.model) * len(arguments.strategy)) as advance:
             bench = ensure_ranks.timing(arguments.rounds, arguments.device)
             found = training.measure(arguments.model, arguments.strategy, groups, bench, device, advance)
@@ -91,8 +99,8 @@ def _all(world: World, device: torch.device) -> list[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    found = Table(title="milliseconds of a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("model", "params", "strategy", "back end"):
+    found = Table(title="milliseconds per step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("model", "params", "strategy", "backend"):
         found.add_column(title)
     for title in ("step", "median", "data", "compute", "comm", "/ mpi"):
         found.add_column(title, justify="right")

@@ -1,4 +1,4 @@
-"""`mpicomm bench ratios`: what this project has set itself, measured here."""
+"""`mpicomm bench ratios`: measures the performance targets of this project on this machine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NOT_MET = 1  # the exit status
 
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add what follows `mpicomm bench`."""
+    """Add the subcommand."""
     parser = kinds.add_parser(
         "ratios",
-        help="all that docs/performance.md promises",
-        description="Measure, with two ranks of this host and starts of four, the ratios that docs/performance.md "
-        "promises, each of figures that were measured side by side. Takes some minutes. The status is 1 if one is not "
-        "met.",
+        help="the targets in docs/performance.md",
+        description="Measure the ratios that docs/performance.md promises, with two ranks on this host and starts of "
+        "four. Both figures of a ratio are measured side by side. The command takes some minutes; its exit status is "
+        "1 if a target is not met.",
     )
-    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="in each of which all take turns (7)")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="rounds of each measurement (default: 7)")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
     parser.set_defaults(run=run)
 
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             check_writable(arguments.json)
         found = ratios.measure(lambda command: _result([*command, "--rounds", str(arguments.rounds)]))
         if arguments.json is not None:
-            whole = machine.described("ratios, or what the name says")
+            whole = machine.described("ratios, or the unit in the name")
             whole["ratios"] = [{**dataclasses.asdict(each), "value": round(each.value, 3)} for each in found]
             machine.write(whole, arguments.json)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _result(command: Sequence[str]) -> Mapping[str, Any]:
-    """Return what a command of `mpicomm bench` measures.
+    """Return the results of a command of `mpicomm bench`.
 
     Raises:
-        CalledProcessError: If it fails, which it has told.
+        CalledProcessError: If the command fails; it has printed the reason.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
@@ -68,8 +68,8 @@ def _result(command: Sequence[str]) -> Mapping[str, Any]:
 
 def _table(found: Sequence[ratios.Ratio]) -> Table:
     table = Table(title="ratios", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("what")
-    for title in ("here", "target"):
+    table.add_column("figure")
+    for title in ("measured", "target"):
         table.add_column(title, justify="right")
     table.add_column("")
     for each in found:

@@ -1,4 +1,4 @@
-"""`mpicomm bench startup`: starts, beside torchrun's."""
+"""`mpicomm bench startup`: measures the startup time of jobs, and that of torchrun for comparison."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ from mpicomm.reports import startup_table as tables
 
 _OURS = "mpicomm"
 _THEIRS = "torchrun + Gloo"
-_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # with them there would be no Gloo to compare with
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # with GPUs there would be no Gloo for comparison
 
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add what follows `mpicomm bench`."""
+    """Add the subcommand."""
     parser = kinds.add_parser(
         "startup",
-        help="from the command until ranks have talked",
-        description="Start ranks, again and again, and say how long it takes from the command until they have talked "
-        "to each other, step by step, and beside it the same by torchrun and Gloo. In an allocation of Slurm's all its "
-        "nodes are used.",
+        help="time from the command to the end of the first all_reduce",
+        description="Start ranks repeatedly, and measure the time from the command to the end of the first all_reduce, "
+        "step by step, and that of torchrun with Gloo for comparison. In a Slurm allocation all of its nodes are "
+        "used.",
     )
-    parser.add_argument("--ranks", metavar="1,2,4", type=counts, default=(1, 2, 4), help="numbers of ranks")
-    parser.add_argument("--rounds", metavar="R", type=count, default=3, help="starts of each, in turn (%(default)s)")
-    parser.add_argument("--limit", metavar="S", type=count, default=300, help="seconds for a start (%(default)s)")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the figures into this file")
+    parser.add_argument(
+        "--ranks", metavar="1,2,4", type=counts, default=(1, 2, 4), help="numbers of ranks (default: 1,2,4)"
+    )
+    parser.add_argument(
+        "--rounds", metavar="R", type=count, default=3, help="starts of each, in turn (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", metavar="S", type=count, default=300, help="seconds until a timeout (default: %(default)s)"
+    )
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
     parser.set_defaults(run=run)
 
 
@@ -43,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.json is not None:
             check_writable(arguments.json)
-        found = machine.described("seconds from the command until the ranks have talked; the fastest of some starts")
+        found = machine.described("seconds from the command to the end of the first all_reduce; the fastest start")
         found |= {"rounds": arguments.rounds, "seconds of `import mpicomm`": round(startup.import_seconds(7), 4)}
         found["starts"] = startup.measure(
-            _ways(environ), arguments.ranks, arguments.rounds, limit=arguments.limit, on_progress=_say
+            _ways(environ), arguments.ranks, arguments.rounds, limit=arguments.limit, on_progress=_print_progress
         )
     except (LaunchError, MPINotFoundError, OSError) as error:
         return failed("bench startup", error)
@@ -66,6 +72,6 @@ def _ways(environ: Mapping[str, str]) -> list[startup.Way]:
     ]
 
 
-def _say(what: str) -> None:
+def _print_progress(what: str) -> None:
     if sys.stderr.isatty():
         print(f"mpicomm bench: {what}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where commands print their tables, and what is wrong with them."""
+"""Output of the commands: tables on standard output, errors on standard error."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.console import Console
 
 from mpicomm import terminal
 
-FAILED = 2  # argparse's status, for all that is wrong with a command
-_WIDTH = 1000  # of what is not a terminal: rows are not to be broken
+FAILED = 2  # argparse's exit status, for every error of a command
+_WIDTH = 1000  # columns if the stream is not a terminal: rows must not wrap
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return a stream as rich sees it, the standard output if left out."""
+    """Return a rich console for a stream, standard output by default."""
     return terminal.console(stream, width=_WIDTH)
 
 
 def failed(command: str, why: object) -> int:
-    """Say what is wrong with a command, and return the exit status for that."""
+    """Print an error of a command, and return its exit status."""
     print(f"mpicomm {command}: {why}", file=sys.stderr)
     return FAILED

@@ -1,4 +1,4 @@
-"""For commands that measure ranks: to be some where there are none, and what timing needs of them."""
+"""For commands that measure ranks: starts the ranks if there are none, and provides the functions for timing."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def writes() -> bool:
-    """Tell whether this process is the one that will write files: rank 0, or who starts the ranks."""
+    """Return whether this process writes the files: rank 0, or the process that starts the ranks."""
     return detect.guess_rank(os.environ) == 0
 
 
 def ensure(ranks: int | None) -> None:
-    """Return in a rank; become the launcher of this same command if this is none.
+    """Return in a rank; otherwise exec the launcher of this same command.
 
     Args:
-        ranks: How many to start; as many as there is room for if left out.
+        ranks: Number of ranks to start; None for the capacity of the machine or the allocation.
 
     Raises:
-        LaunchError: If ranks cannot be started.
-        MPINotFoundError: If there is no MPI to start them with.
+        LaunchError: If the ranks cannot be started.
+        MPINotFoundError: If there is no MPI library.
     """
     if not detect.detect(os.environ).is_plain:
         return
@@ -45,7 +45,7 @@ def ensure(ranks: int | None) -> None:
 
 
 def timing(rounds: int, device: str) -> Bench:
-    """Return what timing needs."""
+    """Return the `Bench` for tensors on this device."""
     import torch
 
     from mpicomm.bench.timing import Bench
@@ -57,7 +57,7 @@ def timing(rounds: int, device: str) -> Bench:
 
 @contextlib.contextmanager
 def progress(world: World, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on rank 0's terminal, and return what makes it longer by one of `total`."""
+    """Show a progress bar of `total` steps on rank 0's terminal, and yield the function that advances it by one."""
     with Progress(console=console(sys.stderr), disable=world.rank != 0 or terminal.columns(sys.stderr) is None) as bar:
         task = bar.add_task("measuring", total=total)
         yield lambda: bar.advance(task)

@@ -1,4 +1,4 @@
-"""What surrounds a command that starts ranks: the machine, the scheduler, the processes above, the MPI's launcher."""
+"""The host of a launch: its cores and GPUs, the scheduler's allocation, and the launcher of the MPI library."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mpicomm.launch.allocation import PBS, Slurm
 from mpicomm.launch.detect import Library
 from mpicomm.launch.request import Machine
 
-_ANSWER_SECONDS = 20.0
+_ANSWER_SECONDS = 20.0  # timeout of each command that is queried
 
 
 def machine(environ: Mapping[str, str]) -> Machine:
-    """Return what this machine has."""
+    """Return the cores and GPUs that this process may use."""
     cpus = os.sched_getaffinity(0)
     return Machine(
         cores=min(_cores(cpus), _quota() or len(cpus)),
@@ -32,7 +32,7 @@ def machine(environ: Mapping[str, str]) -> Machine:
 
 
 def current_allocation(environ: Mapping[str, str]) -> Slurm | PBS | None:
-    """Return what a scheduler gave this job; None where there is none.
+    """Return the Slurm or PBS allocation of this job; None outside one.
 
     Raises:
         LaunchError: If PBS's list of hosts cannot be read.
@@ -45,22 +45,22 @@ def current_allocation(environ: Mapping[str, str]) -> Slurm | PBS | None:
         text = Path(environ["PBS_NODEFILE"]).read_text()
     except OSError as error:
         raise LaunchError(
-            f"this looks like job {environ['PBS_JOBID']} of PBS, but its list of hosts cannot be read: {error}\n"
-            f"If the variables are left over: unset PBS_JOBID PBS_ENVIRONMENT PBS_NODEFILE"
+            f"cannot read the list of hosts of PBS job {environ['PBS_JOBID']}: {error}\n"
+            f"If the variables are left over from another job: unset PBS_JOBID PBS_ENVIRONMENT PBS_NODEFILE"
         ) from error
     return allocation.of_pbs(environ, text)
 
 
 def mpi_types() -> str:
-    """Return what `srun --mpi=list` says; nothing where there is no srun."""
+    """Return the output of `srun --mpi=list`; empty without srun."""
     return _answer(["srun", "--mpi=list"]) if shutil.which("srun") else ""
 
 
 def mpiexec(library: Library, environ: Mapping[str, str]) -> str:
-    """Return the launcher that belongs to the library.
+    """Return the path of the launcher that belongs to the library.
 
     Raises:
-        LaunchError: If there is none.
+        LaunchError: If no such launcher is found.
     """
     others = []
     for path in mpi_launcher.candidates(library, environ.get("PATH", "").split(os.pathsep)):
@@ -73,7 +73,7 @@ def mpiexec(library: Library, environ: Mapping[str, str]) -> str:
 
 
 def pbs_agent(environ: Mapping[str, str]) -> str | None:
-    """Return the program by which PBS starts a command on another host of its job; None where PBS has no pbs_tmrsh."""
+    """Return the program that starts a command on another host of a PBS job; None if PBS has no pbs_tmrsh."""
     places = [environ.get("PATH", ""), f"{environ.get('PBS_EXEC', '/opt/pbs')}/bin"]
     if not shutil.which("pbs_tmrsh", path=os.pathsep.join(places)):
         return None
@@ -86,18 +86,18 @@ def files_in_memory() -> str:
 
 
 def _cores(cpus: set[int]) -> int:
-    """Return how many cores these CPUs are: threads of one core name the same siblings."""
+    """Return the number of cores of these CPUs: the hardware threads of one core list the same siblings."""
     return len({_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
 def _quota() -> int | None:
-    """Return how many CPUs' time a container may use; None without a limit."""
+    """Return the CPU limit of the container, in CPUs; None without a limit."""
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     return max(1, -(-int(quota) // int(period))) if quota.isdigit() and period.isdigit() else None
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs there are, without CUDA, which takes seconds; a container shows its own in /dev."""
+    """Return the number of GPUs without CUDA, which takes seconds; the GPUs of a container are in its /dev."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")])
@@ -113,7 +113,7 @@ def _read(path: str) -> str:
 
 
 def _answer(command: list[str]) -> str:
-    """Return what a command prints, on whichever stream."""
+    """Return the output of a command, both streams; empty if the command cannot be run or times out."""
     try:
         done = subprocess.run(
             command,

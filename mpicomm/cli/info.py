@@ -1,4 +1,4 @@
-"""`mpicomm info`: what the ranks of a job have, in one table; started plainly or by the launcher that is looked at."""
+"""`mpicomm info`: shows the ranks of a job in tables; started directly, or with the launcher to examine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpicomm.runtime import World
 
 _NO_MPI = 1  # the exit status
-# What the tables of variables say, as World calls it.
+# The facts in the table of launcher variables, as World names them.
 _FACTS = (
     "rank",
     "size",
@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "info",
-        help="show what the ranks of a job have",
-        description="Show where each rank is, its device and cores, and the software that it loads. "
+        help="show the ranks of a job",
+        description="Show the node, device and cores of each rank, and the software that it loads. "
         "Start it as you start your program: srun mpicomm info, mpirun -n 4 mpicomm info.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         nargs="?",
         const=0,
-        help="show what launchers told a rank (0) in which variables, beside PyTorch's names",
+        help="show the launcher variables of a rank (default: 0), and PyTorch's names for them",
     )
     parser.set_defaults(run=run)
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _NO_MPI
     with world:
         if arguments.env is not None and not 0 <= arguments.env < world.size:
-            why = f"there is no rank {arguments.env}: --env takes 0 to {world.size - 1}"
+            why = f"--env {arguments.env}: expected a rank from 0 to {world.size - 1}"
             return failed("info", why) if world.rank == 0 else FAILED
         everybodys = job_info.of_all(world)
         if world.rank == 0:
@@ -79,7 +79,7 @@ def _show(world: World, everybodys: Sequence[JobInfo], arguments: argparse.Names
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     place = f"{world.master_addr} port {world.master_port}"
-    out.print(Text(f"{ranks} on {nodes}, started by {world.launcher}, meeting at {place}"), soft_wrap=True)
+    out.print(Text(f"{ranks} on {nodes}, started by {world.launcher}, rendezvous at {place}"), soft_wrap=True)
     out.print(_ranks(everybodys))
     out.print(_software(everybodys))
     if arguments.env is not None:
@@ -123,11 +123,11 @@ def _software(everybodys: Sequence[JobInfo]) -> Table:
 
 
 def _variables(which: JobInfo) -> Table:
-    """Return the table of variables: for each fact, what each party calls it and says."""
+    """Return the table of launcher variables: for each fact, the variable of each launcher and its value."""
     from mpicomm import job_info
 
     table = Table()
-    for name in ("", "says", "variable", f"of rank {which.rank}"):
+    for name in ("", "set by", "variable", f"on rank {which.rank}"):
         table.add_column(name)
     for fact in _FACTS:
         named = [(party, getattr(party, fact)) for party in job_info.tables_of_variables(which.environment)]

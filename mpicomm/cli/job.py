@@ -1,4 +1,4 @@
-"""`mpicomm job`: the script with which a scheduler runs a program on many ranks."""
+"""`mpicomm job`: prints a script with which a scheduler runs a program on many ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "job",
         help="print a job script",
-        description="Print the script with which Slurm or PBS runs a program on many ranks.",
+        description="Print a script with which Slurm or PBS runs a program on many ranks.",
     )
     schedulers = parser.add_subparsers(
         title="schedulers", metavar="SCHEDULER", dest="scheduler", required=True, parser_class=_Parser
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes what follows `--` for the program, whatever it looks like, and says in one line what is wrong before it."""
+    """Passes all arguments after `--` to the program, and reports an error before it in one line."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -75,13 +75,14 @@ class _Parser(argparse.ArgumentParser):
     def _about(self, unknown: str) -> str:
         if not unknown.startswith("-"):
             return (
-                f"{unknown!r} is no option; the program and its arguments stand behind two dashes: -- python train.py"
+                f"unexpected argument {unknown!r}; put the program and its arguments "
+                f"after two dashes: -- python train.py"
             )
         valid = [option for option in self._option_string_actions if option.startswith("--")]
         name = unknown.partition("=")[0]
         if close := difflib.get_close_matches(name, valid, cutoff=0.7):
-            return f"there is no option {name}; did you mean {' or '.join(close)}?"
-        return f"there is no option {name}; there are {' '.join(valid)}"
+            return f"unknown option {name}; did you mean {' or '.join(close)}?"
+        return f"unknown option {name}; expected one of {' '.join(valid)}"
 
 
 def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -101,56 +102,65 @@ def _spec(arguments: argparse.Namespace) -> JobSpec:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", dest="file", metavar="FILE", help="write the script to this file, not to the screen")
-    _add_size(parser.add_argument_group("size"))
-    _add_place(parser.add_argument_group("place"))
+    parser.add_argument("-o", dest="file", metavar="FILE", help="write the script to this file instead of stdout")
+    _add_size(parser.add_argument_group("resources"))
+    _add_place(parser.add_argument_group("name, queue and account"))
     _add_output(parser.add_argument_group("output"))
     _add_environment(parser.add_argument_group("environment of the ranks"))
-    _add_end(parser.add_argument_group("leaving in time"))
+    _add_end(parser.add_argument_group("exit before the time limit"))
 
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (%(default)s)")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="one for each GPU of the node, or 1")
-    group.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="(%(default)s)")
-    group.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores, and threads (%(default)s)")
-    group.add_argument("--mem", metavar="4G", help="memory of each node")
-    group.add_argument("--mem-per-cpu", metavar="4G", help="or of each core")
-    group.add_argument("--mem-per-gpu", metavar="4G", help="or of the node for each GPU")
-    group.add_argument("--exclusive", action="store_true", help="share the nodes with no other job")
+    group.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: %(default)s)")
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks (default: one per GPU of the node, or 1)")
+    group.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs (default: %(default)s)")
     group.add_argument(
-        "--time", default="1:00:00", metavar="1:00:00", help="or minutes; Slurm: 1-00:00:00 (%(default)s)"
+        "--cpus-per-rank", type=int, default=1, metavar="N", help="cores and threads (default: %(default)s)"
     )
-    group.add_argument("--array", metavar="0-9", help="many jobs that differ in an index")
+    group.add_argument("--mem", metavar="4G", help="memory per node")
+    group.add_argument("--mem-per-cpu", metavar="4G", help="memory per core")
+    group.add_argument("--mem-per-gpu", metavar="4G", help="memory of the node per GPU")
+    group.add_argument("--exclusive", action="store_true", help="do not share the nodes with other jobs")
+    group.add_argument(
+        "--time",
+        default="1:00:00",
+        metavar="1:00:00",
+        help="time limit, also in minutes; Slurm also 1-00:00:00 (default: %(default)s)",
+    )
+    group.add_argument("--array", metavar="0-9", help="indices of a job array")
 
 
 def _add_place(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--name", help="of the job (that of the program)")
-    group.add_argument("--partition", "--queue", metavar="P", help="Slurm's partition, PBS's queue")
-    group.add_argument("--account", metavar="A", help="who pays")
-    group.add_argument("--project", metavar="P", help="PBS: who pays, where qsub wants -P")
+    group.add_argument("--name", help="name of the job (default: that of the program)")
+    group.add_argument("--partition", "--queue", metavar="P", help="Slurm partition or PBS queue")
+    group.add_argument("--account", metavar="A", help="account to charge")
+    group.add_argument("--project", metavar="P", help="PBS: project to charge, where qsub needs -P")
     group.add_argument("--qos", metavar="Q", help="Slurm: quality of service")
-    group.add_argument("--constraint", metavar="C", help="Slurm: features that the nodes must have")
+    group.add_argument("--constraint", metavar="C", help="Slurm: required features of the nodes")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", metavar="FILE", help="where output goes, from where the job is submitted")
-    group.add_argument("--error", metavar="FILE", help="where errors go (to the output)")
-    group.add_argument("--mail-user", metavar="ADDRESS", help="who gets mails")
+    group.add_argument("--output", metavar="FILE", help="output file, relative to the submission directory")
+    group.add_argument("--error", metavar="FILE", help="error file (default: the output file)")
+    group.add_argument("--mail-user", metavar="ADDRESS", help="recipient of mails")
     kinds = ",".join(kind.lower() for kind in MAIL_TYPES["pbs"])
-    group.add_argument("--mail-type", metavar="KINDS", help=f"when: {kinds}, and Slurm's others (end,fail)")
+    group.add_argument("--mail-type", metavar="KINDS", help=f"events: {kinds}, and Slurm's others (default: end,fail)")
 
 
 def _add_environment(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--chdir", metavar="DIR", help="where the program runs (where the job is submitted)")
+    group.add_argument("--chdir", metavar="DIR", help="working directory (default: the submission directory)")
     group.add_argument("--module", action="append", default=[], metavar="M", help="module to load; repeat for more")
-    group.add_argument("--venv", metavar="DIR", help="virtual environment of Python to activate")
-    group.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable; repeat for more")
-    group.add_argument("--mpi", choices=MPIS, help="the MPI that mpi4py loads (openmpi)")
-    group.add_argument("--no-ssh", action="store_true", help="PBS: mpirun reaches other hosts through PBS, not by ssh")
+    group.add_argument("--venv", metavar="DIR", help="Python virtual environment to activate")
+    group.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable to export; repeat for more"
+    )
+    group.add_argument("--mpi", choices=MPIS, help="the MPI that mpi4py loads (default: openmpi)")
+    group.add_argument("--no-ssh", action="store_true", help="PBS: mpirun uses PBS instead of ssh to reach other hosts")
 
 
 def _add_end(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--signal", metavar="USR1@180", help="Slurm: warn the ranks so many seconds before the end")
-    group.add_argument("--requeue", action="store_true", help="go on in a new run when the ranks leave with status 85")
-    group.add_argument("--max-restarts", type=int, default=10, metavar="N", help="no more often (%(default)s)")
+    group.add_argument("--signal", metavar="USR1@180", help="Slurm: signal to the ranks, and seconds before the limit")
+    group.add_argument("--requeue", action="store_true", help="continue in a new run if the ranks exit with status 85")
+    group.add_argument(
+        "--max-restarts", type=int, default=10, metavar="N", help="limit of --requeue (default: %(default)s)"
+    )

@@ -1,4 +1,4 @@
-"""Which start a request becomes here: by the scheduler where there is one, or else by the MPI's own launcher."""
+"""Builds the launch of a request on this host: with the scheduler's launcher if there is one, else the MPI's own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpicomm.launch.request import Node, Request, Start
 
 
 def build(asked: Request, environ: Mapping[str, str]) -> Start:
-    """Return the start.
+    """Return the launch of a request.
 
     Raises:
-        LaunchError: If it cannot be, or this is a rank of a job already.
-        MPINotFoundError: If there is no MPI to start it with.
+        LaunchError: If the ranks cannot be started, or if this process is a rank of another job.
+        MPINotFoundError: If there is no MPI library.
     """
     here = host_info.machine(environ)
     if asked.node is not None:
@@ -38,7 +38,7 @@ def build(asked: Request, environ: Mapping[str, str]) -> Start:
 
 
 def build_torchrun(asked: Request, environ: Mapping[str, str]) -> Start:
-    """Return the start of the same by torchrun: on this host, or on the nodes of an allocation of Slurm's."""
+    """Return the equivalent launch with torchrun: on this host, or on the nodes of a Slurm allocation."""
     here, job, port = host_info.machine(environ), host_info.current_allocation(environ), _free_port()
     if isinstance(job, Slurm):
         return torchrun.start_by_srun(asked, job, port, here, environ)

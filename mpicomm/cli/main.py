@@ -1,4 +1,4 @@
-"""The command `mpicomm`: reads its arguments and runs the subcommand they name."""
+"""The command `mpicomm`: parses its arguments and runs the subcommand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpicomm.cli import bench, info, job, report, run
 from mpicomm.cli.parser import Parser
 
 _SUBCOMMANDS = (bench, info, job, report, run)
-"""Each has `add_parser`, whose parser knows as `run` what to do."""
+"""Each has `add_parser`, whose parser sets `run` to the function of the subcommand."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: What follows its name; those of this process if left out.
+        arguments: The command-line arguments after the program name; None for those of this process.
 
     Returns:
         The exit status.
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mpicomm", description="MPI-first collective communications for PyTorch.")
-    version = pkgutil.resolve_name("mpicomm:__version__")  # no import: the package itself is above its modules
+    version = pkgutil.resolve_name("mpicomm:__version__")  # no import: the package is above its modules
     parser.add_argument("--version", action="version", version=f"mpicomm {version}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for subcommand in _SUBCOMMANDS:

@@ -1,4 +1,4 @@
-"""The parser of every subcommand: it reports unknown arguments under the subcommand's own name."""
+"""The parser of every subcommand: it reports unknown arguments with the name of the subcommand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose subcommands report unknown arguments themselves; argparse leaves that to the top one."""
+    """An ArgumentParser whose subcommands report unknown arguments; argparse leaves that to the top-level parser."""
 
     line: tuple[str, ...] = ()
-    """The arguments that are parsed."""
+    """The arguments to parse."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the arguments; exit with status 2 if one of them is unknown."""

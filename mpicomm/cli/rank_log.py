@@ -1,7 +1,7 @@
-"""The first program of each rank of `mpicomm run --log-dir`: `python -m mpicomm.cli.rank_log DIR all|0 COMMAND...`.
+"""Wrapper of each rank of `mpicomm run --log-dir`: `python -m mpicomm.cli.rank_log DIR all|0 COMMAND...`.
 
-A rank that is not shown writes its file itself. Of one that is shown a copy must be made, by the process that the
-launcher started, since some launchers end what is left when that one ends.
+A rank whose output is not shown writes its file directly. If the output is shown, the process that the launcher
+started copies it, since some launchers kill the remaining processes when that process exits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mpicomm.launch import detect
 
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _NOT_RUN = 127
-_LOOK_SECONDS = 0.2  # for the end of the program, where something it started keeps its output open
-# Launchers send these to the whole process group, so that the program has them already.
+_LOOK_SECONDS = 0.2  # between checks for the program's exit, since its children may keep its output open
+# Launchers send these to the whole process group, so the program receives them without forwarding.
 _OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a rank's program with its output in a file; return its exit status where a copy is made."""
+    """Run a rank's program with its output in a file; return its exit status if this process copies the output."""
     directory, shown, *command = arguments
-    os.environ["TERM"] = "dumb"  # what is shown is logged, too: no colours, and no bar that moves
+    os.environ["TERM"] = "dumb"  # the log gets the same output: no colours and no progress bars
     rank = detect.guess_rank(os.environ)
     path = Path(directory) / f"rank_{rank:03d}.log"
     try:
@@ -62,7 +62,7 @@ def _run_and_copy(command: list[str], log: int) -> int:
         os._exit(_become(command))
     for number in _OF_THE_GROUP:
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # off the rank's cores
+    with contextlib.suppress(OSError):  # do not use the rank's cores
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     for _, write in pipes.values():
         os.close(write)
@@ -73,7 +73,7 @@ def _run_and_copy(command: list[str], log: int) -> int:
 
 
 def _copy(streams: dict[int, int], log: int, pid: int) -> int:
-    """Copy until the program has ended and all it wrote is copied; return its status, negative for a signal's."""
+    """Copy until the program has ended and all of its output is copied; return its status, negative for a signal."""
     ended: int | None = None
     with selectors.DefaultSelector() as selector:
         for read in streams:
@@ -102,13 +102,13 @@ def _status_if_ended(pid: int) -> int | None:
 
 
 def _write(file: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # a full disk or a closed terminal is no reason to end a rank
+    with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end a rank
         while data:
             data = data[os.write(file, data) :]
 
 
 def _end_by(number: int) -> None:
-    """End as the program did, without a core on top of its own."""
+    """End by the same signal as the program, without a second core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`mpicomm report`: figures and plots of runs, one or several beside each other."""
+"""`mpicomm report`: metrics and plots of one run, or of several runs side by side."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "report",
-        help="show the figures of runs",
-        description=f"Show the figures of runs, from the {runs.FILE} that a Trainer writes to its checkpoint_dir.",
+        help="show the metrics of runs",
+        description=f"Show the metrics of runs, from the {runs.FILE} that a Trainer writes to its checkpoint_dir.",
     )
     parser.add_argument("directories", metavar="RUN_DIR", nargs="+", type=Path, help="a Trainer's checkpoint_dir")
-    parser.add_argument("--plot", metavar="F.png", type=png, help="draw the runs into this file (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, a list with one object per run")
+    parser.add_argument("--plot", metavar="F.png", type=png, help="plot the runs to this file (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON, a list with one object per run")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report, and return the exit status."""
+    """Print the report, and return the exit status."""
     try:
         found = runs.read_all(arguments.directories)
         if arguments.plot is not None:

@@ -1,4 +1,4 @@
-"""`mpicomm run`: start ranks by the launcher that belongs to the MPI, and by the scheduler where there is one."""
+"""`mpicomm run`: starts ranks with the launcher that belongs to the MPI, and with the scheduler if there is one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import hosts, request
 from mpicomm.launch.request import Node, Request
 
-_PORT = 29500  # torchrun's
+_PORT = 29500  # torchrun's default
 _DESCRIPTION = """\
-Start a program on several ranks, by the launcher that belongs to the MPI that mpi4py loads.
+Start a program on several ranks, with the launcher that belongs to the MPI that mpi4py loads.
 
-In an allocation of Slurm's or PBS's all of it is used. The command is printed, and then is this process: its exit
+In a Slurm or PBS allocation the program uses all of it. The command prints the launch command, then execs it: exit
 status and signals are those of the launcher."""
 
 
@@ -36,34 +36,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="mpicomm run [OPTIONS] SCRIPT.py|-m MODULE|COMMAND [ARGUMENT ...]",
         allow_abbrev=False,
     )
+    # 1. ranks, hosts and output
     parser.add_argument(
         "-n",
         dest="ranks",
         metavar="N",
         type=count,
-        help="number of ranks; if left out, what the allocation or the hosts are for, or one for each GPU, or core",
+        help="number of ranks (default: that of the allocation or of the hosts, or one per GPU, or one per core)",
     )
     parser.add_argument(*run_line.FOREIGN, action=_Refuse, help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
-    where.add_argument("--hostfile", metavar="F", help="the same in a file: `a slots=4` or `a:4` on each line")
-    parser.add_argument("--log-dir", metavar="D", help="each rank's output into D/rank_003.log; only rank 0's is shown")
+    where.add_argument("--hostfile", metavar="F", help="hosts in a file: `a slots=4` or `a:4` on each line")
+    parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
-    parser.add_argument("--dry-run", action="store_true", help="print the command, and do not run it")
+    parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
+    # 2. launch without MPI
     by_hand = parser.add_argument_group(
         "by hand, one command on each node", "torchrun's agent, without MPI: -n is the number of ranks on this node"
     )
     by_hand.add_argument("--nnodes", metavar="N", type=count, help="number of nodes")
-    by_hand.add_argument("--node-rank", metavar="K", type=int, help="which of them this is, from 0")
-    by_hand.add_argument("--master-addr", metavar="HOST", help="node 0, as all nodes can reach it")
-    by_hand.add_argument("--master-port", metavar="P", type=count, help=f"a free port there; {_PORT} if left out")
+    by_hand.add_argument("--node-rank", metavar="K", type=int, help="rank of this node, from 0")
+    by_hand.add_argument("--master-addr", metavar="HOST", help="address of node 0 that all nodes can reach")
+    by_hand.add_argument("--master-port", metavar="P", type=count, help=f"free port on node 0 (default: {_PORT})")
+    # 3. program: REMAINDER passes it all arguments that follow
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
-    parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="what to run, and its arguments")
+    parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
     parser.set_defaults(run=run, parser=parser)
 
 
 class _Refuse(argparse.Action):
-    """Refuses an option of another launcher, with the command line that is meant."""
+    """Rejects an option of another launcher, with the correct command line."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         assert isinstance(parser, Parser)
@@ -74,7 +77,7 @@ class _Refuse(argparse.Action):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the launcher; return the exit status only where nothing is to be run."""
+    """Exec the launcher; return the exit status only if there is nothing to run."""
     before = dict(os.environ)
     if (note := run_line.note(arguments.parser.line)) is not None:
         print(f"mpicomm run: note: {note}", file=sys.stderr)
@@ -105,14 +108,14 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 def _check_that_there_is(program: tuple[str, ...]) -> None:
-    """Say once what each rank would say."""
+    """Report a missing program once, instead of once on each rank."""
     command = program[0]
     if command == sys.executable:
         script = program[1] if len(program) > 1 else ""
         if script.endswith(".py") and not Path(script).is_file():
-            raise LaunchError(f"there is no file {script}")
+            raise LaunchError(f"script {script} does not exist")
     elif not shutil.which(command):
-        raise LaunchError(f"there is no command {command}")
+        raise LaunchError(f"command {command} was not found")
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[hosts.Host, ...]:
@@ -134,11 +137,11 @@ def _node(arguments: argparse.Namespace) -> Node | None:
         return None
     if None in (nodes, rank, addr):
         raise LaunchError(
-            "--nnodes, --node-rank and --master-addr belong together.\n"
+            "--nnodes, --node-rank and --master-addr must be given together.\n"
             "On each node: mpicomm run --nnodes 2 --node-rank 0 --master-addr HOST train.py, with its own --node-rank"
         )
     if arguments.hosts is not None or arguments.hostfile is not None:
-        raise LaunchError("--nnodes is for one command on each node: leave out --hosts and --hostfile, or --nnodes.")
+        raise LaunchError("--nnodes is for one command on each node: remove --hosts and --hostfile, or --nnodes.")
     if not 0 <= rank < nodes:
         raise LaunchError(f"--node-rank {rank}: expected 0 to {nodes - 1}, since --nnodes is {nodes}")
     return Node(rank, nodes, addr, port or _PORT)

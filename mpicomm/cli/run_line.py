@@ -1,4 +1,4 @@
-"""Options as users of other launchers type them after `mpicomm run`, and the command line that they mean: pure."""
+"""Options of other launchers after `mpicomm run`, and the equivalent command line; all functions are pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOREIGN = {
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
 _WITH_VALUE = (RANKS, HOSTS, HOSTFILE, "--log-dir")
-_BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs have these, too
+_BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
 _FLAGS = ("--tag-output", "--dry-run")
 
 
@@ -40,16 +40,16 @@ def corrected(line: Sequence[str]) -> list[str]:
                 del left[:1]
         else:
             value = value if has_value else left.pop(0)
-            if ours != RANKS or value.isdecimal():  # torchrun's "gpu" and "auto" are what leaving out -n means
+            if ours != RANKS or value.isdecimal():  # torchrun's "gpu" and "auto" are the default without -n
                 found += [ours, value]
     return [*found, *left]
 
 
 def note(line: Sequence[str]) -> str | None:
-    """Suggest the command that may be meant where options of `mpicomm run` follow the program; None if none do.
+    """Suggest a command if options of `mpicomm run` follow the program; return None if none do.
 
     Args:
-        line: The arguments of `mpicomm run`. Where an option or `--` comes first, what follows the program is its own.
+        line: The arguments of `mpicomm run`. If an option or `--` comes first, words after the program belong to it.
     """
     if not line or (line[0].startswith("-") and line[0] != "-m"):
         return None
@@ -66,14 +66,14 @@ def note(line: Sequence[str]) -> str | None:
 
 
 def _separated(line: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of `mpicomm run` that are anywhere in the line, and the rest."""
+    """Split the line into the options of `mpicomm run`, wherever they are, and the other words."""
     options: list[str] = []
     rest: list[str] = []
     left = list(line)
     while left:
         word = left.pop(0)
         option, has_value, value = word.partition("=")
-        ours = RANKS if FOREIGN.get(option) == RANKS else option  # programs have a --host of their own
+        ours = RANKS if FOREIGN.get(option) == RANKS else option  # programs may have their own --host
         follows = value if has_value else next(iter(left), "")
         if word in _FLAGS:
             options.append(word)

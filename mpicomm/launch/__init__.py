@@ -1,5 +1,5 @@
-"""From what is asked for and what surrounds it to a command line and its environment; nothing here looks or runs.
+"""Builds the command line and the environment of a launch; nothing here probes the host or runs a command.
 
-A `Request` says what the user wants, a `Machine` and an `Allocation` what there is. `by_srun`, `by_mpiexec` and
-`by_torchrun` each make a `Start` of them, which is executed by who asked.
+A `Request` holds what the user asked for, a `Machine` and an allocation (`Slurm`, `PBS`) hold the available resources.
+The modules `srun`, `mpiexec` and `torchrun` of `commands` build a `Start` from them; the caller executes it.
 """

@@ -1,4 +1,4 @@
-"""What a scheduler gave this job, as the variables of a batch script or an interactive shell say it."""
+"""Allocations of Slurm and PBS, read from the variables of a batch script or an interactive shell."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from collections.abc import Mapping
 from mpicomm.launch import hosts
 from mpicomm.launch.hosts import Host
 
-_RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # "4(x2)": 4 on each of two nodes
+_RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # "4(x2)": the value 4 for each of two nodes
 
 
 @dataclasses.dataclass(frozen=True)
 class Slurm:
-    """An allocation of Slurm's."""
+    """A Slurm allocation."""
 
     nodes: int
     ranks: int
     cpus: tuple[int, ...] = ()
-    """How many CPUs it has on each node; empty where it does not say."""
+    """Number of CPUs on each node; empty if Slurm does not report it."""
     cpus_per_task: int | None = None
-    """As the user asked."""
+    """The user's --cpus-per-task; None if not set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PBS:
-    """An allocation of PBS's."""
+    """A PBS allocation."""
 
     file: str
     hosts: tuple[Host, ...]
     cpus: int
-    """NCPUS: how many CPUs the first part of it has, or the threads that each of its ranks should have; 0 if unsaid."""
+    """NCPUS: CPUs of the first chunk, or the number of threads that each of its ranks should use; 0 if not set."""
 
 
 def of_slurm(environ: Mapping[str, str]) -> Slurm | None:
-    """Return Slurm's allocation, None outside one; without a number of tasks, it is meant for one on each GPU."""
+    """Return the Slurm allocation, None outside one.
+
+    If the job has no number of tasks, the default is one rank per GPU.
+    """
     if not environ.get("SLURM_JOB_ID"):
         return None
     nodes = _number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
@@ -53,20 +56,20 @@ def of_slurm(environ: Mapping[str, str]) -> Slurm | None:
 
 
 def has_gpus(environ: Mapping[str, str]) -> bool:
-    """Tell whether Slurm gave this job GPUs."""
+    """Return whether Slurm allocated GPUs to this job."""
     return _gpus(environ, 1) > 0 or bool(environ.get("SLURM_JOB_GPUS"))
 
 
 def is_of_pbs(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is a job of PBS's, in the way in which MPI libraries tell."""
+    """Return whether this process runs in a PBS job, by the variables that MPI libraries check too."""
     return all(environ.get(name) for name in ("PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE"))
 
 
 def of_pbs(environ: Mapping[str, str], text: str) -> PBS:
-    """Return the allocation of a job of PBS's.
+    """Return the allocation of a PBS job.
 
     Args:
-        text: What is in the file that PBS_NODEFILE names.
+        text: Contents of the file that PBS_NODEFILE names.
     """
     file = environ["PBS_NODEFILE"]
     found = hosts.with_slots(hosts.of_file(text, file), None)
@@ -80,7 +83,7 @@ def _gpus(environ: Mapping[str, str], nodes: int) -> int:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first number that there is; a type may stand before it, as in `a100:4`."""
+    """Return the first positive number among the variables, without a type prefix as in `a100:4`."""
     values = [environ.get(name, "").rpartition(":")[2] for name in names]
     return next((int(text) for text in values if text.isdigit() and int(text) > 0), None)
 

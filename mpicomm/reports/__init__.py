@@ -1,1 +1,1 @@
-"""What is told of runs afterwards, from the files they left: figures, tables and plots. Needs neither torch nor MPI."""
+"""Reports of runs and benchmarks from their files: figures, tables and plots. Requires neither torch nor MPI."""

@@ -1,4 +1,4 @@
-"""Operations that were measured, as curves: latency and bus bandwidth by size, a line for each back end."""
+"""Plots of benchmarks of collective operations: latency and bus bandwidth by size, one curve per backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PANELS = (("us", "latency (us)"), ("busbw", "bus bandwidth (GB/s)"))
 
 
 def check() -> None:
-    """Refuse early what could not be drawn in the end.
+    """Check, before measuring, that plots are possible.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -28,7 +28,7 @@ def check() -> None:
 
 
 def save(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw rows into a file, two panels for each operation, dtype and place.
+    """Write a plot of rows to a file, with two panels for each operation, dtype and placement (in or out of place).
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -38,7 +38,7 @@ def save(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the figure."""
+    """Return the figure of the rows of `bench.sweep.measure`."""
     kinds = list(dict.fromkeys(map(kind_of, rows)))
     figure = drawing.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
     panels = figure.subplots(max(1, len(kinds)), len(_PANELS), squeeze=False)

@@ -1,4 +1,4 @@
-"""Operations that were measured, as tables: a row for each size and back end."""
+"""Tables of benchmarks of collective operations: one row per size and backend."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(rows: Rows, before: Rows = ()) -> list[Table]:
-    """Return the tables, one for each operation, dtype and place.
+    """Return the tables, one for each operation, dtype and placement (in or out of place).
 
     Args:
-        rows: What `bench.collectives.measure` returns, as dicts.
-        before: Older ones to compare with.
+        rows: The rows of `bench.sweep.measure`, as dicts.
+        before: Rows of an earlier run to compare with.
     """
     earlier = {key_of(row): row["us"] for row in before}
     kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
@@ -29,37 +29,38 @@ def tables(rows: Rows, before: Rows = ()) -> list[Table]:
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[tuple[str, str, bool], int, str]:
-    """Return what no two rows of a run share."""
+    """Return the unique key of a row within a run: kind, size in bytes and backend."""
     return kind_of(row), row["nbytes"], row["backend"]
 
 
 def kind_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return what has a table, or a plot, of its own."""
+    """Return the operation, the dtype and whether it is in place. Each kind has its own table or plot."""
     return row["operation"], row["dtype"], row["in_place"]
 
 
 def title_of(kind: tuple[str, str, bool]) -> str:
-    """Return what that table, or plot, is called."""
+    """Return the title of the table or plot of a kind."""
     operation, dtype, in_place = kind
     return f"{operation}, {dtype}, {'in place' if in_place else 'out of place'}"
 
 
 def shown_size(nbytes: int) -> str:
-    """Return a size as people write it: 64 MiB."""
+    """Return a size with a binary unit, such as 64 MiB."""
     factor, unit = next((factor, unit) for factor, unit in _UNITS if nbytes >= factor or factor == 1)
     return f"{nbytes / factor:.4g} {unit}"
 
 
 def _table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]) -> Table:
+    # 1. the columns
     has_overlap = any(row["overlap"] is not None for row in rows)
     backends = {row["backend"] for row in rows}
     us = {(row["nbytes"], row["backend"]): row["us"] for row in rows}
     found = Table(title=title_of(kind), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("size", "back end", "us", "p99", "GB/s", "bus", "wrong"):
-        found.add_column(title, justify="left" if title == "back end" else "right")
+    for title in ("size", "backend", "us", "p99", "GB/s", "bus", "wrong"):
+        found.add_column(title, justify="left" if title == "backend" else "right")
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {}
     if has_overlap:
-        shown["hidden"] = lambda row: f"{row['overlap']:.0f} %"
+        shown["overlap"] = lambda row: f"{row['overlap']:.0f} %"
     if MPI4PY in backends and backends != {MPI4PY}:
         shown["- mpi4py us"] = lambda row: _difference(row["us"], us.get((row["nbytes"], MPI4PY)))
     if OURS in backends and backends != {OURS}:
@@ -68,6 +69,7 @@ def _table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]
         shown["/ before"] = lambda row: _ratio(row["us"], earlier.get(key_of(row)))
     for title in shown:
         found.add_column(title, justify="right")
+    # 2. the rows; only the first row of a size shows it
     size = None
     for row in sorted(rows, key=lambda row: row["nbytes"]):
         first = "" if row["nbytes"] == size else shown_size(row["nbytes"])

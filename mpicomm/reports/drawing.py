@@ -1,4 +1,4 @@
-"""Figures by matplotlib, into files, never on a screen."""
+"""Figures with matplotlib, written to files only: requires no display."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def new_figure(inches: tuple[float, float]) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"a plot needs matplotlib: {error}.\nInstall it with: pip install matplotlib") from error
-    # Not by pyplot, which would choose a back end for the whole process and keep the figure.
+        raise ImportError(f"plotting requires matplotlib: {error}.\nInstall it: pip install matplotlib") from error
+    # Without pyplot, which would select a matplotlib backend for the whole process and keep the figure alive.
     figure = Figure(figsize=inches, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure.
+    """Write a figure to a PNG file.
 
     Raises:
         OSError: If the file cannot be written.
@@ -38,4 +38,4 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, format="png", dpi=_DPI)
     except OSError as error:
         why = error.strerror or error
-        raise OSError(f"cannot write {path}: {why}.\nName a file in a directory that you may write to.") from error
+        raise OSError(f"cannot write {path}: {why}.\nPass a file in a directory to which you can write.") from error

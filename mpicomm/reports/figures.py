@@ -1,4 +1,4 @@
-"""The figures of a run, worked out from its entries."""
+"""Figures of a run, computed from the entries of its metrics file."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ class Best:
     epoch: int
     step: int
     which: str
-    """lowest or highest: which is better is read off the metric's name."""
+    """lowest or highest, whichever the metric's name implies to be better."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What is told of a run; None is what is not known."""
+    """The figures of a run; None where unknown."""
 
     run: str
     state: str
-    """complete, preempted or interrupted; one that is still running looks interrupted."""
+    """complete, preempted or interrupted; a run in progress is also reported as interrupted."""
 
     why: str | None
-    """What a preempted run made way for."""
+    """The reason of the preemption."""
 
     ranks: int | None
     ranks_before: tuple[int, ...]
-    """How many there were before resumes that changed it."""
+    """Earlier numbers of ranks, before resumes that changed the number."""
 
     resumes: int
     epochs: int
     steps: int
     samples: int
     training_seconds: float
-    """Of the step entries, without evaluation; what ran between the last of them and a resume is not known."""
+    """Seconds of the step entries, without evaluation. The time from the last entry to an interruption is unknown."""
 
     samples_per_s: float | None
     last_loss: float | None
     last_evaluation: dict[str, float]
     best_evaluation: dict[str, Best]
     time_percent: dict[str, float]
-    """Where rank 0's time went."""
+    """Percentages of the training time of rank 0 by part."""
 
     peak_memory_mib: float | None
-    """Of the rank that used most, once the run is complete; of rank 0 before."""
+    """Maximum over all ranks if the run is complete; otherwise of rank 0."""
 
     warnings: tuple[str, ...]
 
 
 def of(run: Run) -> Figures:
-    """Work out the figures of a run."""
+    """Return the figures of a run."""
     steps, evaluations = run.of("step"), run.of("eval")
     last = run.entries[-1] if run.entries else Entry("", 0, 0, 0, {})
     state, why = _state(run)
@@ -90,12 +90,12 @@ def of(run: Run) -> Figures:
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """Return the figures as JSON knows them: it has no infinity, and nothing that is not a number."""
+    """Return the figures for JSON, with None for infinities and NaN, which JSON does not support."""
     return {name: _json_value(value) for name, value in dataclasses.asdict(figures).items()}
 
 
 def metrics(evaluation: Entry) -> dict[str, float]:
-    """Return what an evaluation has found."""
+    """Return the numbers of an evaluation entry by metric."""
     names = [name for name in evaluation.values if name not in _OF_EVERY_ENTRY | {"eval_samples"}]
     return {name: value for name in names if (value := evaluation.number(name)) is not None}
 
@@ -114,7 +114,7 @@ def _state(run: Run) -> tuple[str, str | None]:
 
 
 def _ranks(run: Run) -> list[int]:
-    """Return the numbers of ranks, in their order, each change once."""
+    """Return the numbers of ranks in order, without consecutive duplicates."""
     found: list[int] = []
     for entry in run.of("start", "resume"):
         ranks = entry.number("ranks")

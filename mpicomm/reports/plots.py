@@ -1,4 +1,4 @@
-"""Curves of runs: losses, throughput, and where the time went, over the steps."""
+"""Plots of runs over the optimizer steps: losses, throughput and the time by part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLE_COLUMNS = 80
 
 
 def save(runs: Sequence[Run], path: Path) -> None:
-    """Draw runs into a file.
+    """Write a plot of runs to a file.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -29,7 +29,7 @@ def save(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Return the figure: three panels over one axis of steps.
+    """Return the figure: three panels with a common axis of optimizer steps.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -42,7 +42,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         _draw_parts(times, runs[0])
     else:
         _draw_communication(times, runs)
-    times.set_xlabel("step of the optimizer")
+    times.set_xlabel("optimizer step")
     for axes in (losses, throughput, times):
         axes.grid(visible=True, alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -60,7 +60,7 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
         trained, evaluated = _points(run, "step", "loss"), _points(run, "eval", "eval_loss")
         _line(axes, trained, number, "-", _label("training", run, runs))
         if evaluated:
-            # Of several runs each has one colour, of a single run each curve has.
+            # One colour per run, or per curve of a single run.
             colour = number if len(runs) > 1 else 1
             _line(axes, evaluated, colour, "o--", _label("evaluation", run, runs))
         drawn += [value for _, value in (*trained, *evaluated)]
@@ -85,7 +85,7 @@ def _draw_parts(axes: Axes, run: Run) -> None:
     axes.set_ylim(0, 100)
     shares = _shares(run)
     if shares:
-        # Each entry tells of the steps before it, so the areas begin where the run did.
+        # Each entry covers the steps before it, so the areas start at the first step of the run.
         steps = [run.entries[0].step, *[step for step, _ in shares]]
         stacks = [[each[part] for each in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
         axes.stackplot(steps, stacks, labels=PARTS, step="pre", alpha=0.8)
@@ -100,7 +100,7 @@ def _draw_communication(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _shares(run: Run) -> list[tuple[int, dict[str, float]]]:
-    """Return, for each step entry, in percent where its time went."""
+    """Return the step and the percentages of the time by part, for each step entry with a time."""
     found = [(entry.step, entry.parts, sum(entry.parts.values())) for entry in run.of("step")]
     return [
         (step, {name: 100 * seconds / total for name, seconds in parts.items()})
@@ -115,10 +115,10 @@ def _points(run: Run, event: str, name: str) -> list[tuple[int, float]]:
 
 def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: str, label: str) -> None:
     steps, values = [step for step, _ in points], [value for _, value in points]
-    visible = "o" if len(points) == 1 else style  # a line through one point is not
+    visible = "o" if len(points) == 1 else style  # a line of one point would be invisible
     axes.plot(steps, values, visible, color=f"C{colour}", label=label, markersize=4)
 
 
 def _label(what: str, run: Run, runs: Sequence[Run]) -> str:
-    """Return what the legend calls a curve; matplotlib sets text between dollars as formulas."""
+    """Return the legend of a curve. Dollars are escaped: matplotlib renders text between them as formulas."""
     return what if len(runs) == 1 else f"{what}, {run.name}".replace("$", r"\$")

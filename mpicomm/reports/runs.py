@@ -1,4 +1,4 @@
-"""A run as its metrics file tells it: the entries that count, whatever ended it and however often it was resumed."""
+"""Read the metrics file of a run. Entries of steps that were lost by an interruption and repeated are left out."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from typing import Any
 
 FILE = "metrics.jsonl"
 PARTS = ("data", "compute", "communication")
-"""What the time of steps is divided into."""
+"""The parts of the time of steps."""
 
 _BEGINNINGS = ("start", "resume")
 _ONCE_AN_EPOCH = ("epoch", "eval")
-_MARKS = (*_BEGINNINGS, "step", "epoch")  # from where the samples of the next step entry count
+_MARKS = (*_BEGINNINGS, "step", "epoch")  # events from which the samples of the next step entry are counted
 
 _Values = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line of the file."""
+    """A line of the metrics file."""
 
     event: str
     step: int
     epoch: int
-    """Epochs that are complete."""
+    """Complete epochs."""
 
     consumed: int
-    """Samples of the next epoch that all ranks have taken."""
+    """Samples of the current epoch that all ranks have taken."""
 
     values: _Values
     samples: int = 0
-    """Of a step entry: how many all ranks have taken since the one before."""
+    """Step entries only: samples that all ranks have taken since the previous step entry."""
 
     def number(self, name: str) -> float | None:
-        """Return a value, if it is there and a number."""
+        """Return a value if it is present and a number, else None."""
         value = self.values.get(name)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     @property
     def parts(self) -> dict[str, float]:
-        """Where the time of a step entry's steps went, in seconds."""
+        """The seconds of the steps of a step entry, by part."""
         return {name: self.number(f"{name}_s") or 0.0 for name in PARTS}
 
     @property
     def seconds(self) -> float:
-        """How long a step entry's steps took; the file has their rate."""
+        """The duration of the steps of a step entry, from its samples per second if possible, else from its parts."""
         rate = self.number("samples_per_s")
         return self.samples / rate if self.samples and rate else sum(self.parts.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What counts of a run."""
+    """The valid entries of a run."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -66,10 +66,10 @@ class Run:
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """Read runs, and name each by its directory, or by the whole path where that would name two.
+    """Read runs. The name of a run is the name of its directory, or its path if two directories have the same name.
 
     Raises:
-        OSError: If one has no metrics file, or it cannot be read.
+        OSError: If a directory has no metrics file, or the file cannot be read.
     """
     short = [directory.resolve().name for directory in directories]
     names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, directories, strict=True)]
@@ -80,7 +80,7 @@ def read(directory: Path, name: str) -> Run:
     """Read a run.
 
     Raises:
-        OSError: If there is no metrics file, or it cannot be read.
+        OSError: If the directory has no metrics file, or the file cannot be read.
     """
     _check(directory)
     path = directory / FILE
@@ -88,11 +88,11 @@ def read(directory: Path, name: str) -> Run:
     found = [(number, _parsed(line)) for number, line in lines if line.strip()]
     written = _walked(values for _, values in found if values is not None)
     warnings = [
-        f"line {number} of {path} is no entry and is left out; what it said is missing from the figures."
+        f"line {number} of {path} is not a valid entry and is skipped; the report lacks its values."
         for number in _damaged(found)
     ]
     if not written:
-        warnings.append(f"{path} has no entries: the run has ended before its first one, or is about to begin.")
+        warnings.append(f"{path} has no entries: the run ended before its first entry, or has not started yet.")
     return Run(name, tuple(_counting(written)), tuple(warnings))
 
 
@@ -100,18 +100,18 @@ def _check(directory: Path) -> None:
     if directory.is_file():
         raise NotADirectoryError(
             f"expected the directory of a run, got the file {directory}.\n"
-            f"Name the directory it is in: {directory.parent}"
+            f"Pass the directory that contains it: {directory.parent}"
         )
     if not directory.exists():
-        raise FileNotFoundError(f"there is no {directory}.\nName a directory that was a Trainer's checkpoint_dir.")
+        raise FileNotFoundError(f"the directory {directory} does not exist.\nPass the checkpoint_dir of a Trainer.")
     if not (directory / FILE).is_file():
         raise FileNotFoundError(
-            f"{directory} holds no run: it has no {FILE}.\nName a directory that was a Trainer's checkpoint_dir."
+            f"{directory} is not the directory of a run: {FILE} is missing.\nPass the checkpoint_dir of a Trainer."
         )
 
 
 def _parsed(line: bytes) -> _Values | None:
-    """Return what a line holds; None if it is no entry."""
+    """Return the entry in a line; None if the line is not a valid entry."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -120,7 +120,10 @@ def _parsed(line: bytes) -> _Values | None:
 
 
 def _damaged(found: Sequence[tuple[int, _Values | None]]) -> list[int]:
-    """Return the numbers of broken lines that no crash explains: it cuts the last line it writes and no other."""
+    """Return the numbers of invalid lines that a crash does not explain.
+
+    A crash truncates only the last line of the file, or the line before a start or resume entry.
+    """
     following = [values for _, values in found[1:]]
     return [
         number
@@ -130,7 +133,10 @@ def _damaged(found: Sequence[tuple[int, _Values | None]]) -> list[int]:
 
 
 def _walked(found: Iterable[_Values]) -> list[Entry]:
-    """Return all entries of the file; what a step entry covers is known from those before it, dropped later or not."""
+    """Return all entries of the file, with the samples of step entries.
+
+    The samples follow from the preceding entries, including those that `_counting` leaves out.
+    """
     entries: list[Entry] = []
     last = mark = Entry("", 0, 0, 0, {})
     for values in found:
@@ -157,7 +163,10 @@ def _whole(values: _Values, name: str, otherwise: int) -> int:
 
 
 def _counting(written: Iterable[Entry]) -> list[Entry]:
-    """Leave out what was lost when the run went back to a checkpoint or began anew, and what was done again."""
+    """Return the entries without those that were lost when the run resumed from a checkpoint or started again.
+
+    Of repeated epoch and evaluation entries only the last one is kept.
+    """
     kept: list[Entry] = []
     for entry in written:
         if entry.event == "start":

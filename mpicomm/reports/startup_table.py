@@ -1,4 +1,4 @@
-"""Starts that were measured, as a table and as curves: seconds until ranks have talked, by their number."""
+"""Table of startup benchmarks: seconds from the launch command to the end of the first all_reduce, by ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from rich.table import Table
 
 
 def table(rows: Sequence[Mapping[str, Any]], ours: str) -> Table:
-    """Return the table, a row for each number of ranks.
+    """Return the table, with one row for each number of ranks.
 
     Args:
-        rows: What `bench.startup.measure` returns.
-        ours: The way whose steps are shown, and which the others are compared with.
+        rows: The rows of `bench.startup.measure`.
+        ours: The name of the launcher whose steps are shown, and with which the others are compared.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     by_number: dict[int, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         by_number.setdefault(row["ranks"], {})[row["way"]] = row
     steps = list(rows[0]["steps"] if rows[0]["way"] == ours else {})
-    found = Table(title="seconds from the command until the ranks have talked, the fastest start", title_justify="left")
+    found = Table(
+        title="seconds from the launch command to the end of the first all_reduce, fastest start", title_justify="left"
+    )
     for title in ("ranks", ours, *steps, *[way for way in ways if way != ours]):
         found.add_column(title, justify="right")
     for ranks, row in by_number.items():

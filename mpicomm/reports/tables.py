@@ -1,4 +1,4 @@
-"""The figures of runs as a table, one column for each run."""
+"""Table of the figures of runs, with one column for each run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _UNKNOWN = "-"
 
 
 def table(runs: Sequence[Figures]) -> Table:
-    """Return the table."""
+    """Return the table of some runs."""
     columns = [_column(each) for each in runs]
     found = Table(title="runs" if len(runs) > 1 else "run", title_justify="left")
     found.add_column("")
     for each in runs:
         found.add_column(Text(each.run), justify="right")
     for name in _names(runs):
-        # Text, not str: a run may be called [bold].
+        # Text, not str: rich would parse a name such as [bold] as markup.
         found.add_row(Text(name), *[Text(column.get(name, _UNKNOWN)) for column in columns])
     return found
 
 
 def shown_seconds(seconds: float) -> str:
-    """Return a duration as people write it."""
+    """Return a duration with its unit: `3.2 s`, `1:05 min` or `2:00:10 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     hours, rest = divmod(round(seconds), 3600)
@@ -36,7 +36,7 @@ def shown_seconds(seconds: float) -> str:
 
 
 def _names(runs: Sequence[Figures]) -> list[str]:
-    """Return the names of the rows: those that any run has, figures of evaluations in the middle."""
+    """Return the names of the rows of all runs in their order, with the metrics of evaluations in the middle."""
     metrics = dict.fromkeys(name for each in runs for name in each.last_evaluation | each.best_evaluation)
     of_metrics = [row for name in metrics for row in (_last(name), _best(name))]
     of_time = [_share(part) for part in PARTS]
@@ -60,8 +60,8 @@ def _share(part: str) -> str:
 
 
 def _column(figures: Figures) -> dict[str, str]:
-    """Return the cells that are known."""
-    before = f", before {', '.join(map(str, figures.ranks_before))}" if figures.ranks_before else ""
+    """Return the cells of a run by row; unknown figures are left out."""
+    before = f" (previously {', '.join(map(str, figures.ranks_before))})" if figures.ranks_before else ""
     cells = {
         "state": _state(figures),
         "resumes": str(figures.resumes),
@@ -85,5 +85,5 @@ def _column(figures: Figures) -> dict[str, str]:
 
 def _state(figures: Figures) -> str:
     if figures.state == "interrupted":
-        return "interrupted, or running"
+        return "interrupted or running"
     return figures.state if figures.why is None else f"{figures.state}: {figures.why}"

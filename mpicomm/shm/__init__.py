@@ -1,1 +1,1 @@
-"""Collectives of ranks that share a node's memory."""
+"""Collective operations of ranks that share a node's memory."""

@@ -1,11 +1,13 @@
-"""Collectives of ranks that may read and write each other's memory, by process_vm_readv: nothing is copied twice.
+"""Collective operations by cross-memory attach (CMA): ranks read and write each other's memory, and copy it only once.
 
-    all ranks tell each other where their tensors are       (which also says that all have come)
-    each rank, chunk by chunk: reads what others have of its part, adds it to its own, writes the sum to them
-    barrier                                                 (from here on a tensor may change again)
+This uses process_vm_readv and process_vm_writev. A reduction has these steps:
 
-Of a tensor each rank owns a part, which nobody else touches on any rank meanwhile, and adds up what all have for it in
-the order of ranks: all ranks get the same bits, which depend on the number of ranks alone.
+    all ranks exchange the addresses of their tensors       (this also synchronises the ranks)
+    each rank, chunk by chunk: reads the others' values of its part, adds them to its own, writes the sum to them
+    barrier                                                 (after it, a tensor may change again)
+
+Each rank owns a part of the tensor. Only the owner accesses this part, on all ranks, and it adds the contributions of
+all ranks in rank order: all ranks receive the same bits, which depend only on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from mpicomm.shm.interface import OrderedSum
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_CHUNK_BYTES = 2**18  # what is added up at a time; it stays in the cache, with one for each other rank
+_CHUNK_BYTES = 2**18  # added at a time; stays in the cache, with one chunk for each other rank
 _SCRATCH_BYTES = 2**23
 _ALIGNMENT = 4096
-_COPIED_BYTES = 2**26  # by one call, which no signal interrupts
+_COPIED_BYTES = 2**26  # by one system call, which signals do not interrupt
 
 
 class _Vector(ctypes.Structure):
@@ -42,7 +44,7 @@ class _Peers:
     """The memory of the other ranks of a node."""
 
     def __init__(self, comm: Intracomm) -> None:
-        """Learn who they are (collective)."""
+        """Exchange the process IDs (collective)."""
         self._comm = comm
         self._pids = comm.allgather(os.getpid())
         self._local, self._remote, self._byte = _Vector(), _Vector(), ctypes.c_char()
@@ -53,21 +55,21 @@ class _Peers:
             call.restype = ctypes.c_ssize_t
 
     def exchange(self, number: int) -> array[int]:
-        """Return every rank's number, an address, when all have told theirs (collective)."""
+        """Return every rank's number, for example an address, in rank order (collective)."""
         mine, numbers = array("q", [number]), array("q", bytes(8 * self._comm.size))
         self._comm.Allgather(mine, numbers)
         return numbers
 
     def read(self, rank: int, address: int, output_buffer: torch.Tensor) -> None:
-        """Fill `room` from what begins at an address in another rank's memory.
+        """Fill `output_buffer` from an address in another rank's memory.
 
         Raises:
-            OSError: If it cannot be read; ProcessLookupError if the rank is gone.
+            OSError: If the memory cannot be read; ProcessLookupError if the rank's process has ended.
         """
         self._copy(self._library.process_vm_readv, rank, address, output_buffer)
 
     def can_read(self, rank: int, there: int) -> bool:
-        """Tell whether memory at an address can be read in a rank's process."""
+        """Return whether memory at an address can be read in a rank's process."""
         local, remote = self._local, self._remote
         local.start, remote.start = ctypes.addressof(self._byte), there
         local.length = remote.length = 1
@@ -77,7 +79,7 @@ class _Peers:
         """Write `content` to an address in another rank's memory.
 
         Raises:
-            OSError: If it cannot be written; ProcessLookupError if the rank is gone.
+            OSError: If the memory cannot be written; ProcessLookupError if the rank's process has ended.
         """
         self._copy(self._library.process_vm_writev, rank, address, content)
 
@@ -96,31 +98,32 @@ class _Peers:
 
 
 def is_available(comm: Intracomm) -> bool:
-    """Tell whether all ranks of `comm` may read and write each other's memory (collective)."""
+    """Return whether all ranks of `comm` can read and write each other's memory (collective)."""
     token = torch.tensor([secrets.randbits(62)], device="cpu")
     read, received = (torch.zeros(comm.size, dtype=torch.int64, device="cpu") for _ in range(2))
     try:
         peers = _Peers(comm)
-    except AttributeError:  # a C library without the call
+    except AttributeError:  # a C library without process_vm_readv
         peers = None
     if not all(comm.allgather(peers is not None)) or peers is None:
         return False
+    # Read a random token of each rank, and write this rank's token back to it.
     tokens = peers.exchange(int(token.item())).tolist()
     sources, targets = peers.exchange(token.data_ptr()), peers.exchange(received.data_ptr())
     with contextlib.suppress(OSError):
         for rank in range(comm.size):
             peers.read(rank, sources[rank], read[rank : rank + 1])
-            if read[rank] == tokens[rank]:  # it is not somebody else's memory
+            if read[rank] == tokens[rank]:  # the process ID does not belong to another process
                 peers.write(rank, targets[rank] + received.element_size() * comm.rank, token)
     comm.Barrier()
     return all(comm.allgather(read.tolist() == tokens and received.tolist() == tokens))
 
 
 class CMACollectives:
-    """The collectives of one communicator's ranks; tensors are flat, dense and on the host."""
+    """The collective operations of one communicator's ranks; tensors are flat, dense and on the host."""
 
     def __init__(self, comm: Intracomm) -> None:
-        """Let the ranks of a communicator read each other's memory (collective)."""
+        """Exchange the process IDs and allocate scratch memory (collective)."""
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
         self._peers = _Peers(comm)
@@ -128,27 +131,27 @@ class CMACollectives:
         share = _SCRATCH_BYTES // comm.size // _ALIGNMENT * _ALIGNMENT
         self._chunk_bytes = max(_ALIGNMENT, min(_CHUNK_BYTES, share))
         self._scratch = torch.empty(comm.size, self._chunk_bytes, dtype=torch.uint8, device="cpu")
-        self._rooms: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        self._scratch_views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
 
     def can_take(self, flat: torch.Tensor) -> bool:
-        """Tell whether this rank's tensor can be read by others: memory that a GPU's driver has mapped cannot."""
+        """Return whether other ranks can read this rank's tensor; memory mapped by a GPU driver cannot be read."""
         return self._peers.can_read(self.rank, flat.data_ptr())
 
     def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
-        """Reduce in place, on one rank or on all."""
+        """Reduce in place, with the result on the root, or on all ranks if it is None."""
         mine, places = self._owned(flat)
         receivers = range(self.size) if root is None else (root,)
         self._add(mine, places, how, mine if self.rank in receivers else None, set(receivers) - {self.rank})
         self._comm.Barrier()
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> None:
-        """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
+        """Reduce a tensor, split among the ranks as by torch.tensor_split; `out` receives this rank's part."""
         mine, places = self._owned(flat)
         self._add(mine, places, how, out)
         self._comm.Barrier()
 
     def all_gather(self, flat: torch.Tensor) -> None:
-        """Fill a tensor, split among the ranks as torch.tensor_split does, from what each has of its part."""
+        """Fill a tensor, split among the ranks as by torch.tensor_split, with each rank's own part."""
         sources = self._peers.exchange(flat.data_ptr())
         for owner, part in enumerate(flat.tensor_split(self.size)):
             if owner != self.rank:
@@ -156,14 +159,14 @@ class CMACollectives:
         self._comm.Barrier()
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Copy the root's tensor to the others."""
+        """Copy the root's tensor to the other ranks."""
         sources = self._peers.exchange(flat.data_ptr())
         if self.rank != root:
             self._peers.read(root, sources[root], flat)
         self._comm.Barrier()
 
     def _owned(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Return this rank's part of a tensor, and where that part is on every rank (collective)."""
+        """Return this rank's part of a tensor, and the address of that part on every rank (collective)."""
         mine = flat.tensor_split(self.size)[self.rank]
         return mine, [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
 
@@ -175,11 +178,13 @@ class CMACollectives:
         out: torch.Tensor | None,
         receivers: Iterable[int] = (),
     ) -> None:
-        """Add up this rank's tensor and those that are like it at the others' addresses.
+        """Add this rank's part and the same part at the other ranks' addresses.
 
         Args:
-            out: Takes the sum; None to leave this rank's memory as it is.
-            receivers: Ranks whose tensors take the sum.
+            mine: This rank's part.
+            places: The address of that part on every rank.
+            out: Receives the sum; None to leave this rank's memory unchanged.
+            receivers: Ranks whose tensors receive the sum.
         """
         output_buffers = self._rooms_for(mine.dtype)
         count = -(-mine.nbytes // self._chunk_bytes) or 1
@@ -190,7 +195,7 @@ class CMACollectives:
             terms = [output_buffer[: piece.numel()] for output_buffer in output_buffers]
             if how.wide is None:
                 terms[self.rank] = piece
-            else:  # those kernels wait for memory, of which a copy brings four times as much in that time
+            else:  # the widening kernels are memory-bound; a copy moves four times as much in the same time
                 terms[self.rank].copy_(piece)
             for rank in self._others:
                 self._peers.read(rank, places[rank] + there, terms[rank])
@@ -201,13 +206,13 @@ class CMACollectives:
             there += piece.nbytes
 
     def _rooms_for(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return memory of this rank's own, for a chunk of each rank."""
-        if dtype not in self._rooms:
+        """Return this rank's scratch memory, with a chunk for each rank."""
+        if dtype not in self._scratch_views:
             with torch.inference_mode(False):
-                self._rooms[dtype] = self._scratch.view(dtype).unbind()
-        return self._rooms[dtype]
+                self._scratch_views[dtype] = self._scratch.view(dtype).unbind()
+        return self._scratch_views[dtype]
 
 
 def _offset(whole: torch.Tensor, part: torch.Tensor) -> int:
-    """Return how many bytes of a tensor come before a part of it."""
+    """Return the offset of a part in a tensor, in bytes."""
     return part.data_ptr() - whole.data_ptr()

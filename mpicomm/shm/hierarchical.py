@@ -1,10 +1,10 @@
-"""An all-reduce in two levels: within nodes by memory that their ranks share, between nodes by MPI.
+"""A hierarchical all-reduce: through shared memory within nodes, by MPI between nodes.
 
-    within each node   reduce_scatter    each rank has its node's sum of one slice
-    between nodes      MPI_Allreduce     of that slice, with the ranks that have the same one on the other nodes
+    within each node   reduce_scatter    each rank receives its node's sum of one slice
+    between nodes      MPI_Allreduce     of that slice, among the ranks that have the same slice on the other nodes
     within each node   all_gather        of the slices
 
-The sums of one node travel in the wide dtype, and are rounded once.
+The sums of a node are sent in the wide dtype, and rounded once.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from mpicomm.shm.interface import OrderedSum, ShmCollectives, divide
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Intracomm
 
-_PIECE_BYTES = 2**26  # of a tensor, of which the slices' sums are there at a time
+_PIECE_BYTES = 2**26  # of a tensor, reduced at a time: this limits the memory for the slices' sums
 
 
 class HierarchicalCollectives:
-    """The all-reduce of a communicator whose ranks are on several nodes, equally many on each."""
+    """The all-reduce of a communicator whose ranks are on several nodes, with equally many ranks on each."""
 
     def __init__(self, node: ShmCollectives, across: Intracomm) -> None:
-        """Use the two levels.
+        """Combine the two levels.
 
         Args:
-            across: Joins the ranks that have the same rank on their nodes.
+            node: The collective operations of this node's ranks.
+            across: The communicator of the ranks that have the same rank on their nodes.
         """
         self._node = node
         self._across = across
 
     def can_take(self, flat: torch.Tensor) -> bool:
-        """Tell whether this rank's tensor is in memory that the others of its node can get at."""
+        """Return whether this rank's tensor is in memory that the other ranks of its node can access."""
         return self._node.can_take(flat)
 
     def reduce(self, flat: torch.Tensor, how: OrderedSum, datatype: Datatype) -> None:
-        """Reduce in place on all ranks.
+        """All-reduce in place.
 
         Args:
-            datatype: What MPI adds up: the wide dtype, or else the tensor's own.
+            datatype: The MPI datatype of the sum between nodes: that of the wide dtype, or else of the tensor's own.
         """
         for piece in flat.split(_PIECE_BYTES // flat.element_size()):
             slices = piece.tensor_split(self._node.size)

@@ -1,4 +1,4 @@
-"""The collectives of ranks that can access each other's memory, and the reduction that all of them do."""
+"""The interface of collective operations of ranks that can access each other's memory, and their common reduction."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class OrderedSum:
-    """A sum of all ranks' contributions, in the order of ranks."""
+    """A sum of all ranks' contributions, in rank order."""
 
     wide: torch.dtype | None = None
-    """The dtype in which it is made, if their own is too narrow; the result is rounded once."""
+    """The dtype of the computation if the contributions' own is too narrow; the result is rounded once."""
 
     divisor: int = 1
+    """Divides the sum after the reduction."""
 
     def write(self, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write the sum of the terms, in their order, to `out`, which may be one of them or of the wide dtype."""
+        """Write the sum of the terms, in their order, to `out`, which may be one of the terms or of the wide dtype."""
         if len(terms) == 2 and self.divisor == 1 and out.dtype == terms[0].dtype:
-            torch.add(*terms, out=out)  # two narrow numbers, too, are added in float32
+            torch.add(*terms, out=out)  # torch adds two narrow numbers in float32 too
             return
         total = terms[0] + terms[1] if self.wide is None else terms[0].to(self.wide).add_(terms[1])
         for term in terms[2:]:
@@ -32,27 +33,27 @@ class OrderedSum:
 
 
 def divide(total: torch.Tensor, divisor: int) -> None:
-    """Divide floating point or complex numbers in place; torch's own division of complex ones is not quite right."""
+    """Divide floating point or complex numbers in place; torch's own division of complex numbers is inexact."""
     (torch.view_as_real(total) if total.is_complex() else total).div_(divisor)
 
 
 class ShmCollectives(Protocol):
-    """The collectives of ranks of one node; tensors are flat, dense and on the host."""
+    """The collective operations of one node's ranks; tensors are flat, dense and on the host."""
 
     rank: int
     size: int
 
     def can_take(self, flat: torch.Tensor) -> bool:
-        """Tell whether this rank's tensor is in memory that the others can get at."""
+        """Return whether this rank's tensor is in memory that the other ranks can access."""
 
     def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
-        """Reduce in place, on one rank or on all."""
+        """Reduce in place, with the result on the root, or on all ranks if it is None."""
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> None:
-        """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
+        """Reduce a tensor, split among the ranks as by torch.tensor_split; `out` receives this rank's part."""
 
     def all_gather(self, flat: torch.Tensor) -> None:
-        """Fill a tensor, split among the ranks as torch.tensor_split does, from what each has of its part."""
+        """Fill a tensor, split among the ranks as by torch.tensor_split, with each rank's own part."""
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Copy the root's tensor to the others."""
+        """Copy the root's tensor to the other ranks."""

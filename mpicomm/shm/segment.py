@@ -1,20 +1,19 @@
-"""Collectives of ranks that share memory: in chunks that fit the cache, each copied in, reduced, and copied out.
+"""Collective operations through a shared memory segment, in chunks that fit the cache: copy in, reduce, copy out.
 
     stage      0          1                2
     chunk 0    copy in    its owners add   copy out
     chunk 1               copy in          its owners add    copy out
     ...
 
-Between two stages is a barrier of MPI's, which also makes visible to others what a rank has written. There is room for
-two chunks at a time: what a stage writes was read in the stage before the last one.
+An MPI barrier separates the stages; it also makes a rank's writes visible to the other ranks. The segment holds two
+chunks at a time: the memory that a stage writes was read in the stage before the last one.
 
-Of each chunk, each rank owns a part, and adds up what all have for it in the order of ranks: all ranks get the same
-bits, which depend on the number of ranks alone.
+Each rank owns a part of each chunk and adds the contributions of all ranks to it in rank order: all ranks receive the
+same bits, which depend only on the number of ranks.
 
-
-The segment has no name in any file system and goes with the last process that maps it: one rank makes a file in memory
-(memfd_create) and reserves its pages; the others open it by way of that rank's entry in /proc, which asks for the same
-user and the same PID namespace. The size of /dev/shm does not matter to it.
+The segment has no name in any file system, and is freed with the last process that maps it: one rank creates a file in
+memory (memfd_create) and reserves its pages; the other ranks open it through that rank's entry in /proc, which requires
+the same user and the same PID namespace. The size of /dev/shm does not limit it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 2**20
 _LEAST_CHUNK_BYTES = 2**16
-_SEGMENT_BYTES = 2**26  # where more ranks share a node, chunks are smaller
-_ROOMS = 2
+_SEGMENT_BYTES = 2**26  # with more ranks on a node, chunks are smaller
+_BUFFERS = 2  # chunks in the segment
 _ALIGNMENT = 4096
 _MOST_CUTS = 256
 _TOKEN_BYTES = 16
@@ -50,28 +49,31 @@ class NoSharedMemoryError(MpicommError):
 
 
 def make(comm: Intracomm, nbytes: int) -> torch.Tensor:
-    """Return memory, as bytes, that all ranks of `comm` share (collective). It is theirs until the tensor goes.
+    """Return memory, as bytes, that all ranks of `comm` share (collective). It is mapped as long as the tensor lives.
 
     Raises:
-        NoSharedMemoryError: On all ranks, if there is none for one of them.
+        NoSharedMemoryError: On all ranks, if one of them cannot share the memory.
     """
+    # 1. rank 0 creates the memory
     failure, memory, descriptor = "", None, None
     offer: tuple[int, int, bytes] | None = None
     if comm.rank == 0:
         try:
             descriptor, memory = _create(nbytes)
             offer = (os.getpid(), descriptor, _token(memory))
-        except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
-            failure = f"{nbytes >> 20} MiB cannot be reserved: {error}"
+        except Exception as error:  # noqa: BLE001  the other ranks wait for the result
+            failure = f"failed to reserve {nbytes >> 20} MiB: {error}"
+    # 2. the other ranks open it
     offer = comm.bcast(offer, 0)
     if comm.rank > 0 and offer is not None:
         try:
             memory = _open(offer, nbytes)
         except Exception as error:  # noqa: BLE001  as above
-            failure = f"what another rank of this node has made cannot be opened: {error}"
+            failure = f"failed to open the memory of another rank: {error}"
+    # 3. all ranks exchange the results
     failures = [each for each in comm.allgather(failure) if each]
     if descriptor is not None:
-        os.close(descriptor)  # all have mapped it, or never will
+        os.close(descriptor)  # all ranks have mapped it, or have failed to
     if failures:
         raise NoSharedMemoryError(failures[0])
     assert memory is not None
@@ -79,10 +81,10 @@ def make(comm: Intracomm, nbytes: int) -> torch.Tensor:
 
 
 def _create(nbytes: int) -> tuple[int, torch.Tensor]:
-    """Return a descriptor of new memory and the memory, which begins with what only its maker knows."""
+    """Create a file in memory; return its descriptor and its memory, which begins with a random token."""
     descriptor = os.memfd_create("mpicomm", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # or touching it could end the process
+        os.posix_fallocate(descriptor, 0, nbytes)  # otherwise access to a page could kill the process
         memory = _map(descriptor, nbytes)
     except OSError:
         os.close(descriptor)
@@ -92,17 +94,21 @@ def _create(nbytes: int) -> tuple[int, torch.Tensor]:
 
 
 def _open(offer: tuple[int, int, bytes], nbytes: int) -> torch.Tensor:
-    """Return the memory that another rank has made; in another PID namespace its number would be somebody else's."""
+    """Open the memory that another rank has created.
+
+    Raises:
+        OSError: If it cannot be opened, or if the process ID belongs to another process in this rank's PID namespace.
+    """
     pid, descriptor, token = offer
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(opened).st_size != nbytes:
-            raise OSError(f"process {pid} is another one here")
+            raise OSError(f"process {pid} is a different process in this rank's PID namespace")
         memory = _map(opened, nbytes)
     finally:
         os.close(opened)
     if _token(memory) != token:
-        raise OSError(f"process {pid} is another one here")
+        raise OSError(f"process {pid} is a different process in this rank's PID namespace")
     return memory
 
 
@@ -115,38 +121,38 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def segment_bytes(size: int) -> int:
-    """Return how much memory `size` ranks share."""
-    return _ROOMS * (size + 1) * _chunk_bytes(size)
+    """Return the size in bytes of the segment of `size` ranks."""
+    return _BUFFERS * (size + 1) * _chunk_bytes(size)
 
 
 def _chunk_bytes(size: int) -> int:
-    share = _SEGMENT_BYTES // (_ROOMS * (size + 1))
+    share = _SEGMENT_BYTES // (_BUFFERS * (size + 1))
     return max(_LEAST_CHUNK_BYTES, min(_CHUNK_BYTES, share // _ALIGNMENT * _ALIGNMENT))
 
 
 class SegmentCollectives:
-    """The collectives of one communicator's ranks; tensors are flat, dense and on the host."""
+    """The collective operations of one communicator's ranks; tensors are flat, dense and on the host."""
 
     def __init__(self, comm: Intracomm, memory: torch.Tensor) -> None:
         """Use memory that the ranks share.
 
         Args:
-            memory: `segment_bytes(comm.size)` bytes.
+            memory: The shared memory, of `segment_bytes(comm.size)` bytes.
         """
         self._comm = comm
         self.rank, self.size = comm.rank, comm.size
         self._chunk_bytes = _chunk_bytes(comm.size)
-        self._rooms = memory.view(_ROOMS, comm.size + 1, self._chunk_bytes)
+        self._buffers = memory.view(_BUFFERS, comm.size + 1, self._chunk_bytes)
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._room = 0  # which the next chunk uses
+        self._current = 0  # index of the room for the next chunk
         self._cuts: dict[tuple[torch.dtype, int, int], Slots] = {}
 
     def can_take(self, flat: torch.Tensor) -> bool:  # noqa: ARG002  all tensors can be copied
-        """Tell that this rank's tensor can be copied in and out."""
+        """Return True: any tensor can be copied in and out."""
         return True
 
     def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
-        """Reduce in place, on one rank or on all."""
+        """Reduce in place, with the result on the root, or on all ranks if it is None."""
         writes = root in (None, self.rank)
         chunks = flat.split(self._elements(flat.dtype))
         parts = [chunk.tensor_split(self.size) for chunk in chunks]
@@ -166,7 +172,7 @@ class SegmentCollectives:
         self._run(len(chunks), functools.partial(self._bring, parts, slots), add, fetch)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> None:
-        """Reduce a tensor that is split among the ranks, as torch.tensor_split does, and leave each its part."""
+        """Reduce a tensor, split among the ranks as by torch.tensor_split; `out` receives this rank's part."""
         blocks = flat.tensor_split(self.size)
         length = self._elements(blocks[0].dtype) // self.size
         count = -(-max(block.numel() for block in blocks) // length)
@@ -180,25 +186,25 @@ class SegmentCollectives:
         self._run(count, functools.partial(self._bring, parts, slots), add)
 
     def _bring(self, parts: Sequence[Sequence[torch.Tensor]], slots: Sequence[Slots], index: int) -> None:
-        """Copy in what others add up."""
+        """Copy in this rank's contributions to the parts that other ranks own."""
         for owner in self._others:
             part = parts[index][owner]
             slots[index][self.rank][owner][: part.numel()].copy_(part)
 
     def _terms(self, mine: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
-        """Return what this rank adds up, in the order of ranks."""
+        """Return all ranks' contributions to this rank's part, in rank order."""
         return [mine if rank == self.rank else slots[rank][self.rank][: mine.numel()] for rank in range(self.size)]
 
     def all_gather(self, flat: torch.Tensor) -> None:
-        """Fill a tensor, split among the ranks as torch.tensor_split does, from what each has of its part."""
+        """Fill a tensor, split among the ranks as by torch.tensor_split, with each rank's own part."""
         self._spread(dict(enumerate(flat.tensor_split(self.size))))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Copy the root's tensor to the others."""
+        """Copy the root's tensor to the other ranks."""
         self._spread({root: flat})
 
     def _spread(self, blocks: dict[int, torch.Tensor]) -> None:
-        """Copy the blocks of some ranks to all others."""
+        """Copy the blocks of some ranks to all other ranks."""
         dtype = next(iter(blocks.values())).dtype
         length = self._elements(dtype)
         count = -(-max(block.numel() for block in blocks.values()) // length)
@@ -221,26 +227,26 @@ class SegmentCollectives:
         self._run(count, bring, fetch)
 
     def _run(self, count: int, *stages: Callable[[int], None]) -> None:
-        """Take `count` chunks through all stages."""
+        """Run `count` chunks through all stages; a chunk enters a stage when the previous chunk has left it."""
         for moment in range(count + len(stages) - 1):
             if moment:
                 self._comm.Barrier()
             for delay, stage in enumerate(stages):
                 if 0 <= moment - delay < count:
                     stage(moment - delay)
-        self._room = (self._room + count) % _ROOMS
+        self._current = (self._current + count) % _BUFFERS
 
     def _elements(self, dtype: torch.dtype) -> int:
-        """Return how many elements a chunk has."""
+        """Return the number of elements in a chunk."""
         return self._chunk_bytes // dtype.itemsize
 
     def _slot(self, dtype: torch.dtype, index: int, rank: int) -> torch.Tensor:
-        """Return where a rank puts what it has of a chunk; the last is for results."""
-        return self._rooms[(self._room + index) % _ROOMS, rank].view(dtype)
+        """Return a rank's memory for its contributions to a chunk; rank `size` stands for the results."""
+        return self._buffers[(self._current + index) % _BUFFERS, rank].view(dtype)
 
     def _slots(self, dtype: torch.dtype, index: int, elements: int) -> Slots:
-        """Return every rank's slot for a chunk, and the one for results, each in parts by owner."""
-        key = (dtype, (self._room + index) % _ROOMS, elements)
+        """Return every rank's slot for a chunk and the slot for results, each split into parts by owner."""
+        key = (dtype, (self._current + index) % _BUFFERS, elements)
         if key not in self._cuts:
             if len(self._cuts) >= _MOST_CUTS:
                 self._cuts.clear()

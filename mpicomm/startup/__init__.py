@@ -1,1 +1,1 @@
-"""How a job comes together: who is where, which device is whose, where the store is."""
+"""Startup of a job: topology, device assignment, rendezvous and the startup barrier."""

@@ -1,7 +1,7 @@
-"""Which ranks of this host have not called `bootstrap()`: a script that `notice.py` runs while they are waited for.
+"""Prints which ranks of this host have not called `bootstrap()`: a script that `notice.py` runs while a rank waits.
 
-It runs in an interpreter of its own, because the rank itself cannot run Python code: MPI_Init holds the GIL. It needs
-the standard library alone, and takes one argument, a JSON object with the fields of `Waiting`.
+It runs in an interpreter of its own, because the rank itself cannot run Python code: MPI_Init holds the GIL. It uses
+only the standard library, and takes one argument, a JSON object with the fields of `Waiting`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 MARKER = "mpicomm-start-"
-"""With a process's pid behind it, the abstract Unix socket that the process has open while it waits."""
+"""Followed by the pid: the name of the abstract Unix socket that a process keeps open while it waits."""
 
-_ALWAYS_SPEAK = 16  # ranks; of the others those whose number is a power of two, so that a large job prints few lines
+_ALWAYS_SPEAK = 16  # ranks below this may print; above, only powers of two, so that large jobs print few lines
 _SHOWN = 8  # how many ranks or hosts are listed one by one
 _COMMAND = 120  # characters of a command line
 
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """What a rank that waits knows."""
+    """The information that a waiting rank passes to this script."""
 
     pid: int
     rank: int
     size: int | None
-    """The number of ranks; None where the launcher does not say it."""
+    """The number of ranks; None if the launcher does not set it."""
 
     local_size: int | None
-    """The number of ranks on this host; None where the launcher does not say it."""
+    """The number of ranks on this host; None if the launcher does not set it."""
 
     variable: str
-    """The variable in which the launcher passes the rank."""
+    """The environment variable in which the launcher passes the rank."""
 
     host: str
     phase: str
@@ -45,7 +45,7 @@ class Waiting:
     """Seconds after which the job is aborted."""
 
     script: str
-    """What Python runs: sys.argv[0]."""
+    """The program: sys.argv[0]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Process:
 
 
 def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | None:
-    """Return what to print; None if another rank of this host prints it, or there is nothing to wait for any more.
+    """Return the text to print; None if another rank of this host prints it, or this rank no longer waits.
 
     Args:
-        processes: Those of this host's ranks; of one rank there may be several.
-        hosts: The hosts of the job as the launcher lists them; empty where it does not.
+        processes: The processes of this host's ranks; a rank may have several.
+        hosts: The hosts of the job as the launcher lists them; empty without such a list.
     """
     here = {each.rank for each in processes if each.is_waiting}
     if waiting.rank != min(filter(_may_speak, here), default=None):
@@ -104,10 +104,10 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int
     elif gone:
         lines.append(f"{gone} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
     elif not others and waiting.local_size == waiting.size:
-        lines.append("no rank is absent: MPI itself is slow or blocked")
+        lines.append("every rank has called bootstrap(): MPI itself is slow or blocked")
     elif not others:
         lines.append(
-            f"all {waiting.local_size} ranks on {waiting.host} are waiting: the absent ones are on other hosts"
+            f"all {waiting.local_size} ranks on {waiting.host} are waiting: the absent ranks are on other hosts"
         )
     return lines
 
@@ -132,7 +132,7 @@ def _listed(ranks: set[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {first}{more}"
 
 
-# -- what the system knows ---------------------------------------------------------------------------------------------
+# -- information from /proc and the scheduler --------------------------------------------------------------------------
 
 
 def processes_of_job(pid: int, variable: str) -> list[Process]:
@@ -159,7 +159,7 @@ def processes_of_job(pid: int, variable: str) -> list[Process]:
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> str:
-    """Return the hosts of the job as its scheduler lists them; empty where it does not."""
+    """Return the hosts of the job as its scheduler lists them; empty without such a list."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "LSB_HOSTS"):
         if environ.get(name):
             return f"{environ[name]} ({name})"
@@ -171,7 +171,7 @@ def hosts_of_job(environ: Mapping[str, str]) -> str:
 
 
 def _parents() -> dict[int, int]:
-    """Return every process's parent."""
+    """Return the parent pid of every process, by pid."""
     found = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -181,7 +181,7 @@ def _parents() -> dict[int, int]:
 
 
 def _rank_of(pid: int, variable: str) -> int | None:
-    """Return the rank in the environment of a process; None where there is none, or the process is another user's."""
+    """Return the rank in the environment of a process; None if it is not set, or another user owns the process."""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
             name, _, value = entry.partition("=")

@@ -1,4 +1,4 @@
-"""Which back end the job uses: pure choice from what the user asked for and which devices the ranks have."""
+"""Chooses the backend of the job from the requested backend and the devices of the ranks, without side effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPECTED = dataclasses.replace(
 
 
 def check(backend: str | None) -> None:
-    """Refuse a back end that does not exist.
+    """Check the name of a backend.
 
     Raises:
         TypeError: If it is neither a str nor None.
@@ -28,21 +28,21 @@ def check(backend: str | None) -> None:
 
 
 def needs_mpi(backend: str | None) -> bool:
-    """Tell whether the back end cannot do without MPI."""
+    """Return whether the backend requires MPI."""
     return backend in (MPI, MPI_WITH_NCCL)
 
 
 def needs_nccl(backend: str | None) -> bool:
-    """Tell whether the back end puts every rank's GPU into NCCL's hands."""
+    """Return whether the backend uses NCCL for GPU tensors."""
     return backend is not None and NCCL in backend
 
 
 def choose(backend: str | None, *, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> str | None:
-    """Say what "auto" means here; any other back end means itself.
+    """Resolve "auto" to a backend; return any other backend unchanged.
 
     Args:
-        has_mpi: Whether the ranks were started by MPI.
-        gpu_each: Whether every rank has a GPU that no other has.
+        has_mpi: Whether an MPI launcher started the ranks.
+        gpu_each: Whether every rank has a GPU that no other rank uses.
         has_nccl: Whether this torch was built with NCCL.
     """
     if backend != "auto":
@@ -53,6 +53,6 @@ def choose(backend: str | None, *, has_mpi: bool, gpu_each: bool, has_nccl: bool
 
 
 def gpu_each(uuids: Sequence[str | None], hosts: Sequence[str]) -> bool:
-    """Tell whether every rank has a GPU of its own."""
+    """Return whether every rank has a GPU that no other rank uses."""
     owned = [(host, uuid) for host, uuid in zip(hosts, uuids, strict=True) if uuid is not None]
     return len(set(owned)) == len(uuids)

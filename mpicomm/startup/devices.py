@@ -1,7 +1,7 @@
-"""Which device each rank uses.
+"""Assigns a device to each rank.
 
-GPUs are compared by UUID, since `cuda:0` is another GPU in each task of `srun --gpus-per-task=1` and the same one where
-every task sees the whole node.
+GPUs are compared by UUID: `cuda:0` is a different GPU in each task of `srun --gpus-per-task=1`, and the same GPU where
+every task sees all GPUs of the node.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mpicomm.errors import DeviceError
 
 @dataclasses.dataclass(frozen=True)
 class GPUAssignment:
-    """The GPU that one rank was given."""
+    """The GPU assigned to a rank."""
 
     index: int
-    """The GPU's index among those that this rank sees."""
+    """The index of the GPU among those that this rank sees."""
 
     shared: bool
-    """Whether another rank on the node was given the same GPU."""
+    """Whether another rank on the node uses the same GPU."""
 
 
 def visible_gpus() -> list[str]:
@@ -35,16 +35,16 @@ def visible_gpus() -> list[str]:
 
 
 def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
-    """Give every rank of a node a GPU of its own where that is possible.
+    """Assign a GPU to every rank of a node, each a different one if possible.
 
-    A maximum matching of ranks to GPUs (Kuhn, 1955: augmenting paths), so that ranks that see only some of the node's
-    GPUs do not lose them to ranks that see more. Ranks that are left over share.
+    Computes a maximum matching of ranks to GPUs (Kuhn, 1955: augmenting paths), so that ranks that see only some of the
+    node's GPUs do not lose them to ranks that see more. Unmatched ranks share a GPU.
 
     Args:
         visible: For every local rank, the UUIDs of the GPUs that it sees.
 
     Returns:
-        For every local rank its seat, or None where it sees no GPU.
+        For every local rank its assignment, or None if it sees no GPU.
     """
     owner: dict[str, int] = {}
     for rank in range(len(visible)):
@@ -61,7 +61,7 @@ def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
 
 
 def _find_seat(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int], tried: set[str]) -> bool:
-    # A free one first: nobody has to move, and where all see the whole node, rank i gets cuda:i.
+    # Try free GPUs first: no rank has to move, and if all ranks see all GPUs, rank i gets cuda:i.
     for uuid in sorted(visible[rank], key=lambda uuid: uuid in owner):
         if uuid in tried:
             continue
@@ -80,17 +80,19 @@ EXPECTED = Expected(
 
 
 def parse(device: str | torch.device | int) -> torch.device:
-    """Return the device that the user named, checked to exist.
+    """Return the device that the user requested, after checking that it exists.
 
     Raises:
         TypeError: If it is not a str, an integer or a torch.device.
-        DeviceError: If there is no such device in this process, or tensors on it cannot be sent.
+        DeviceError: If this process has no such device, or its type is neither cpu nor cuda.
     """
     EXPECTED.check(device, "device")
     try:
         wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
-        raise DeviceError(f"device={device!r} is not a device: {error}\nPass 'cpu', 'cuda' or 'cuda:N'.") from None
+        raise DeviceError(
+            f"device must name a torch device, got {device!r}: {error}\nPass 'cpu', 'cuda' or 'cuda:N'."
+        ) from None
     if wanted.type not in ("cpu", "cuda"):
         raise DeviceError(f"device must be on cpu or cuda, got {device!r}.\nPass 'cpu', 'cuda' or 'cuda:N'.")
     if wanted.type != "cuda":
@@ -108,14 +110,14 @@ def parse(device: str | torch.device | int) -> torch.device:
 
 
 def refuse_shared(uuids: Sequence[str | None], hosts: Sequence[str]) -> None:
-    """Refuse ranks that share a GPU, before NCCL does in its own words.
+    """Raise an error if ranks share a GPU, before NCCL fails with a less specific one.
 
     Args:
         uuids: For every rank the UUID of its GPU, or None.
         hosts: For every rank its host.
 
     Raises:
-        DeviceError: If two ranks have the same GPU, or one has none; it names them.
+        DeviceError: If ranks share a GPU, or a rank has no GPU; the message lists these ranks.
     """
     without = [rank for rank, uuid in enumerate(uuids) if uuid is None]
     if without:

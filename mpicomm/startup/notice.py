@@ -1,7 +1,7 @@
-"""A notice about absent ranks from a rank that waits in MPI_Init, which neither returns nor releases the GIL.
+"""Prints a notice about absent ranks while a rank waits in MPI_Init, which neither returns nor releases the GIL.
 
 A POSIX timer (timer_create with SIGEV_THREAD) calls the C library's system() on a thread of its own, which needs no GIL
-and runs `absent.py`. Until the timer expires it costs about 0.2 ms, and there is no process that could be left behind.
+and runs `absent.py`. It costs about 0.2 ms until the timer expires, and before that creates no process to clean up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpicomm.startup import absent
 from mpicomm.startup.absent import Waiting
 
 _SIGEV_THREAD = 2  # bits/siginfo-consts.h, on every architecture
-_commands: list[ctypes.Array[ctypes.c_char]] = []  # a timer that has expired reads its own at any time after that
+_commands: list[ctypes.Array[ctypes.c_char]] = []  # kept alive: an expired timer may read its command at any later time
 
 
 class _SigEvent(ctypes.Structure):
@@ -46,14 +46,14 @@ class _TimerSpec(ctypes.Structure):
 
 @contextlib.contextmanager
 def after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[None]:
-    """Print which ranks are absent if the block takes longer than `seconds`; other ranks must be in the same block.
+    """Print which ranks are absent if the block takes longer than `seconds`; all ranks must execute the same block.
 
-    Where no launcher tells ranks apart, or the system has no such timers, nothing is printed: the block's own deadline
-    remains.
+    Nothing is printed if no launcher has set the rank, or if the system lacks such timers; the block's own deadline
+    still applies.
 
     Args:
-        phase: What the ranks do in the block, for the message.
-        limit: The block's deadline in seconds, for the message.
+        phase: The operation that the ranks execute in the block, for the message.
+        limit: The deadline of the block in seconds, for the message.
     """
     with contextlib.ExitStack() as stack:
         waiting = _waiting(launch, phase, seconds, limit)
@@ -66,7 +66,7 @@ def after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[
 
 
 def _waiting(launch: Launch, phase: str, seconds: float, limit: float) -> Waiting | None:
-    """Return what this rank knows; None without a launcher, or where it started one process."""
+    """Return the arguments for `absent.py`; None without a launcher, or for a job of one process."""
     variable = next((claim.launcher.rank for claim in launch.parties if claim.rank is not None), None)
     size = next((claim.size for claim in launch.parties if claim.size is not None), None)
     if variable is None or size == 1:

@@ -1,7 +1,7 @@
-"""The limit of open files (RLIMIT_NOFILE), of which each connection takes one.
+"""Raises the limit of open files (RLIMIT_NOFILE) for the connections of a job; each connection is one open file.
 
-Rank 0 holds a connection of every rank to the job's store, and one of each rank that it is the hub of in the side
-channel: of those on its own node, and of one on every other node.
+Rank 0 holds one connection of every rank to the job's store. As a hub of the out-of-band channel it also holds one
+connection of each rank on its own node, and of one rank on every other node.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from mpicomm.errors import LaunchError
 from mpicomm.startup.topology import Topology
 
-_SPARE = 256  # descriptors that are left to MPI and the program, where the hard limit allows
-_LEAST_SPARE = 32  # the store's own, and what MPI opens in any case
+_SPARE = 256  # descriptors reserved for MPI and the program, if the hard limit allows
+_LEAST_SPARE = 32  # the minimum: descriptors of the store itself and of MPI
 
 
 def allow(connections: int) -> int:
-    """Raise the soft limit of this process, as far as the hard limit allows, for so many connections and some more.
+    """Raise the soft limit of this process for so many connections plus a reserve, up to the hard limit.
 
     Returns:
-        How many more files this process may open now.
+        The number of further files that this process may open.
     """
     used = sum(1 for _ in Path("/proc/self/fd").iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -36,10 +36,10 @@ def require_on_rank_0(size: int, where: Topology) -> None:
     """Raise rank 0's limit for the connections of a job.
 
     Raises:
-        LaunchError: If the hard limit is too low for them; it says how many ranks fit.
+        LaunchError: If the hard limit is too low; the message gives the number of ranks that fit.
     """
     needed = size + where.local_size + where.num_nodes
-    # Every rank may connect once more when the job fails, to ask whether it is the first.
+    # When the job fails, every rank may open one more connection, to find out whether it failed first.
     left = max(0, allow(needed + size) - _LEAST_SPARE)
     if left < needed:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""A process group that the program has made before `bootstrap()`: refused, with the call to delete."""
+"""Detects a process group that the program initialized before `bootstrap()`, and reports the call to delete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def refuse(backend: str | None) -> None:
-    """Refuse to start where torch.distributed is initialized already.
+    """Raise an error if torch.distributed is already initialized.
 
     Args:
-        backend: What `bootstrap` was called with, for the message.
+        backend: The `backend` argument of `bootstrap`, for the message.
 
     Raises:
-        LaunchError: If it is; it names the lines that may have done it.
+        LaunchError: If it is initialized; the message lists the source lines that may have done so.
     """
     if not dist.is_initialized():
         return
@@ -38,7 +38,7 @@ def refuse(backend: str | None) -> None:
 
 
 def _calls_on_the_stack() -> list[str]:
-    """Return the lines that call init_process_group, as file:line, of the files that lead to this call."""
+    """Return the lines that call init_process_group, as file:line, in the files on the call stack."""
     files = dict.fromkeys(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
     return [
         f"{file}:{number}"

@@ -1,7 +1,7 @@
-"""Where the store is: rank 0 binds first, then says by MPI what it bound.
+"""Rendezvous: rank 0 binds the sockets of the job's store, then broadcasts their addresses by MPI.
 
-No port is chosen, closed and hoped for. With several nodes, the address is one at which a rank of every node has
-reached rank 0 and got the answer that only rank 0 can give.
+The bound socket becomes the store's, so no other process can take its port in between. With several nodes, a rank of
+every node has connected to the address before, and has received a token that only rank 0 can send.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOKEN_BYTES = 16
-_PROOF_SECONDS = (0.5, 5.0)  # two rounds: a network that drops packets must not cost every start the long wait
+_PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 
 
 @dataclasses.dataclass(frozen=True)
 class JobStore:
-    """The job's store and where it listens."""
+    """The store of the job, and the address and port at which it listens."""
 
     store: dist.Store
     address: str
@@ -57,15 +57,15 @@ def meet(
 ) -> JobStore:
     """Open the job's store on rank 0 and connect every rank to it (collective).
 
-    The address is MASTER_ADDR if rank 0 has it, loopback on a single node, otherwise the first of rank 0's addresses at
-    which every node reaches it. Only rank 0's environment counts.
+    The address is MASTER_ADDR if it is set on rank 0, loopback on a single node, otherwise the first of rank 0's
+    addresses at which every node reaches it. Only rank 0's environment is used.
 
     Args:
-        interface: Name or address of the interface to listen on; None to find one. Rank 0's value counts.
+        interface: Name or address of the interface to listen on; None to choose one. Only rank 0's value is used.
 
     Raises:
-        LaunchError: If MASTER_ADDR, MASTER_PORT or the interface cannot be listened on, or rank 0 may not open as many
-            files as there are ranks to connect to it.
+        LaunchError: If rank 0 cannot listen on MASTER_ADDR, MASTER_PORT or the interface, or its limit of open files is
+            too low for the connections of all ranks.
         RendezvousError: If no address of rank 0 is reachable from every node.
     """
     on_rank_0(comm, lambda: open_files.require_on_rank_0(comm.size, topology))
@@ -78,7 +78,7 @@ def meet(
 
 
 def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
-    """Run a function on rank 0; if it raises there, raise the same on every rank (collective).
+    """Run a function on rank 0; if it raises an error, raise the same error on every rank (collective).
 
     Returns:
         The function's result on rank 0, None on the others.
@@ -90,7 +90,7 @@ def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
             result = function()
         except MpicommError as caught:
             error = caught
-        except Exception as caught:  # noqa: BLE001  whatever it is, the others must not wait
+        except Exception as caught:  # noqa: BLE001  on any error, the other ranks must not wait
             error = RendezvousError(f"rank 0 could not open the job's store: {caught}")
     if (error := comm.bcast(error)) is not None:
         raise raised_on_all_ranks(error)
@@ -105,7 +105,7 @@ def _open_store(
     port: int,
     timeout: datetime.timedelta,
 ) -> dist.Store:
-    """Hand rank 0's listening socket to the store and connect the others to it."""
+    """Pass rank 0's listening socket to the store and connect the other ranks to it (collective)."""
 
     def serve() -> dist.Store:
         assert listeners
@@ -139,7 +139,8 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
             errors.append(f"{address}{asked} port {port}: {error.strerror}")
     if not listeners:
         raise LaunchError(
-            f"rank 0 on {socket.gethostname()} can listen nowhere: {'; '.join(errors) or 'no interface is up'}.\n"
+            f"rank 0 on {socket.gethostname()} cannot listen on any address: "
+            f"{'; '.join(errors) or 'no network interface is up'}.\n"
             f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
         )
     return listeners
@@ -148,15 +149,15 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
 def _given_port(environ: Mapping[str, str]) -> int:
     text = environ.get("MASTER_PORT") or "0"
     if not text.isdigit() or int(text) > 65535:
-        raise LaunchError(f"MASTER_PORT={text} is not a port.\nSet it to a number from 1 to 65535, or unset it.")
+        raise LaunchError(f"MASTER_PORT must be a number from 1 to 65535, got {text}.\nCorrect it, or unset it.")
     return int(text)
 
 
 def _given_addresses(environ: Mapping[str, str], interface: str | None, num_nodes: int) -> list[str]:
-    """Return the addresses that the user asked for, or none."""
+    """Return the addresses of MASTER_ADDR or of the requested interface; empty if neither is usable or set."""
     if name := environ.get("MASTER_ADDR"):
         addresses = _resolve(name)
-        # Debian's /etc/hosts gives a machine's own name a loopback address; no other node could come there.
+        # Debian's /etc/hosts maps a machine's own name to a loopback address, which other nodes cannot reach.
         if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
             return []
         return addresses
@@ -178,7 +179,7 @@ def _resolve(name: str) -> list[str]:
     except (OSError, UnicodeError) as error:
         raise LaunchError(
             f"MASTER_ADDR={name} cannot be resolved on {socket.gethostname()}: {error}.\n"
-            f"Set it to an address of rank 0's host, or unset it to let mpicomm find one."
+            f"Set it to an address of rank 0's host, or unset it to let mpicomm choose one."
         ) from None
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
@@ -187,7 +188,7 @@ def _bind(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A port given by the user may be in TIME_WAIT from the job before.
+        # The port of MASTER_PORT may be in TIME_WAIT since the previous job.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(4096)
@@ -198,7 +199,7 @@ def _bind(address: str, port: int) -> socket.socket:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host at which others may reach it: the one its name stands for first."""
+    """Return the addresses of this host except loopback; those to which its name resolves come first."""
     addresses = [address for _, address in _interfaces() if not ipaddress.ip_address(address).is_loopback]
     try:
         named = _resolve(socket.gethostname())
@@ -208,11 +209,11 @@ def own_addresses() -> list[str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface by which this host reaches an address; None if that cannot be told."""
+    """Return the name of the interface on the route to an address; None if it cannot be determined."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # of a datagram socket: asks for the route, and sends nothing
+            probe.connect(place)  # on a datagram socket: looks up the route, sends no packet
             mine = probe.getsockname()[0]
     except OSError:
         return None
@@ -220,7 +221,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """Return name and address of every interface that is up; IPv4 first, then global IPv6."""
+    """Return name and address of every interface that is up; IPv4 first, then IPv6."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -244,16 +245,18 @@ def _ipv6_interfaces() -> list[tuple[str, str]]:
 
 
 def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], places: list[tuple[str, int]]) -> int:
-    """Return the index of the first place at which every node reaches rank 0 (collective).
+    """Return the index of the first address at which every node reaches rank 0 (collective).
 
-    Rank 0 answers whoever connects with a token that it also sends by MPI: a connection alone may have reached another
-    machine with the same private address.
+    Rank 0 answers each connection with a token that it also broadcasts by MPI: a connection alone may have reached
+    another machine with the same private address.
     """
+    # 1. rank 0 answers connections on a thread
     token = comm.bcast(secrets.token_bytes(_TOKEN_BYTES))
     done = threading.Event()
     answering = threading.Thread(target=_answer, args=(listeners, token, done), name="mpicomm-rendezvous")
     if comm.rank == 0:
         answering.start()
+    # 2. one rank of every other node tries all addresses
     is_asking = topology.local_rank == 0 and comm.rank != 0
     for seconds in _PROOF_SECONDS:
         by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
@@ -269,7 +272,7 @@ def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], 
 
 
 def _reached(places: list[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
-    """Tell for every place whether rank 0 answers there."""
+    """Return for every address whether rank 0 answers there."""
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(lambda place: reaches(place, token, seconds), places))
 
@@ -282,14 +285,14 @@ def _answer(listeners: list[socket.socket], token: bytes, done: threading.Event)
         while not done.is_set():
             for key, _ in selector.select(timeout=0.05):
                 assert isinstance(key.fileobj, socket.socket)
-                with contextlib.suppress(OSError):  # the peer may have gone again
+                with contextlib.suppress(OSError):  # the peer may have closed the connection
                     connection, _ = key.fileobj.accept()
                     with connection:
                         connection.sendall(token)
 
 
 def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECONDS[-1]) -> bool:
-    """Tell whether the one who listens at `place` answers with `token` within `seconds`."""
+    """Return whether the listener at `place` answers with `token` within `seconds`."""
     try:
         with socket.create_connection(place, timeout=seconds) as connection:
             deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Who is missing: a barrier that names the ranks that did not come."""
+"""A barrier with a timeout that reports the missing ranks by number and host."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from mpicomm.errors import RendezvousError, raised_on_all_ranks
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-# Tags: the first call is made before there is a private communicator, so they are ones that nobody else uses.
+# Tags that no other code uses: the first call is made before mpicomm has a communicator of its own.
 _ARRIVED, _VERDICT = 32701, 32702
-_NAMED = 16  # how many of the missing are named
-_LONGEST_PAUSE = 0.01  # seconds between two looks
-_GRACE = 5.0  # seconds that a rank waits for rank 0's verdict after its own time limit ends
+_NAMED = 16  # the most missing ranks that a message lists
+_LONGEST_PAUSE = 0.01  # seconds between two polls
+_GRACE = 5.0  # seconds that a rank waits for rank 0's verdict after its own timeout
 
 
 Verdict = tuple[int, list[int]]
-"""How many ranks are missing, and the first of them."""
+"""The number of missing ranks, and the first of them."""
 
-_RANK_0_IS_HERE = None  # in place of a verdict, before it: others wait for ranks that rank 0 has named
+_RANK_0_IS_HERE = None  # sent before the verdict: rank 0 has printed the missing ranks and still waits
 
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """What is printed while ranks are waited for."""
+    """The notice about missing ranks, printed before the timeout."""
 
     seconds: float
-    """How long to wait before it is printed."""
+    """Seconds to wait before it is printed."""
 
     say: Callable[[str], None]
 
 
 def startup_barrier(comm: Intracomm, phase: str, timeout: float, notice: Notice, hosts: tuple[str, ...] = ()) -> None:
-    """Wait until every rank has come here (collective).
+    """Wait until every rank has called this function (collective).
 
-    Every rank reports to rank 0, which answers each with the list of the missing. Unlike a barrier, it ends on the
-    ranks that are here.
+    Every rank reports to rank 0, which answers each with the list of missing ranks. Unlike MPI_Barrier, it returns on
+    the ranks that have arrived even if others are missing.
 
     Args:
-        phase: Where the ranks wait, for messages.
+        phase: The operation in which the ranks wait, for messages.
         timeout: Seconds to wait.
-        notice: Names the missing ranks before that.
-        hosts: The host of every rank, if it is known already.
+        notice: Printed with the missing ranks before the timeout.
+        hosts: The host of every rank; empty if not known yet.
 
     Raises:
-        RendezvousError: If ranks are missing after `timeout` seconds; it names them by rank and host.
+        RendezvousError: If ranks are missing after `timeout` seconds; the message lists them by rank and host.
     """
 
     def tell(missing: str) -> None:
@@ -57,7 +57,7 @@ def startup_barrier(comm: Intracomm, phase: str, timeout: float, notice: Notice,
         notice.say(
             f"[mpicomm] {who} has waited {notice.seconds:g} s in {phase} for {missing}.\n"
             f"The job is aborted after {timeout:g} s; bootstrap(timeout=...) changes this limit.\n"
-            f"Check that every rank calls mpicomm.bootstrap(), and what the missing ranks do before it.\n"
+            f"Check that every rank calls mpicomm.bootstrap(), and where the missing ranks block before it.\n"
         )
 
     if comm.rank == 0:
@@ -66,21 +66,21 @@ def startup_barrier(comm: Intracomm, phase: str, timeout: float, notice: Notice,
         verdict = _attend(comm, timeout, notice.seconds, lambda: tell(_named((1, [0]), hosts)))
     if verdict is None:
         raise RendezvousError(
-            f"{phase}: rank 0{_at(0, hosts)} did not answer within {timeout + _GRACE:.0f} s.\n"
-            f"Look at rank 0's output: it is blocked, or slower than the timeout allows."
+            f"{phase}: timed out after {timeout + _GRACE:.0f} s waiting for rank 0{_at(0, hosts)}.\n"
+            f"Check the output of rank 0: it is blocked, or needs a longer bootstrap(timeout=...)."
         )
     if verdict[0]:
         raise raised_on_all_ranks(
             RendezvousError(
-                f"{phase}: {verdict[0]} of {comm.size} ranks did not arrive within {timeout:.0f} s: "
+                f"{phase}: timed out after {timeout:.0f} s: {verdict[0]} of {comm.size} ranks did not arrive: "
                 f"{_named(verdict, hosts)}.\n"
-                f"Look at what they do before bootstrap(), or raise bootstrap(timeout=...)."
+                f"Check what these ranks execute before bootstrap(), or increase bootstrap(timeout=...)."
             )
         )
 
 
 def _preside(comm: Intracomm, timeout: float, seconds: float, tell: Callable[[Verdict], None]) -> Verdict:
-    # One byte each: with pickles, mpi4py would set aside 32 KiB for every rank.
+    # 1. receive one byte of each rank: for pickled objects, mpi4py would allocate 32 KiB per rank
     requests = {rank: comm.Irecv(bytearray(1), source=rank, tag=_ARRIVED) for rank in range(1, comm.size)}
     sent: list[Request] = []
 
@@ -90,11 +90,13 @@ def _preside(comm: Intracomm, timeout: float, seconds: float, tell: Callable[[Ve
                 sent.append(comm.isend(_RANK_0_IS_HERE, dest=rank, tag=_VERDICT))
         return not requests
 
+    # 2. print the missing ranks after `seconds`, then wait until the timeout
     if not mpi.poll(has_all, min(seconds, timeout), longest_pause=_LONGEST_PAUSE):
         tell(_verdict(requests))
         arrived = [rank for rank in range(1, comm.size) if rank not in requests]
         sent += [comm.isend(_RANK_0_IS_HERE, dest=rank, tag=_VERDICT) for rank in arrived]
         mpi.poll(lambda: has_all(answers=True), timeout - seconds, longest_pause=_LONGEST_PAUSE)
+    # 3. send the verdict to the ranks that have arrived
     for request in requests.values():
         request.Cancel()
     verdict = _verdict(requests)
@@ -108,7 +110,7 @@ def _attend(comm: Intracomm, timeout: float, seconds: float, tell: Callable[[], 
     answers: list[Verdict | None] = []
 
     def hears() -> bool:
-        """Take the next answer of rank 0, if there is one."""
+        """Receive the next answer of rank 0, if one has arrived."""
         has_come = comm.iprobe(source=0, tag=_VERDICT)
         if has_come:
             answers.append(comm.recv(source=0, tag=_VERDICT))
@@ -116,7 +118,7 @@ def _attend(comm: Intracomm, timeout: float, seconds: float, tell: Callable[[], 
 
     first = Deadline(min(seconds, timeout) + _GRACE)
     is_here = mpi.poll(hears, first, longest_pause=_LONGEST_PAUSE)
-    if not is_here and comm.rank == 1:  # one rank speaks for all
+    if not is_here and comm.rank == 1:  # one rank prints for all
         tell()
     deadline = Deadline(timeout + _GRACE - first.passed())
     while (not answers or answers[-1] is _RANK_0_IS_HERE) and deadline.left() > 0:

@@ -1,4 +1,4 @@
-"""Who is where: asked of MPI's shared-memory split, never computed from counts."""
+"""The topology of the job: determined by MPI's shared-memory split, never computed from rank counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The place of this rank among the nodes; a node is what shares memory."""
+    """The position of this rank among the nodes; a node is a set of ranks that share memory."""
 
     local_rank: int
     local_size: int
@@ -33,7 +33,7 @@ class Topology:
 
 
 def discover(comm: Intracomm) -> Topology:
-    """Find out who shares a node with whom (collective)."""
+    """Determine which ranks share a node (collective)."""
     node = comm.Split_type(mpi.api().COMM_TYPE_SHARED, key=comm.rank)
     try:
         local_rank, local_size = node.rank, node.size
@@ -47,10 +47,10 @@ def discover(comm: Intracomm) -> Topology:
 
 
 def from_nodes(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topology:
-    """Say where `rank` is, from what every rank calls its node.
+    """Return the topology of `rank` from the node name of every rank.
 
     Args:
-        nodes: For every rank, a name that exactly the ranks of one node share.
+        nodes: For every rank, a name that is the same for the ranks of one node, and different between nodes.
         hosts: For every rank, its host.
     """
     mates = [other for other, node in enumerate(nodes) if node == nodes[rank]]
@@ -67,9 +67,9 @@ def from_nodes(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topolog
 
 
 def node_order(nodes: Iterable[T]) -> dict[T, int]:
-    """Number the nodes in the order in which ranks meet them.
+    """Number the nodes in the order of their lowest rank.
 
     Args:
-        nodes: For every rank, what its node is called.
+        nodes: For every rank, the name of its node.
     """
     return {node: index for index, node in enumerate(dict.fromkeys(nodes))}

@@ -1,1 +1,1 @@
-"""What a training loop takes from here, beside the collectives themselves."""
+"""The trainer and its parts: data, checkpoints, preemption, metrics, gradient compression."""

@@ -1,4 +1,4 @@
-"""Batches of any structure: how the model is called for one, what a loss must be, and how a batch moves to a device."""
+"""Batches of any structure: the call of the model, checks of the loss, and the move to a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from mpicomm.arguments import Expected
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-"""From the model's outputs and the targets to the mean loss of a batch."""
+"""A function of the model's outputs and the targets that returns the mean loss of a batch, a tensor of shape []."""
 
 _RULES = (
     "A batch (x, target) calls model(x), a batch (a, b, target) calls model(a, b), a batch ((a, b), target) calls "
@@ -24,24 +24,24 @@ _RULES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """How the model is called for a batch."""
+    """The call of the model for a batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     targets: Any
-    """The second argument of the loss function and of metrics; the whole batch where the model returns its loss."""
+    """The second argument of the loss function and of metrics: the whole batch if the model returns its loss."""
 
 
 def call_of(content: Any, target_key: str | None) -> Call:
-    """Return how the model is called for a batch. The outermost level is unpacked, and nothing below it.
+    """Return the call of the model for a batch. Only the outermost level of the batch is unpacked.
 
     Args:
         content: The batch.
         target_key: The key of the targets in a mapping; None if the model takes the whole batch and returns its loss.
 
     Raises:
-        TypeError: If the batch has no targets.
-        ValueError: If a mapping has none under the key.
+        TypeError: If the batch is neither a mapping nor a sequence of inputs and targets.
+        ValueError: If a mapping lacks target_key.
     """
     if isinstance(content, Mapping):
         if target_key is None:
@@ -49,7 +49,7 @@ def call_of(content: Any, target_key: str | None) -> Call:
         if target_key not in content:
             raise ValueError(
                 f"the batch has no targets: expected the key {target_key!r}, got {', '.join(map(repr, content))}.\n"
-                f'Name the key of the targets: Trainer(..., target_key="...").'
+                f'Pass the key of the targets: Trainer(..., target_key="...").'
             )
         return Call((), {name: each for name, each in content.items() if name != target_key}, content[target_key])
     is_sequence = isinstance(content, (list, tuple))
@@ -58,20 +58,20 @@ def call_of(content: Any, target_key: str | None) -> Call:
     if not is_sequence or len(content) < 2:
         raise TypeError(
             f"expected batches of (inputs, targets), got {_shown(content)}.\n"
-            f"Let the dataset return such pairs or mappings; or leave loss_fn out, and let the model return its loss."
+            f"Return such pairs or mappings from the dataset, or omit loss_fn and return the loss from the model."
         )
     return Call(tuple(content[:-1]), {}, content[-1])
 
 
 def check_call(model: nn.Module, call: Call) -> None:
-    """Refuse a batch that does not fit the arguments of the model's forward().
+    """Check that a batch fits the signature of the model's forward().
 
     Raises:
-        TypeError: If it does not; the message has the rules by which a batch becomes arguments.
+        TypeError: If it does not fit. The message contains the rules by which a batch becomes arguments.
     """
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a function that is not written in Python
+    except (TypeError, ValueError):  # forward() is not written in Python and has no signature
         return
     try:
         signature.bind(*call.args, **call.kwargs)
@@ -80,7 +80,7 @@ def check_call(model: nn.Module, call: Call) -> None:
         raise TypeError(
             f"the batch does not fit the model's forward({', '.join(map(_plain, signature.parameters.values()))}): "
             f"{error}, got ({', '.join(given)}).\n{_RULES}\n"
-            f"Change the batches that the dataset returns, or the parameters of forward()."
+            f"Change the batches that the dataset returns, or the signature of forward()."
         ) from None
 
 
@@ -96,30 +96,31 @@ _LOSS_FUNCTION = Expected(
 
 
 def check_loss_function(loss_fn: Any) -> None:
-    """Refuse a loss function that cannot be called, and a class in its place.
+    """Check that a loss function is a callable and not a class, or None.
 
     Raises:
-        TypeError: If it is one.
+        TypeError: If it is not.
     """
     _LOSS_FUNCTION.check(loss_fn, "loss_fn")
 
 
 def loss_in(outputs: Any) -> Any:
-    """Return the loss that a model has returned: the outputs themselves, their `loss` or their item "loss"."""
+    """Return the loss in the outputs of a model: their item "loss", their attribute `loss`, or the outputs."""
     if isinstance(outputs, Mapping):
         return outputs.get("loss", outputs)
     return getattr(outputs, "loss", outputs)
 
 
 def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
-    """Return a loss that can be trained by.
+    """Return the loss, after checking that it is a tensor of shape [] with a gradient.
 
     Args:
-        is_of_model: The model has returned it, since there is no loss function.
+        loss: The loss.
+        is_of_model: Whether the model returned it, because there is no loss function.
 
     Raises:
         TypeError: If it is not a tensor.
-        ValueError: If it is not a single number, or has no gradient where one is needed.
+        ValueError: If its shape is not [], or it has no gradient while gradients are enabled.
     """
     if isinstance(loss, torch.Tensor) and not loss.dim() and (loss.requires_grad or not torch.is_grad_enabled()):
         return loss
@@ -127,7 +128,7 @@ def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
     ways = ', or an output with a "loss"' if is_of_model else ""
     if not isinstance(loss, torch.Tensor):
         advice = (
-            "Pass a loss_fn to the Trainer, or return the loss too."
+            "Pass a loss_fn to the Trainer, or return the loss from the model as well."
             if is_of_model
             else "Return the tensor itself, without .item()."
         )
@@ -143,19 +144,22 @@ def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
         )
     raise ValueError(
         f"{who} must return a loss that depends on the model's parameters, got a tensor without a gradient.\n"
-        f"Compute it from the model's outputs without detach(), .item(), torch.no_grad() or argmax(); and see that "
-        f"some parameter has requires_grad=True."
+        f"Compute it from the model's outputs without detach(), .item(), torch.no_grad() or argmax(), and check that "
+        f"at least one parameter has requires_grad=True."
     )
 
 
 def moved(content: Any, device: torch.device) -> Any:
-    """Return a batch on a device: what has a method `to`, in any nesting of containers; the rest is left as it is."""
+    """Return a batch on a device. Moves tensors and objects with a `to` method, in any nesting of containers.
+
+    Other values are returned unchanged.
+    """
     if isinstance(content, torch.Tensor):
         return content.to(device, non_blocking=True)
     if callable(getattr(content, "to", None)):  # packed sequences, graphs, encodings
         return content.to(device)
     if isinstance(content, Mapping):
-        same = copy.copy(content) if isinstance(content, MutableMapping) else dict(content)  # of the same class
+        same = copy.copy(content) if isinstance(content, MutableMapping) else dict(content)  # a copy keeps the class
         for name, each in content.items():
             same[name] = moved(each, device)
         return same
@@ -170,16 +174,16 @@ def moved(content: Any, device: torch.device) -> Any:
 
 
 def count_samples(content: Any) -> int:
-    """Return the length of the first tensor in a batch that has a dimension.
+    """Return the number of samples: the length of the first tensor in a batch with at least one dimension.
 
     Raises:
-        TypeError: If there is none.
+        TypeError: If the batch has no such tensor.
     """
     found = _first_length(content)
     if found is None:
         raise TypeError(
             f"cannot count the samples of a batch: got {_shown(content)} without a tensor that has a dimension.\n"
-            f"Set the DataLoader's batch_size, so that it makes the batches."
+            f"Set batch_size on the DataLoader, so that it collates and counts the samples."
         )
     return found
 
@@ -197,7 +201,7 @@ def _first_length(content: Any) -> int | None:
 
 
 def _shown(content: Any) -> str:
-    """Return a description of a value: of a tensor its shape."""
+    """Return a short description of a value: its type, and the shape of a tensor or the length of a sequence."""
     if isinstance(content, torch.Tensor):
         return f"a tensor of shape {list(content.shape)}"
     if isinstance(content, (list, tuple)):

@@ -1,7 +1,8 @@
-"""The data of a run: what every rank takes in each step, so that no sample is taken twice in an epoch and none is lost.
+"""Data of a run: the batches of each rank in each step. An epoch takes each sample exactly once.
 
-The order of an epoch is the same on all ranks, whatever their number, and a step takes the next samples of it. Where
-the steps of an epoch were interrupted is therefore one number, from which any number of ranks can go on.
+The order of the samples in an epoch is the same on all ranks and for any number of ranks, and each step takes the next
+samples of this order. One number, the samples consumed so far, is therefore enough to resume within an epoch on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -30,86 +31,86 @@ from mpicomm.training import preemption, randomness
 from mpicomm.training.batches import count_samples
 
 _SEED_BITS = 63
-_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, so that no two (epoch, sample) are one seed by chance
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd multipliers, so that seeds of (epoch, sample) do not collide
 
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """What goes through the model at once."""
+    """The samples of one forward and backward pass."""
 
     content: Any
-    """Inputs and targets in any structure (`mpicomm.training.batches`), as the loader made them."""
+    """Inputs and targets in any structure (`mpicomm.training.batches`), as the loader returned them."""
 
     count: int
-    """How many samples it stands for; 0 if it only keeps this rank in step with the others."""
+    """The number of samples; 0 for a padding batch, which only keeps the collective operations of all ranks matched."""
 
     indices: Sequence[int] | None = None
-    """Which samples they are, where that is known."""
+    """The indices of the samples in the dataset, if known."""
 
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What one rank takes in one step of the optimizer."""
+    """The batches of one rank in one optimizer step."""
 
     batches: Sequence[Batch]
     total: int | None = None
-    """How many samples all ranks take, where each knows that by itself."""
+    """The number of samples of all ranks in this step, where a rank knows it without communication."""
 
     @property
     def count(self) -> int:
-        """How many samples this rank takes."""
+        """The number of samples of this rank."""
         return sum(batch.count for batch in self.batches)
 
     def stand_in(self) -> Step:
-        """Return a step of the same length without samples that count."""
+        """Return a step of the same batches with a sample count of 0 (padding)."""
         return Step([dataclasses.replace(batch, count=0, indices=()) for batch in self.batches])
 
     def of_length(self, number: int) -> Step:
-        """Return a step of so many batches, of which those that are added do not count; nothing comes of nothing."""
+        """Return the step cut or padded to `number` batches. An empty step stays empty."""
         more = list(self.stand_in().batches[:1]) * (number - len(self.batches))
         return dataclasses.replace(self, batches=[*self.batches[:number], *more])
 
 
 class DataSource(Protocol):
-    """The data of a run, as one rank takes them."""
+    """The data of a run, as seen by one rank."""
 
     is_counted: bool
-    """Whether every step has its `total`."""
+    """Whether every step has a `total`."""
 
     is_shared: bool
-    """Whether the ranks share the samples, so that another number of them can go on."""
+    """Whether the ranks share one set of samples, so that another number of ranks can resume within an epoch."""
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:
-        """Return what is left of an epoch.
+        """Return the remaining steps of an epoch.
 
         Args:
-            epoch: Its number, from 0.
-            consumed: How many samples of it all ranks have taken before.
-            steps: In how many steps.
+            epoch: The number of the epoch, from 0.
+            consumed: The number of its samples that all ranks have already taken.
+            steps: The number of its steps already taken.
         """
 
     def total(self) -> int | None:
-        """Return the number of samples in an epoch, of all ranks; None if nobody knows."""
+        """Return the number of samples of all ranks in an epoch; None if unknown."""
 
     def first(self) -> Step:
-        """Return some batch of this rank's, or of any; nothing if there is none."""
+        """Return any one batch, as material for padding; an empty step if this rank has no data."""
 
     def close(self) -> None:
-        """End the processes that load the data."""
+        """Terminate the worker processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoaderOptions:
-    """How data are loaded."""
+    """Options of data loading."""
 
     batch_size: int = 32
-    """Samples per rank that go through the model at once."""
+    """Samples per rank and batch."""
 
     grad_accum_steps: int = 1
-    """Batches per step."""
+    """Batches per rank and optimizer step."""
 
     num_workers: int = 0
-    """Processes per rank that load data."""
+    """Data-loading worker processes per rank."""
 
     pin_memory: bool = False
     seed: int = 0
@@ -118,23 +119,23 @@ class LoaderOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DataRank:
-    """Which of the ranks this is."""
+    """The rank and the number of ranks among which the data are shared."""
 
     rank: int
     size: int
 
 
 def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSource:
-    """Return the data of a run as this rank takes them.
+    """Return the data source of this rank.
 
     Args:
-        data: A dataset, with indices or without, or a DataLoader. Datasets are shared among the ranks; so is what an
-            ordinary DataLoader loads, in batches of its size. A DataLoader with a sampler of the user's own, or with a
-            dataset without indices, is taken as it is: its ranks must have shares of their own.
+        data: A map-style or iterable-style dataset, or a DataLoader. The ranks share the samples of a dataset, and
+            those of a DataLoader with one of torch's own samplers, in batches of its batch size. A DataLoader with
+            another sampler or with an iterable-style dataset is used unchanged: each rank must pass its own share.
 
     Raises:
-        TypeError: If it is none of these.
-        ValueError: If there are no samples.
+        TypeError: If `data` is none of these.
+        ValueError: If the dataset is empty, or drop_last drops all of its samples.
     """
     if isinstance(data, DataLoader):
         return _feed_of_loader(data, options, place)
@@ -172,19 +173,19 @@ def _feed_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: Data
 
 
 def _is_usual(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader takes every sample of its dataset once, in order or in any."""
+    """Return whether a loader takes every sample of its dataset exactly once, sequentially or shuffled."""
     sampler: Any = loader.sampler
     if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
         return False
     return not getattr(sampler, "replacement", False) and len(sampler) == len(sampler.data_source)
 
 
-# -- datasets with indices ---------------------------------------------------------------------------------------------
+# -- map-style datasets ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochPartition:
-    """How an epoch is cut into steps, and these into the batches of the ranks."""
+    """The partition of an epoch into steps, and of each step into the batches of the ranks."""
 
     length: int
     """The number of samples in an epoch."""
@@ -197,10 +198,10 @@ class EpochPartition:
     drop_last: bool = False
 
     def bounds(self, consumed: int) -> Iterator[tuple[int, int]]:
-        """Return where each step begins and ends.
+        """Return the start and the end of each step, as positions in the epoch's order.
 
-        The last step is smaller than the others; if it had fewer samples than there are ranks, it is one with the step
-        before, so that every rank takes part in every step.
+        The last step may be smaller than the others. If it would have fewer samples than ranks, it is merged with the
+        previous step, so that every rank has samples in every step.
         """
         whole = self.size * self.batch_size * self.grad_accum_steps
         while consumed < self.length:
@@ -213,9 +214,9 @@ class EpochPartition:
             consumed = end
 
     def batches(self, start: int, end: int, rank: int) -> list[slice]:
-        """Return the places in the epoch's order of the batches that a rank takes in a step.
+        """Return the batches of a rank in a step, as slices of the epoch's order.
 
-        All ranks take equally many batches, whose lengths differ by one at most.
+        All ranks have the same number of batches, whose lengths differ by at most one.
         """
         mine = len(range(start + rank, end, self.size))
         least = (end - start) // self.size
@@ -229,30 +230,33 @@ class EpochPartition:
 
 
 class IndexedSource:
-    """A dataset with indices, of which each rank takes its part."""
+    """A map-style dataset whose samples the ranks share."""
 
     is_counted = is_shared = True
 
     def __init__(
         self, dataset: Any, options: LoaderOptions, place: DataRank, *, drop_last: bool = False, **loading: Any
     ) -> None:
-        """Share a dataset.
+        """Partition a dataset among the ranks, and create the DataLoader of this rank.
 
         Args:
-            loading: More of DataLoader's arguments.
+            loading: More arguments of DataLoader.
 
         Raises:
-            ValueError: If there are no samples.
+            ValueError: If the dataset is empty, or drop_last drops all of its samples.
         """
+        # 1. partition the dataset
         length = len(dataset)
         if not length:
-            raise ValueError("the dataset has no samples.\nLook at where it is read from.")
+            raise ValueError("the dataset must have at least one sample, got 0.\nCheck the source of the dataset.")
         self.partition = EpochPartition(length, options.batch_size, options.grad_accum_steps, place.size, drop_last)
         if drop_last and not any(True for _ in self.partition.bounds(0)):
             raise ValueError(
-                f"drop_last leaves no step of {length} samples: one takes {options.batch_size} x "
-                f"{options.grad_accum_steps} of {place.size} ranks.\nMake the batches smaller, or do not drop the last."
+                f"drop_last=True requires at least one full step of {options.batch_size} x {options.grad_accum_steps} "
+                f"x {place.size} samples (batch_size x grad_accum_steps x ranks), got {length}.\n"
+                f"Reduce batch_size or grad_accum_steps, or set drop_last=False."
             )
+        # 2. create the loader
         self._rank = place.rank
         self._seed, self._shuffle = options.seed, options.shuffle
         self._plan = _Plan()
@@ -261,7 +265,7 @@ class IndexedSource:
         else:
             loading = {name: value for name, value in loading.items() if name in {"collate_fn", "worker_init_fn"}}
         self._loaded: Iterator[Any] = iter(())
-        plan: Any = self._plan  # it need not be lists that a dataset is asked for
+        plan: Any = self._plan  # Any: DataLoader accepts a batch sampler of other items than lists
         if type(dataset) is TensorDataset and not loading.get("collate_fn"):
             source: Dataset[Any] = _Rows(dataset)
             loading["collate_fn"] = _as_it_is
@@ -278,60 +282,60 @@ class IndexedSource:
         )
 
     def total(self) -> int:
-        """Return the number of samples in an epoch, of all ranks."""
+        """Return the number of samples of all ranks in an epoch."""
         return max(end for _, end in self.partition.bounds(0))
 
     def first(self) -> Step:
-        """Return nothing: every rank has a part of every step."""
+        """Return an empty step: every rank has samples in every step and needs no padding."""
         return Step([])
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the order of an epoch's samples, the same on all ranks."""
+        """Return the indices of an epoch's samples in their order, the same on all ranks."""
         if not self._shuffle:
             return torch.arange(self.partition.length)
         generator = torch.Generator().manual_seed(_mixed(self._seed, epoch, 0))
         return torch.randperm(self.partition.length, generator=generator)
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
-        """Return what is left of an epoch for this rank."""
+        """Return the remaining steps of an epoch for this rank."""
         self._plan.make = lambda: self._planned(epoch, consumed)
         loaded = self._loaded = iter(self._loader)
         batches: list[Batch] = []
         for content in loaded:
-            indices = self._plan.given.popleft()  # the plan is ahead of what is loaded
+            indices = self._plan.given.popleft()  # in order: the batch sampler runs ahead of the loader
             batches.append(Batch(content, indices.count, indices.samples[: indices.count]))
             if indices.total is not None:
                 yield Step(batches, indices.total)
                 batches = []
 
     def _planned(self, epoch: int, consumed: int) -> Iterator[Indices]:
-        order = self.order(epoch).numpy()  # whose slices take half the time of a tensor's
+        order = self.order(epoch).numpy()  # slicing takes half the time of slicing a tensor
         for start, end in self.partition.bounds(consumed):
             batches = self.partition.batches(start, end, self._rank)
             for number, each in enumerate(batches, start=1):
                 samples = order[each].tolist()
                 total = end - start if number == len(batches) else None
-                # A rank for which nothing is left goes through the step with a sample that does not count.
+                # A rank without samples in this batch loads one as padding, with a count of 0.
                 yield Indices(epoch, samples or [int(order[start])], len(samples), total)
 
     def close(self) -> None:
-        """End the processes that load the data."""
+        """Terminate the worker processes."""
         _end_workers(self._loaded)
 
 
 @dataclasses.dataclass(slots=True)
 class Indices:
-    """The samples of a batch, and the epoch in which they are taken."""
+    """The indices of a batch's samples, and their epoch."""
 
     epoch: int
     samples: list[int]
     count: int
     total: int | None
-    """How many samples all ranks take in the step that this batch ends; None if it does not end one."""
+    """The number of samples of all ranks in the step whose last batch this is; None for other batches."""
 
 
 class _Plan:
-    """A batch sampler that says what it was told, and remembers what it has said."""
+    """A batch sampler that yields the batches of `make`, and queues them in `given` until they are loaded."""
 
     def __init__(self) -> None:
         self.make: Callable[[], Iterator[Indices]] = lambda: iter(())
@@ -345,13 +349,13 @@ class _Plan:
 
 
 class _Rows(Dataset[Any]):
-    """Tensors, of which a batch is taken at once."""
+    """A TensorDataset that indexes each tensor once per batch, instead of once per sample."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
 
     def __getitems__(self, indices: Indices) -> list[torch.Tensor]:
-        """Return a batch."""
+        """Return the tensors of a batch."""
         return [each[indices.samples] for each in self._tensors]
 
     def __getitem__(self, _index: int) -> Any:
@@ -363,10 +367,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _Reproducible(Dataset[Any]):
-    """A dataset whose random numbers (augmentation) depend on seed, epoch and sample alone, if workers load it.
+    """A dataset whose random numbers (augmentation) in workers depend only on the seed, the epoch and the sample.
 
-    Otherwise workers, whose states nobody keeps, would draw others after an interruption. In the rank's own process the
-    program's generators are used, which checkpoints hold.
+    Checkpoints do not contain the generator states of workers, which would therefore differ after a resume. In the
+    process of the rank the dataset uses the program's generators, which checkpoints contain.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -387,25 +391,25 @@ class _Reproducible(Dataset[Any]):
 
 
 def _mixed(seed: int, epoch: int, sample: int) -> int:
-    """Return a seed that belongs to all three."""
+    """Return a seed that depends on all three arguments."""
     value = seed + _FACTORS[0] * (epoch + 1) + _FACTORS[1] * sample
     value &= (1 << 64) - 1
     value ^= value >> 31
     return (value * _FACTORS[0] & ((1 << 64) - 1)) >> (64 - _SEED_BITS)
 
 
-# -- datasets without indices ------------------------------------------------------------------------------------------
+# -- iterable-style datasets and DataLoaders ---------------------------------------------------------------------------
 
 
 class IterableSource:
-    """A dataset without indices: every rank reads all of it, and takes each n-th batch."""
+    """An iterable-style dataset: every rank reads all of it, and keeps every n-th batch, with n ranks."""
 
     is_counted, is_shared = False, True
 
     def __init__(self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank) -> None:
         self._share = _Share(dataset, options.batch_size, place)
         self._seed = options.seed
-        self._generator = torch.Generator()  # of the workers' seeds; the program's own is left alone
+        self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
         self._grad_accum_steps = options.grad_accum_steps
         self._loader: DataLoader[Any] = DataLoader(
             self._share,
@@ -419,14 +423,14 @@ class IterableSource:
         self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> int | None:
-        """Return the number of samples, if the dataset tells it."""
+        """Return the number of samples in an epoch, if the dataset has a length."""
         try:
             return len(self._share.dataset)  # type: ignore[arg-type]
         except TypeError:
             return None
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
-        """Return what is left of an epoch for this rank."""
+        """Return the remaining steps of an epoch for this rank."""
         self._share.start = consumed
         self._generator.manual_seed(_mixed(self._seed, epoch, 0))
         _set_epoch(self._share.dataset, epoch)
@@ -434,17 +438,17 @@ class IterableSource:
         return _grouped(self._loaded, self._grad_accum_steps)
 
     def first(self) -> Step:
-        """Return the stream's first samples."""
+        """Return the first batch of the dataset, whichever rank it belongs to."""
         samples = list(itertools.islice(self._share.dataset, self._share.batch_size))
         return Step([Batch(default_collate(samples), 0)] if samples else [])
 
     def close(self) -> None:
-        """End the processes that load the data."""
+        """Terminate the worker processes."""
         _end_workers(self._loaded)
 
 
 class _Share(IterableDataset[Any]):
-    """A rank's samples of a stream: batch by batch in turn, and each batch by one worker."""
+    """The samples of one rank: batches go to the ranks round-robin, and those of a rank to its workers round-robin."""
 
     def __init__(self, dataset: IterableDataset[Any], batch_size: int, place: DataRank) -> None:
         self.dataset = dataset
@@ -462,7 +466,7 @@ class _Share(IterableDataset[Any]):
 
 
 class LoaderSource:
-    """A DataLoader of the user's, taken as it is."""
+    """A DataLoader of the user, used unchanged. Each rank has its own share of the samples."""
 
     is_counted = is_shared = False
 
@@ -472,10 +476,10 @@ class LoaderSource:
         self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> None:
-        """Return None: what the other ranks load is not known."""
+        """Return None: the number of samples that other ranks load is unknown."""
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
-        """Return what is left of an epoch for this rank; what went before is loaded and left out."""
+        """Return the remaining steps of an epoch for this rank. Steps already taken are loaded again and discarded."""
         for part in (self._loader.sampler, self._loader.batch_sampler, self._loader.dataset):
             _set_epoch(part, epoch)
         self._loaded = iter(self._loader)
@@ -485,11 +489,11 @@ class LoaderSource:
         return grouped
 
     def first(self) -> Step:
-        """Return the loader's first batch."""
+        """Return the first batch of the loader."""
         return next(_grouped(iter(self._loader), 1), Step([]))
 
     def close(self) -> None:
-        """End the processes that load the data."""
+        """Terminate the worker processes."""
         _end_workers(self._loaded)
 
 
@@ -499,15 +503,15 @@ def _set_epoch(part: Any, epoch: int) -> None:
         setter(epoch)
 
 
-class _Counted(NamedTuple):  # of which DataLoader pins the content
-    """A batch, and of how many samples it was made."""
+class _Counted(NamedTuple):  # a NamedTuple, because DataLoader pins the memory of its fields
+    """A batch and its number of samples."""
 
     content: Any
     samples: int
 
 
 class _Counting:
-    """Makes a batch of samples, and counts them."""
+    """A collate_fn that returns the number of samples along with the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -517,17 +521,20 @@ class _Counting:
 
 
 def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the loader with a `collate_fn` that counts, where it makes the batches itself and as DataLoader does."""
+    """Return a copy of the loader whose collate_fn counts samples; the loader itself if it does not collate batches.
+
+    Subclasses of DataLoader are also returned unchanged.
+    """
     if type(loader) is not DataLoader or loader.batch_sampler is None:
         return loader
-    same = copy.copy(loader)  # the sampler and the dataset are the user's
+    same = copy.copy(loader)  # shallow: shares the sampler and the dataset with the user's loader
     same.collate_fn = _Counting(loader.collate_fn)
-    same._iterator = None  # persistent workers have begun with the other collate_fn
+    same._iterator = None  # its persistent workers, if any, use the original collate_fn
     return same
 
 
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
-    """Return batches, so many at once, and what remains at the end."""
+    """Return steps of `number` batches each; the last step has the remaining ones."""
     while of_step := [_batch(each) for each in itertools.islice(loaded, number)]:
         yield Step(of_step)
 
@@ -539,7 +546,10 @@ def _batch(loaded: Any) -> Batch:
 
 
 class _Undisturbed:
-    """Begins a worker: signals that make a run leave go to all processes, and batches are needed until it does."""
+    """A worker_init_fn that ignores the preemption signals, then calls the user's function.
+
+    Schedulers send these signals to all processes, and the ranks need further batches until they have stopped.
+    """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -552,9 +562,9 @@ class _Undisturbed:
 
 
 def _end_workers(loaded: Iterator[Any]) -> None:
-    shut_down = getattr(loaded, "_shutdown_workers", None)  # of what a DataLoader with workers returns
+    shut_down = getattr(loaded, "_shutdown_workers", None)  # private method of DataLoader's multi-process iterator
     if shut_down is not None:
         shut_down()
     for worker in getattr(loaded, "_workers", ()):
         if worker.is_alive():
-            worker.kill()  # it does not listen to less
+            worker.kill()  # SIGKILL, since workers ignore SIGTERM (_Undisturbed)

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, also after a loss of power."""
+"""Atomic file writes: a file is complete or absent, also after a power failure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file under a temporary name in its directory, sync it, and rename it.
 
     Args:
-        path: The file; one that exists is replaced.
-        write: Writes the content.
+        path: The file; an existing file is replaced.
+        write: Writes the content to the open file.
     """
     aside = path.with_name(path.name + ".new")
     try:
@@ -29,7 +29,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Write a directory's list of files to the disk."""
+    """Sync the entries of a directory to disk (fsync)."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -41,7 +41,7 @@ def remove_tree(directory: Path) -> None:
     """Remove a directory and as much of its content as possible.
 
     Raises:
-        OSError: If something stays: on NFS, for example, a file that a process has open (EBUSY).
+        OSError: If a file cannot be removed: on NFS, for example, a file that a process has open (EBUSY).
     """
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():

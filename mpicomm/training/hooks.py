@@ -1,6 +1,6 @@
 """Communication hooks for DistributedDataParallel.
 
-No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
+This module must not use `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 """
 
 import torch
@@ -21,21 +21,24 @@ _BUCKET = arguments.instance(
 def bf16_compression_hook(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the gradients in bfloat16: half the bytes of float32, with its range.
+    """Average gradients in bfloat16, which halves the bytes of float32 and keeps its range.
 
-    For `DistributedDataParallel.register_comm_hook`, on any device. It stands in for torch's `bf16_compress_hook`, and
-    has another name because DDP refuses every hook of that one where there is no NCCL.
+    For `DistributedDataParallel.register_comm_hook`, on any device (collective over the group). It replaces torch's
+    `bf16_compress_hook`. It has another name, because DDP rejects every hook of that name where NCCL is not available.
 
     torch's hook divides before it sums, so that fp16 does not overflow, and rounds the quotients. bfloat16 cannot
-    overflow where float32 does not; here the average is left to the back end. That of mpicomm sums and divides in
-    float32 and rounds once, so each gradient is rounded twice in all: when it is compressed, and when it is averaged.
+    overflow where float32 does not, so this hook leaves the average to the backend. The mpicomm backend sums and
+    divides in float32 and rounds once. Each gradient is therefore rounded twice: at compression and at the average.
 
     Args:
-        state: The group to average over; all ranks if None.
-        bucket: The gradients.
+        state: The process group to average over; None for all ranks.
+        bucket: The gradients of one DDP bucket, a 1-D buffer.
 
     Returns:
-        A future of the bucket's buffer, which holds the averages in its own dtype.
+        A future of the bucket's buffer, which then contains the averages in the dtype of the bucket.
+
+    Raises:
+        TypeError: If an argument is of another type.
     """
     _STATE.check(state, "state", "bf16_compression_hook")
     _BUCKET.check(bucket, "bucket", "bf16_compression_hook")

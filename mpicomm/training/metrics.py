@@ -1,4 +1,4 @@
-"""Figures of a run: sums over all samples and ranks, and the file in which they are kept."""
+"""Metrics of a run: sums over all samples and ranks, and the metrics file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpicomm.training import rank_sync
 from mpicomm.training.data import Batch
 
 Metric = Callable[[Any, Any], Any]
-"""From a batch's outputs and targets to a number for each sample, or to their mean."""
+"""A function of a batch's outputs and targets that returns one number per sample, or their mean."""
 
 FILE = "metrics.jsonl"
 _METRICS = Expected(
@@ -34,11 +34,14 @@ _METRICS = Expected(
 
 
 def check_metrics(metrics: object, what: str) -> None:
-    """Refuse metrics that cannot be called.
+    """Check the metrics of a user.
+
+    Args:
+        what: The name of the function whose argument they are, for the message.
 
     Raises:
-        TypeError: If they are not a mapping of names.
-        ValueError: If a value of it is not a function.
+        TypeError: If `metrics` is not a mapping from str.
+        ValueError: If a value of it is not callable.
     """
     _METRICS.check(metrics, "metrics", what)
 
@@ -47,26 +50,26 @@ class Losses:
     """The losses of this rank's batches since the last reduction."""
 
     def __init__(self, device: torch.device, stops: bool) -> None:
-        """Begin with none.
+        """Start with an empty sum.
 
         Args:
-            stops: A loss that is not finite ends the run.
+            stops: Whether a loss that is not finite ends the run.
         """
         self._stops = stops
-        self._at_once = device.type == "cpu"  # elsewhere, to look at a number is to wait for it
+        self._is_immediate = device.type == "cpu"  # on a GPU, reading a number waits for the GPU
         self.total: Any = 0.0
         self.count = 0
         self._unseen: list[tuple[int, Sequence[int] | None, torch.Tensor]] = []  # step, samples, loss
 
     def add(self, step: int, batch: Batch, loss: torch.Tensor) -> bool:
-        """Add the mean loss of a batch, and tell whether it is finite.
+        """Add the mean loss of a batch, and return whether it is finite.
 
         Raises:
-            TrainingError: If it is not, and that ends the run; on GPUs, `look` does.
+            TrainingError: If it is not finite and `stops` is set; on GPUs, `look` raises this error later.
         """
         if not batch.count:
             return self._stops or bool(torch.isfinite(loss))
-        if self._at_once or not self._stops:
+        if self._is_immediate or not self._stops:
             value = loss.item()
             if not math.isfinite(value):
                 if self._stops:
@@ -74,16 +77,16 @@ class Losses:
                 return False
             self.total += value * batch.count
         else:
-            self._unseen.append((step, batch.indices, loss.detach()))  # not the inputs, which can be large
+            self._unseen.append((step, batch.indices, loss.detach()))  # without the inputs, which can be large
             self.total = self.total + loss.detach().double() * batch.count
         self.count += batch.count
         return True
 
     def look(self) -> None:
-        """Look at the losses that have not been looked at.
+        """Check the losses that `add` has not checked yet.
 
         Raises:
-            TrainingError: If one is not finite.
+            TrainingError: If one of them is not finite.
         """
         if self._unseen:
             values = torch.stack([loss for _, _, loss in self._unseen]).tolist()
@@ -93,7 +96,7 @@ class Losses:
                     raise _not_finite(step, indices, value)
 
     def take(self) -> tuple[float, int]:
-        """Return the sum over all ranks and the number of samples, and begin again (collective)."""
+        """Return the sum of the losses and the number of samples of all ranks, and reset both (collective)."""
         self.look()
         total, count = rank_sync.reduced([float(self.total), self.count])
         self.total, self.count = 0.0, 0
@@ -101,16 +104,16 @@ class Losses:
 
 
 def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> TrainingError:
-    which = "of unknown place" if indices is None else ", ".join(map(str, indices))
+    which = "(unknown indices)" if indices is None else ", ".join(map(str, indices))
     return TrainingError(
         f"the loss of step {step} is {value} on rank {dist.get_rank()}, for the samples {which}.\n"
-        f"Look at these samples, set max_grad_norm, or skip such steps with on_nonfinite='skip'. A lower learning "
-        f"rate needs a checkpoint_dir of its own: a run that goes on has that of its checkpoint."
+        f"Check these samples, set max_grad_norm, or skip such steps with on_nonfinite='skip'. To lower the learning "
+        f"rate, use a new checkpoint_dir: a resumed run uses the learning rate of its checkpoint."
     )
 
 
 class Averages:
-    """Means of metrics over a set of samples, exact whatever the number of ranks."""
+    """Means of metrics over a set of samples, in float64; each sample counts once for any number of ranks."""
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
@@ -121,7 +124,7 @@ class Averages:
         """Add a batch of `count` samples.
 
         Raises:
-            ValueError: If a metric is neither one number nor one for each sample.
+            ValueError: If a metric returns neither one number nor one number per sample.
         """
         self._sums["loss"] += loss.detach().double() * count
         for name, metric in self._metrics.items():
@@ -129,29 +132,33 @@ class Averages:
             each_sample = value.shape[:1] == (count,)
             if value.numel() != 1 and not each_sample:
                 raise ValueError(
-                    f"the metric {name!r} has the shape {list(value.shape)} for {count} samples.\n"
-                    f"Return a number for each sample, or their mean."
+                    f"the metric {name!r} must return one number per sample ({count}) or their mean, got a tensor of "
+                    f"shape {list(value.shape)}.\n"
+                    f"Return a tensor of shape [{count}] or []."
                 )
             whole = value.sum() if each_sample else value.reshape(()) * count
             self._sums[name] += whole.to(self._sums[name].device)
         self.count += count
 
     def take(self) -> tuple[dict[str, float], int]:
-        """Return the means and the number of samples, of all ranks (collective)."""
+        """Return the means over the samples of all ranks, and the number of these samples (collective)."""
         sums = [each.item() for each in self._sums.values()]
         *totals, count = rank_sync.reduced([*sums, self.count])
         return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
 
 
 class Journal:
-    """Lines of JSON in a file. Each is written whole or not at all; a line that a crash has cut off stays alone."""
+    """A file of JSON lines. Each line is written completely or not at all.
+
+    After a crash that truncated the last line, the next entry starts on a new line.
+    """
 
     def __init__(self, path: Path | None, logger: Callable[[dict[str, Any]], None] | None) -> None:
-        """Open the journal.
+        """Open the file for appending.
 
         Args:
-            path: The file; None for none.
-            logger: Is given every entry too.
+            path: The file; None writes no file.
+            logger: A function that is called with each entry.
         """
         self._logger = logger
         self._file: io.FileIO | None = None
@@ -169,19 +176,19 @@ class Journal:
             self._logger(entry)
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
-        """Write a line; on a full disk the run goes on without, as long as its checkpoints can be written."""
+        """Write a line. On a full disk, warn and close the file; the run continues while its checkpoints succeed."""
         size = os.fstat(file.fileno()).st_size
         try:
-            while line:  # on a nearly full disk a write takes a part of it, and the next one fails
+            while line:  # on a nearly full disk, a write is partial and the next one fails
                 line = line[file.write(line) :]
         except OSError as error:
             file.truncate(size)
-            warnings.warn(f"no more figures are written to {file.name!r}: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"metrics are no longer written to {file.name!r}: {error}", RuntimeWarning, stacklevel=2)
             file.close()
             self._file = None
 
     def close(self) -> None:
-        """Close the file, synced."""
+        """Sync the file to disk and close it."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -189,7 +196,7 @@ class Journal:
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Tell whether the last line of a file has no end."""
+    """Return whether the last line of a file lacks its newline."""
     with path.open("rb") as before:
         size = before.seek(0, os.SEEK_END)
         before.seek(max(0, size - 1))
@@ -198,7 +205,7 @@ def _is_cut_off(path: Path) -> bool:
 
 @contextlib.contextmanager
 def tensorboard(directory: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Use a logger that writes the entries' numbers for TensorBoard."""
+    """Yield a logger that writes the numbers of each entry to TensorBoard."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(directory)

@@ -1,4 +1,4 @@
-"""The model's weights in one file: a plain state_dict, as `torch.save(model.state_dict(), path)` would write it."""
+"""Model weights in one file: a plain state_dict, as `torch.save(model.state_dict(), path)` writes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpicomm.training import files, rank_sync
 
 
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load a state_dict into a model that is whole on every rank (collective).
+    """Load a state_dict into a model that is not sharded (collective).
 
     Raises:
-        CheckpointError: On every rank, if a rank cannot read the file, or it does not fit the model.
+        CheckpointError: On every rank, if a rank cannot read the file, or the file does not fit the model.
     """
     PATH.check(path, "weights")
     failure = rank_sync.first_failure(lambda: _load(model, path), Exception)
@@ -31,14 +31,14 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise raised_on_all_ranks(
             CheckpointError(
                 f"rank {rank} cannot load the weights in {os.fspath(path)!r}: {why}\n"
-                f"Pass a file that all hosts see, written for this model by trainer.export(path) or "
+                f"Pass a file that is visible on all hosts and was written for this model by trainer.export(path) or "
                 f"torch.save(model.state_dict(), path)."
             )
         )
 
 
 def _load(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    # Mapped, so that the ranks of a host share one copy in memory; other formats than torch's own cannot be.
+    # mmap, so that the ranks of a host share one copy in memory; torch.load supports it only for its zip format.
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(content, Mapping):
         raise TypeError(f"expected a state_dict, got a {type(content).__name__}")
@@ -46,10 +46,10 @@ def _load(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the whole state_dict of a model, of which the ranks may hold parts, on rank 0 (collective).
+    """Write the full state_dict of a model, which may be sharded, on rank 0 (collective).
 
     Raises:
-        CheckpointError: On every rank, if it cannot be written.
+        CheckpointError: On every rank, if rank 0 cannot write the file.
     """
     PATH.check(path, "path", "export")
     is_writer = dist.get_rank() == 0
@@ -59,18 +59,19 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise raised_on_all_ranks(
             CheckpointError(
                 f"rank 0 cannot write the weights to {os.fspath(path)!r}: {failure[1]}\n"
-                f"Pass a path on a disk with room for them, where this user may write."
+                f"Pass a path on a disk with enough free space, in a directory to which this user can write."
             )
         )
 
 
 def _whole_state(model: nn.Module, *, keeps: bool) -> dict[str, Any]:
-    """Return the state_dict with whole tensors on the CPU (collective).
+    """Return the state_dict with unsharded tensors on the CPU (collective).
 
     Args:
-        keeps: This rank needs the tensors; the others only take part.
+        model: The model.
+        keeps: Whether this rank keeps the tensors; other ranks only take part in the gather, and get None values.
     """
-    state = model.state_dict()  # changed in place: it has the versions of the modules, which a copy has not
+    state = model.state_dict()  # changed in place: it carries the versions of the modules, which a copy lacks
     for name, value in list(state.items()):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         state[name] = (whole.cpu() if isinstance(whole, torch.Tensor) else whole) if keeps else None
@@ -82,6 +83,6 @@ def _save(content: dict[str, Any], path: Path) -> None:
     try:
         files.write_whole(path, lambda file: torch.save(content, file))
     except RuntimeError as error:
-        # At a failed write, torch raises an error about its own position in the file instead of the system's.
+        # When a write fails, torch raises an error about its own file position; the OSError is the context of it.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     files.sync(path.parent)

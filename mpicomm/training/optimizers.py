@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedulers: which of them the trainer can step, and when."""
+"""Checks of optimizers and learning-rate schedulers, and when the trainer steps a scheduler."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from mpicomm.arguments import TEXT
 
 SCHEDULES = ("step", "epoch")
 ON_METRIC = "metric"
-"""The schedule of ReduceLROnPlateau: after each epoch, with one of its figures."""
+"""The schedule of ReduceLROnPlateau: after each epoch, with a metric of the epoch."""
 
 
 _MODEL = arguments.instance("a torch.nn.Module", nn.Module, remedy="Pass the model itself, not its class.")
 _OPTIMIZER = arguments.instance(
-    "a torch.optim.Optimizer", torch.optim.Optimizer, remedy="Pass one, such as torch.optim.SGD(model.parameters())."
+    "a torch.optim.Optimizer", torch.optim.Optimizer, remedy="Pass for example torch.optim.SGD(model.parameters())."
 )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of another model, and one that needs a closure.
+    """Check that the optimizer is for the model and needs no closure.
 
     Raises:
-        ValueError: If it has parameters that the model has not.
-        TypeError: If one of them is something else, or step() has a required argument.
+        ValueError: If the optimizer has parameters that do not belong to the model.
+        TypeError: If an argument is of another type, or step() has a required argument.
     """
     _MODEL.check(model, "model")
     _OPTIMIZER.check(optimizer, "optimizer")
     known = set(model.parameters())
     if not all(each in known for group in optimizer.param_groups for each in group["params"]):
-        raise ValueError("the optimizer has parameters that the model has not.\nMake it of model.parameters().")
+        raise ValueError(
+            "the optimizer has parameters that do not belong to the model.\n"
+            "Create the optimizer from model.parameters()."
+        )
     if required := _required_of_step(optimizer):
         raise TypeError(
             f"Trainer does not support {type(optimizer).__name__}: its step() requires {required}, and Trainer calls "
@@ -49,12 +52,13 @@ def schedule_of(scheduler: Any, optimizer: torch.optim.Optimizer, schedule: str 
     """Return when a scheduler is stepped: "step", "epoch" or ON_METRIC.
 
     Args:
-        scheduler: None if there is none.
-        schedule: What the user asks for.
-        monitor: The figure that the user has ReduceLROnPlateau follow.
+        scheduler: The scheduler, or None.
+        optimizer: The optimizer of the trainer.
+        schedule: The user's choice; None for the default.
+        monitor: The metric that the user chose for ReduceLROnPlateau.
 
     Raises:
-        TypeError: If it cannot be stepped, saved and restored.
+        TypeError: If the scheduler cannot be stepped, saved and restored.
         ValueError: If it belongs to another optimizer, or an argument does not fit it.
     """
     arguments.one_of(*SCHEDULES).or_none().check(schedule, "schedule")
@@ -65,8 +69,8 @@ def schedule_of(scheduler: Any, optimizer: torch.optim.Optimizer, schedule: str 
         return ON_METRIC
     if monitor is not None:
         raise ValueError(
-            f"monitor={monitor!r} is for ReduceLROnPlateau, got {type(scheduler).__name__} as the scheduler.\n"
-            f"Leave monitor out."
+            f"monitor={monitor!r} requires a ReduceLROnPlateau scheduler, got {type(scheduler).__name__}.\n"
+            f"Omit monitor."
         )
     if scheduler is not None:
         _check_scheduler(scheduler)
@@ -80,7 +84,7 @@ def _check_scheduler(scheduler: Any) -> None:
         got = "a class" if isinstance(scheduler, type) else f"a {type(scheduler).__name__} without {missing[0]}()"
         raise TypeError(
             f"scheduler must have step(), state_dict() and load_state_dict(), got {got}.\n"
-            f"Pass a scheduler of torch.optim.lr_scheduler, made for the optimizer: StepLR(optimizer, step_size=10)."
+            f"Pass a scheduler of torch.optim.lr_scheduler, such as StepLR(optimizer, step_size=10)."
         )
     if required := _required_of_step(scheduler):
         raise TypeError(
@@ -93,48 +97,50 @@ def _check_scheduler(scheduler: Any) -> None:
 def _check_owner(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
-            f"the {type(scheduler).__name__} was made for another optimizer than the one of the Trainer.\n"
-            f"Make it of the same one: scheduler = {type(scheduler).__name__}(optimizer, ...)."
+            f"the {type(scheduler).__name__} belongs to another optimizer than the one passed to Trainer.\n"
+            f"Create it for the same optimizer: scheduler = {type(scheduler).__name__}(optimizer, ...)."
         )
 
 
 def _check_plateau(scheduler: ReduceLROnPlateau, schedule: str | None, monitor: str | None) -> None:
     if schedule == "step":
         raise ValueError(
-            'schedule="step" does not fit ReduceLROnPlateau, which needs a figure of each epoch.\nLeave schedule out.'
+            'schedule="step" cannot be used with ReduceLROnPlateau, which requires a metric of each epoch.\n'
+            "Omit schedule."
         )
     if scheduler.mode == "max" and monitor is None:
         raise ValueError(
-            "ReduceLROnPlateau(mode='max') follows a figure that grows, and a loss shrinks.\n"
-            'Name the metric: Trainer(..., monitor="accuracy"), or use mode="min".'
+            "ReduceLROnPlateau(mode='max') requires monitor: its default is a loss, which training decreases.\n"
+            'Pass the metric: Trainer(..., monitor="accuracy"), or use mode="min".'
         )
 
 
 def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool) -> str:
-    """Return the name of the figure that ReduceLROnPlateau follows.
+    """Return the name of the metric that ReduceLROnPlateau monitors.
 
     Args:
-        monitor: What the user asks for; None for the loss of the evaluation, or of training where there is none.
-        metrics: Those of the evaluation.
+        monitor: The user's choice; None for the loss of the evaluation, or of training without an evaluation.
+        metrics: The names of the metrics of the evaluation.
+        is_evaluated: Whether an evaluation follows each epoch.
 
     Raises:
-        ValueError: If epochs have no such figure.
+        ValueError: If epochs do not have this metric.
     """
     known = ["loss", "eval_loss", *metrics] if is_evaluated else ["loss"]
     name = monitor or ("eval_loss" if is_evaluated else "loss")
     if name not in known:
-        more = "" if is_evaluated else ", or pass eval_data, which metrics are computed from"
+        more = "" if is_evaluated else ", or pass eval_data, from which metrics are computed"
         raise ValueError(
-            f"ReduceLROnPlateau is to follow {name!r}, and the epochs have {', '.join(map(repr, known))}.\n"
+            f"monitor must be one of the metrics of an epoch, {', '.join(map(repr, known))}, got {name!r}.\n"
             f"Set monitor to one of these{more}."
         )
     return name
 
 
 def _required_of_step(steps: Any) -> str:
-    """Return the names of the arguments without which step() cannot be called."""
+    """Return the names of the required arguments of step()."""
     try:
-        # The class's: on objects, schedulers of torch put functions in its place that have `self` as an argument.
+        # The signature of the class: schedulers of torch replace step() on instances by functions that take `self`.
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(type(steps).step).parameters
     except (AttributeError, TypeError, ValueError):
         return ""

@@ -1,4 +1,4 @@
-"""How the model is spread over the ranks: whole on each (DDP), or in parts (FSDP2)."""
+"""Parallel strategies: the model replicated on every rank (DDP), or sharded over the ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOOKS = ("bf16", "fp16", "powersgd")
 
 
 class DDPModel:
-    """The whole model on every rank; gradients are averaged while the backward pass runs."""
+    """The model replicated on every rank with DistributedDataParallel, which overlaps all-reduce and backward pass."""
 
     def __init__(
         self,
@@ -38,39 +38,40 @@ class DDPModel:
         self._ddp = DistributedDataParallel(
             self.inner, device_ids=devices, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
         )
-        # What is compiled is DDP itself: its compiler leaves gaps between the buckets, where they are sent.
+        # Compile the DDP module, not the model: torch then breaks graphs between buckets, where DDP sends gradients.
         self.model: Any = torch.compile(self._ddp) if is_compiled else self._ddp
         self._alone: Any = torch.compile(self.inner) if is_compiled else self.inner
         self._hook = grad_compression
         self.hook_state: Any = None
-        """What the communication hook remembers from step to step."""
+        """The state that the communication hook keeps from step to step."""
 
         if grad_compression == "powersgd":
             self.hook_state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[Any]:
-        """Use the model as it is for evaluation: without what keeps it alike on all ranks."""
+        """Yield the model in evaluation mode. It runs without DDP, so ranks may call it a different number of times."""
         with _evaluating(self.inner):
             yield self._alone
 
     @contextlib.contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Run a backward pass that another one of the same step follows."""
+        """Disable gradient synchronization in the block, for all but the last backward pass of a step."""
         with self._ddp.no_sync():
             yield
 
     def begin_step(self) -> None:
-        """Do nothing: DDP itself gives all ranks the buffers of rank 0."""
+        """Do nothing: DDP broadcasts the buffers of rank 0 itself."""
 
     def check_backward(self) -> None:
-        """Do nothing: DDP hooks into the parameters, whatever the model returns."""
+        """Do nothing: DDP hooks into the parameters, so it works with any outputs of the model."""
 
     def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
-        """Bring DDP into the state in which it stays, by a pass that is thrown away (collective).
+        """Run one forward and backward pass and discard its gradients, then register the hook (collective).
 
-        DDP puts the gradients into buckets anew after its first backward pass. Sums of other buckets may be rounded
-        otherwise, so the first step of a resumed run would not have the bits that it had in the run before.
+        DDP rebuilds its gradient buckets after the first backward pass. Sums over other buckets may be rounded
+        differently, so without this pass the first step of a resumed run would not be bit-identical to the same step of
+        an uninterrupted run.
         """
         run(self.model).backward()
         self._ddp.zero_grad(set_to_none=True)
@@ -88,12 +89,12 @@ class DDPModel:
 
 
 class FSDPModel:
-    """Every rank holds its part of each parameter, and gets the rest for as long as it computes with it."""
+    """The model sharded with FSDP2: each rank stores a shard of each parameter, and gathers it for computing."""
 
     def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None, *, is_compiled: bool) -> None:
         self.inner = model.to(device)
         for parameter in model.parameters():
-            dist.broadcast(parameter.detach(), src=0)  # as DDP does: ranks may have begun with other numbers
+            dist.broadcast(parameter.detach(), src=0)  # as DDP does: the ranks' initial parameters may differ
         share_buffers(model)
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low is not None else None)
         mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -101,23 +102,23 @@ class FSDPModel:
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         if is_compiled:
-            for part in layers or [model]:  # between two of them parameters are gathered, which is not compiled
+            for part in layers or [model]:  # layer by layer: the all-gather between two layers cannot be compiled
                 part.forward = torch.compile(part.forward)
         self.model: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
         self.hook_state: Any = None
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[Any]:
-        """Use the model as it is for evaluation: all ranks call it equally often."""
+        """Yield the model in evaluation mode. All ranks must call it the same number of times."""
         with _evaluating(self.model):
             try:
                 yield self.model
             finally:
-                self.model.reshard()  # otherwise what was gathered last stays until the next pass
+                self.model.reshard()  # otherwise the last gathered parameters stay allocated until the next pass
 
     @contextlib.contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Run a backward pass that another one of the same step follows."""
+        """Disable gradient synchronization in the block, for all but the last backward pass of a step."""
         self.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -125,23 +126,24 @@ class FSDPModel:
             self.model.set_requires_gradient_sync(True)
 
     def begin_step(self) -> None:
-        """Give all ranks the buffers of rank 0, as DDP does (collective)."""
+        """Broadcast the buffers of rank 0, as DDP does (collective)."""
         share_buffers(self.inner)
 
     def check_backward(self) -> None:
-        """Refuse a model whose backward pass FSDP has not seen. It hooks into the tensors in the model's outputs.
+        """Check that FSDP reduced the gradients. It hooks into the tensors in the model's outputs.
 
         Raises:
-            TypeError: If it found none there; the parameters are then still whole, with gradients of this rank alone.
+            TypeError: If FSDP found no tensor in the outputs. The parameters are then still unsharded, with the
+                gradients of this rank only.
         """
         if not all(isinstance(each, DTensor) for each in self.inner.parameters()):
             raise TypeError(
-                "FSDP found no tensor in the model's outputs, and could not reduce the gradients.\n"
+                "FSDP found no tensor in the model's outputs and therefore cannot reduce the gradients.\n"
                 "Return a tensor from forward(), or a tuple, list or dict of tensors, not an object of another class."
             )
 
     def warm_up(self, run: Callable[[nn.Module], torch.Tensor]) -> None:
-        """Do nothing: what FSDP does in a step does not depend on those before."""
+        """Do nothing: an FSDP step does not depend on earlier steps."""
 
 
 def wrap(
@@ -156,16 +158,19 @@ def wrap(
     find_unused_parameters: bool,
     is_compiled: bool,
 ) -> DDPModel | FSDPModel:
-    """Spread a model over the ranks, and let the optimizer know its parameters (collective).
+    """Replicate or shard a model, and replace the optimizer's parameters by the sharded ones (collective).
 
     Args:
-        low: The dtype in which FSDP computes; None for that of the parameters.
+        low: The dtype in which FSDP computes; None for the dtype of the parameters.
 
     Raises:
-        ValueError: If batch normalization is to be synchronized where it cannot be.
+        ValueError: If sync_batchnorm is set on CPUs.
     """
     if sync_batchnorm and device.type == "cpu":
-        raise ValueError("torch's synchronized batch normalization needs GPUs.\nLeave sync_batchnorm out on CPUs.")
+        raise ValueError(
+            "sync_batchnorm=True requires GPUs (torch.nn.SyncBatchNorm does not support CPUs), got the device cpu.\n"
+            "Omit sync_batchnorm on CPUs."
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -174,6 +179,7 @@ def wrap(
             model, device, grad_compression, find_unused_parameters=find_unused_parameters, is_compiled=is_compiled
         )
     spread_out = FSDPModel(model, device, low, is_compiled=is_compiled)
+    # FSDP replaces the parameters of the model; the optimizer gets the new ones, matched by name.
     here = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [here[names[each]] for each in group["params"]]
@@ -191,7 +197,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give all ranks the buffers of rank 0, which have seen its samples only (collective)."""
+    """Broadcast the buffers of rank 0, whose statistics cover only its own samples (collective)."""
     for buffer in model.buffers():
         dist.broadcast(buffer.detach(), src=0)
 
@@ -207,13 +213,13 @@ def check_arguments(strategy: str, grad_compression: str | None) -> None:
     arguments.one_of(*HOOKS).or_none().check(grad_compression, "grad_compression")
     if grad_compression is not None and strategy != "ddp":
         raise ValueError(
-            f"grad_compression={grad_compression!r} is for strategy='ddp'.\n"
-            f"With 'fsdp', precision='bfloat16' halves the bytes."
+            f"grad_compression={grad_compression!r} requires strategy='ddp', got strategy={strategy!r}.\n"
+            f"Omit grad_compression; with 'fsdp', precision='bfloat16' halves the bytes of the parameters sent."
         )
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in the model's outermost lists, which are its repeated layers; each is gathered by itself."""
+    """Return the repeated layers of a model: the modules in its outermost lists. FSDP gathers each one separately."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):

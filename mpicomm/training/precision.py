@@ -1,4 +1,4 @@
-"""Arithmetic in 16 bits: where it is used, and how gradients that would vanish in it are scaled."""
+"""Mixed precision: autocast to bfloat16 or float16, and loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ _DTYPES: dict[str, torch.dtype | None] = {
 
 
 class Precision:
-    """In which arithmetic a model computes."""
+    """The precision in which a model computes."""
 
     def __init__(self, name: str, device: torch.device, *, casts: bool) -> None:
-        """Choose the arithmetic.
+        """Choose the precision.
 
         Args:
-            casts: Operations cast what they need (autocast); otherwise the model has been told.
+            name: "float32", "bfloat16" ("bf16") or "float16" ("fp16").
+            casts: Use autocast. False if the model casts by itself, as FSDP with a mixed-precision policy does.
 
         Raises:
             TypeError: If the name is not a str.
-            ValueError: If it is unknown.
+            ValueError: If the name is unknown.
         """
         arguments.one_of(*_DTYPES).check(name, "precision")
         self.dtype = _DTYPES[name]
         self._device = device
         self._casts = casts and self.dtype is not None
-        # float16 has few exponents: without a scale small gradients would be 0.
+        # The exponent range of float16 is small: without loss scaling, small gradients underflow to 0.
         self.scaler = torch.amp.GradScaler(device.type, enabled=self._scales)
 
     @property
@@ -44,14 +45,14 @@ class Precision:
         return self.dtype == torch.float16
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass."""
+        """Run the backward pass of the loss, scaled for float16."""
         (self.scaler.scale(loss) if self._scales else loss).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, max_grad_norm: float | None) -> bool:
-        """Take a step of the optimizer with clipped gradients, and tell whether it was taken.
+        """Clip the gradients, run an optimizer step, and return whether the step was taken.
 
-        It is not where scaled gradients overflow; the scale is then reduced. All ranks have the same gradients, or with
-        FSDP the same maximum of what they found, and so the same answer.
+        The step is skipped where scaled gradients overflow; the scale is then reduced. The result is the same on all
+        ranks: they have the same gradients or, with FSDP, the same maximum over the ranks of the overflow flags.
         """
         if max_grad_norm is not None:
             self.scaler.unscale_(optimizer)
@@ -65,7 +66,7 @@ class Precision:
         return self.scaler.get_scale() >= before
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the block in which the forward pass is to run."""
+        """Return the context in which to run the forward pass."""
         if not self._casts:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self.dtype)

@@ -1,6 +1,7 @@
-"""Leaving in time: a signal or the end of the allocation becomes a wish, which the ranks agree on between two steps.
+"""Preemption: a signal or the end of the allocation becomes a stop request, on which the ranks vote between two steps.
 
-Nothing is decided in a signal handler, and no collective runs there: it takes a note.
+The signal handler only records the signal. The decision is made between two steps, and the handler runs no collective
+operation.
 """
 
 from __future__ import annotations
@@ -19,18 +20,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 STATUS = 85
-"""With which a run leaves that wants to go on later."""
+"""Exit status of a preempted run, which can be resumed."""
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *_WARNINGS)
-# Launchers and schedulers repeat SIGTERM after a quarter of a second, and after six; only what comes later is meant.
+# Launchers and schedulers repeat SIGTERM after 0.25 s and after 6 s. Only a signal that is repeated later than this
+# after the first one ends the process at once.
 _AGAIN_SECONDS = 10.0
-_ASK_SECONDS = 60.0
-_ANSWER_SECONDS = 20.0
+_ASK_SECONDS = 60.0  # maximum interval of scheduler queries
+_ANSWER_SECONDS = 20.0  # timeout of a scheduler command
 
 
 class Preempted(SystemExit):
-    """The run has left before its end, with a checkpoint; a program that lets this pass ends with status 85."""
+    """Raised on every rank when a run stops before its end, after it has saved a checkpoint.
+
+    A program that does not catch it exits with status 85. Start the program again to resume the run.
+
+    Attributes:
+        why: The reasons and the ranks that requested the stop, such as `SIGTERM on rank 1`.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__(STATUS)
@@ -38,12 +46,12 @@ class Preempted(SystemExit):
 
 
 def is_of_all_ranks(error: BaseException | None) -> bool:
-    """Tell whether every rank raises this, or none raises anything, so that what is collective can be taken down."""
+    """Return whether all ranks raise this error, or none raises any, so that collective clean-up cannot hang."""
     return error is None or isinstance(error, Preempted) or getattr(error, "is_everywhere", False)
 
 
 class StopRequest:
-    """Whether this rank wants to leave, and why."""
+    """The stop request of this rank: `why` is its reason, or None."""
 
     def __init__(self) -> None:
         self.why: str | None = None
@@ -51,14 +59,15 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, stop_margin: float | None, *, asks: bool) -> Iterator[None]:
-        """Notice signals within the block and, on the rank that asks, the end of the allocation.
+        """Handle signals within the block and, if `asks`, poll the scheduler for the remaining time.
 
-        SIGUSR1 and SIGUSR2 stay harmless afterwards, where nothing else handles them: a scheduler's warning must not
-        end a program that has done its work.
+        After the block SIGUSR1 and SIGUSR2 have no effect unless the program had a handler for them: a scheduler's
+        warning must not end a program that has finished training.
 
         Args:
-            stop_margin: Seconds before the end of the allocation to leave, but never in the first half of what is left
-                now; None never to.
+            stop_margin: Seconds before the end of the allocation at which to request a stop, limited to half of the
+                time that remains at the first poll. None disables polling.
+            asks: Whether this rank polls the scheduler, in a separate thread.
         """
         self.why = None
         self._since.clear()
@@ -94,19 +103,23 @@ class StopRequest:
         while not done.wait(wait):
             left = clock()
             if left is not None and is_first:
-                stop_margin, is_first = min(stop_margin, left / 2), False  # each run of a short job is to come further
+                stop_margin, is_first = min(stop_margin, left / 2), False  # so that each run of a short job progresses
             if left is not None and left <= stop_margin:
-                self.why = self.why or f"{left:.0f} s are left of the allocation"
+                self.why = self.why or f"{left:.0f} s remaining in the allocation"
                 return
             wait = _ASK_SECONDS if left is None else min(_ASK_SECONDS, max(1.0, left - stop_margin))
 
 
 def _take_no_note(_number: int, _frame: types.FrameType | None) -> None:
-    """Handle a signal by nothing; unlike SIG_IGN, programs that this one starts do not inherit it."""
+    """Ignore a signal; child processes do not inherit a handler, unlike SIG_IGN."""
 
 
 def remaining_seconds(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
-    """Return how to ask the scheduler for the time that is left; None without one, or where its command is missing."""
+    """Return a function that asks the scheduler for the remaining seconds.
+
+    Returns:
+        None outside of Slurm and PBS jobs, and where squeue or qstat is missing.
+    """
     slurm, pbs = environ.get("SLURM_JOB_ID"), environ.get("PBS_JOBID")
     if slurm and shutil.which("squeue"):
         return lambda: seconds_of_slurm(_answer(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
@@ -116,32 +129,33 @@ def remaining_seconds(environ: Mapping[str, str]) -> Callable[[], float | None] 
 
 
 def seconds_of_slurm(text: str) -> float | None:
-    """Return the seconds in what squeue says is left: days-hours:minutes:seconds, from the right; None of no limit."""
+    """Return the seconds of squeue's `%L` field, [days-][hours:][minutes:]seconds; None if it is not a duration."""
     days, _, clock = text.strip().rpartition("-")
     try:
         parts = [int(part) for part in clock.split(":")]
         total = 86400 * int(days or 0)
     except ValueError:  # UNLIMITED, NOT_SET, INVALID or nothing
         return None
-    for place, part in enumerate(reversed(parts)):
+    for place, part in enumerate(reversed(parts)):  # leading units may be absent
         total += part * 60**place
     return float(total)
 
 
 def seconds_of_pbs(text: str, job: str, now: float) -> float | None:
-    """Return the seconds that PBS leaves a job: its start and its walltime, since what it has used is told late."""
+    """Return the remaining seconds of a PBS job, from its start and walltime: PBS updates the used time late."""
     try:
         jobs = json.loads(text)["Jobs"]
         about = jobs.get(job) or next(iter(jobs.values()))
         hours, minutes, seconds = map(int, about["Resource_List"]["walltime"].split(":"))
-        start = datetime.datetime.strptime(about["stime"], "%a %b %d %H:%M:%S %Y").astimezone()  # the server's own time
+        # stime is in the local time of the server.
+        start = datetime.datetime.strptime(about["stime"], "%a %b %d %H:%M:%S %Y").astimezone()
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         return None
     return start.timestamp() + 3600 * hours + 60 * minutes + seconds - now
 
 
 def _answer(command: list[str]) -> str:
-    """Return what a scheduler's command prints; nothing if it fails, which is no reason to end a run."""
+    """Return the output of a scheduler command, or "" if it fails: that must not end a run."""
     environ = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(

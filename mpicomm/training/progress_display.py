@@ -1,4 +1,4 @@
-"""What people see of a run, on rank 0: a live bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""Progress display of a run on rank 0: a live bar on a terminal, plain lines elsewhere, and a summary table."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _WIDTH = 110
 
 
 class Display:
-    """Shows how a run gets on."""
+    """The progress display of a run: a bar, lines or nothing."""
 
     def __init__(self, style: str, epochs: int, total: int | None, *, speaks: bool) -> None:
-        """Begin to show.
+        """Start the display.
 
         Args:
-            style: "bar", "lines", "none"; "auto" chooses.
-            total: Samples in an epoch, if that is known.
-            speaks: Whether this rank shows anything.
+            style: "bar", "lines" or "none"; "auto" is a bar on a terminal and lines elsewhere.
+            epochs: The number of epochs of the run.
+            total: The number of samples in an epoch, if known.
+            speaks: Whether this rank prints anything.
         """
         self._epochs, self._total = epochs, total
         self._style = ("none" if not speaks else _find_style()) if style == "auto" or not speaks else style
@@ -52,11 +53,13 @@ class Display:
             self._task = self._bar.add_task("", total=None if total is None else epochs * total, text="")
 
     def show(self, epoch: int, step: int, consumed: int, loss: float | None, rate: float) -> None:
-        """Show where the run is.
+        """Update the bar, or print a line at most every 5 s.
 
         Args:
+            epoch: The number of complete epochs.
+            step: The number of optimizer steps so far.
             consumed: Samples of this epoch that all ranks have taken.
-            loss: The mean of the last reduction.
+            loss: The mean loss at the last reduction, if any.
             rate: Samples per second of the whole job.
         """
         text = f"step {step}  loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} samples/s"
@@ -83,14 +86,14 @@ class Display:
         self._console.print(table)
 
     def close(self) -> None:
-        """End the bar."""
+        """Stop the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def console() -> Console:
-    """Return where rank 0 prints."""
+    """Return the console to which rank 0 prints."""
     return terminal.console(width=_WIDTH)
 
 
@@ -100,22 +103,23 @@ def _find_style() -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Return a duration as people write it."""
+    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
     hours, rest = divmod(round(seconds), 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
 def shown_ranks(count: int) -> str:
-    """Return a number of ranks as people write it."""
+    """Return `1 rank`, or `1,024 ranks`."""
     return "1 rank" if count == 1 else f"{count:,} ranks"
 
 
 def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of a run that has ended.
+    """Return the summary table of a run.
 
     Args:
-        ranks: For each rank its device, peak memory and, where it is known, the GPU's utilisation.
+        figures: The first rows, by title.
+        ranks: The host, device, peak memory in bytes and, if known, GPU utilization in percent of each rank.
     """
     table = Table(title="run", title_justify="left", show_header=False)
     for name, value in figures.items():
@@ -126,16 +130,16 @@ def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> T
     for host, those in by_host.items():
         memory = max(each["memory"] for each in those) / 2**20
         devices = sorted({each["device"] for each in those})
-        text = f"{shown_ranks(len(those))} on {', '.join(devices)}, at most {memory:,.0f} MiB each"
+        text = f"{shown_ranks(len(those))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
         used = [each["utilization"] for each in those if each["utilization"] is not None]
         if used:
-            text += f", GPUs busy {min(used)} to {max(used)} %"
+            text += f", GPU utilization {min(used)} to {max(used)} %"
         table.add_row(host, text)
     return table
 
 
 class Tee:
-    """A stream that writes to a file too."""
+    """A stream that also writes to a file."""
 
     def __init__(self, stream: TextIO, file: TextIO) -> None:
         self._stream, self._file = stream, file
@@ -152,7 +156,7 @@ class Tee:
 
 @contextlib.contextmanager
 def rank_log(path: Path | None) -> Any:
-    """Have what this rank prints written to a file too, within the block."""
+    """Copy stdout and stderr of this rank to a file within the block."""
     if path is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The random numbers of a rank: seeded, kept in checkpoints, and made repeatable."""
+"""Random number generators of a rank: seeding, saving to and restoring from checkpoints, deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-_APART = 1_000_003  # ranks that follow each other have seeds that do not
+_APART = 1_000_003  # distance between the seeds of consecutive ranks
 
 
 def seed_all(seed: int, rank: int = 0) -> None:
-    """Seed Python's, NumPy's and torch's generators; each rank gets numbers of its own."""
+    """Seed the generators of Python, NumPy and torch with a different seed on each rank."""
     own = (seed + _APART * rank) % 2**63
     random.seed(own)
     np.random.seed(own % 2**32)
-    torch.manual_seed(own)  # on all devices
+    torch.manual_seed(own)  # seeds all devices
 
 
 def states(device: torch.device) -> dict[str, Any]:
-    """Return the states of a rank's generators."""
+    """Return the states of this rank's generators, including the one of its GPU."""
     found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -29,7 +29,7 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any], device: torch.device) -> None:
-    """Undo what has happened to the generators since `states`."""
+    """Restore the generators to the states that `states` returned."""
     random.setstate(found["python"])
     np.random.set_state(found["numpy"])
     torch.set_rng_state(found["torch"])
@@ -38,9 +38,9 @@ def restore(found: dict[str, Any], device: torch.device) -> None:
 
 
 def make_repeatable() -> None:
-    """Have torch use algorithms that give the same bits each time, also on GPUs, where that costs some speed.
+    """Make torch use deterministic algorithms, also on GPUs, where they are somewhat slower.
 
-    cuBLAS reads its variable when it is first used, so this must come before.
+    Call it before cuBLAS is first used: cuBLAS reads CUBLAS_WORKSPACE_CONFIG at that time.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=False)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about a step (all of it collective)."""
+"""Synchronization of the ranks between steps: reductions, failures, stop votes. All functions are collective."""
 
 from __future__ import annotations
 
@@ -23,32 +23,36 @@ _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def reduced(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-    """Return what all ranks' values are together, in float64."""
+    """Return the element-wise reduction of the values over all ranks, in float64 (collective)."""
     found = torch.tensor(values, dtype=torch.float64, device=group_argument.resolve(None, "the trainer").control)
     dist.all_reduce(found, op)
     return found.tolist()
 
 
 def total(count: int) -> int:
-    """Return the sum over all ranks."""
+    """Return the sum over all ranks (collective)."""
     return int(reduced([count])[0])
 
 
 def most(count: int) -> int:
-    """Return the most that any rank has."""
+    """Return the maximum over all ranks (collective)."""
     return int(reduced([count], dist.ReduceOp.MAX)[0])
 
 
 def everybody(is_so: bool) -> bool:
-    """Tell whether something is so on all ranks."""
+    """Return whether a condition is true on all ranks (collective)."""
     return total(not is_so) == 0
 
 
 def first_failure(act: Callable[[], object], *kinds: type[Exception]) -> tuple[int, str] | None:
-    """Do something that may fail, and return the first rank on which it failed, and why; None if on no rank.
+    """Call `act`, and return the first rank on which it failed and its message (collective).
 
     Args:
-        kinds: The exceptions that are failures; others are raised.
+        act: The function to call.
+        kinds: The exception types that count as failures; others propagate.
+
+    Returns:
+        The rank and the message, the same on all ranks; None if `act` succeeded on all ranks.
     """
     failure = None
     try:
@@ -60,18 +64,19 @@ def first_failure(act: Callable[[], object], *kinds: type[Exception]) -> tuple[i
 
 
 class StopVote:
-    """Asks all ranks whether one wishes to leave or has failed to write, while they do something else (collective).
+    """A vote of all ranks on whether to stop, which overlaps with training (collective).
 
-    Under MPI it is a non-blocking all-reduce of two numbers, on a communicator of its own: an asynchronous operation of
-    the group would wake its thread, for more time than this takes. Where MPI has persistent collectives (MPI 4), it is
-    planned once for all steps.
+    Each rank votes whether it requests a stop, and whether it failed to write a checkpoint. With MPI the vote is a
+    non-blocking all-reduce of two numbers on a private communicator: an asynchronous operation of the process group
+    would wake the worker thread, which takes longer than the operation. Where MPI has persistent collective operations
+    (MPI 4), one is created for all steps.
     """
 
     def __init__(self, comm: Intracomm | None) -> None:
-        """Make ready.
+        """Prepare the vote.
 
         Args:
-            comm: A communicator of all ranks, of which a copy is taken; None without MPI.
+            comm: A communicator of all ranks, which is duplicated; None without MPI.
         """
         self._comm = None if comm is None else comm.Dup()
         self._mine, self._everybodys = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -79,7 +84,7 @@ class StopVote:
         self._pending: Any = None
 
     def open(self, stop_request: bool, has_failed: bool) -> None:
-        """Begin to ask."""
+        """Start the vote."""
         self._mine[0], self._mine[1] = stop_request, has_failed
         if self._planned is not None:
             self._planned.Start()
@@ -90,7 +95,7 @@ class StopVote:
             self._pending = collectives.all_reduce(self._mine, async_op=True)
 
     def close(self) -> tuple[bool, bool]:
-        """Tell whether a rank wishes to leave, and whether one has failed."""
+        """Wait for the vote; return whether any rank requests a stop, and whether any rank has failed."""
         pending, self._pending = self._pending, None
         if self._comm is None:
             self._everybodys = pending.wait()
@@ -112,12 +117,12 @@ class StopVote:
 def _planned(comm: Intracomm, mine: np.ndarray, everybodys: np.ndarray) -> Prequest | None:
     try:
         return comm.Allreduce_init(mine, everybodys)
-    except NotImplementedError:  # mpi4py was built for an older MPI
+    except NotImplementedError:  # mpi4py was built for an MPI before MPI 4
         return None
 
 
 def reasons(why: str | None) -> str:
-    """Return why ranks wish to leave."""
+    """Return the reasons of the stop requests with their ranks, such as `SIGTERM on rank 1` (collective)."""
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(collectives.all_gather_object(why)):
         if each is not None:
@@ -126,20 +131,23 @@ def reasons(why: str | None) -> str:
 
 
 def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
-    """Return the samples of a step that has no finite loss, by rank, where they are known."""
+    """Return the known sample indices of the ranks whose loss is not finite, by rank (collective)."""
     mine = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
     found = collectives.all_gather_object(mine)
     return {str(rank): each for rank, each in enumerate(found) if each is not None}
 
 
 def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
-    """Compare the parameters of all ranks, by the sums of their bits.
+    """Compare the parameters of all ranks by the sums of their bits as integers (collective).
+
+    With FSDP there is nothing to compare, since each rank has other shards.
 
     Raises:
-        TrainingError: On every rank, if they differ; it names the ranks and the first parameter that does.
+        TrainingError: On every rank, if they differ. The message names the ranks and the first parameter that differs.
     """
     if isinstance(wrapped, FSDPModel):
-        return  # each rank has other parts
+        return
+    # 1. compare the sums: they are equal on all ranks if their minimum equals their maximum
     names = [name for name, _ in wrapped.inner.named_parameters()]
     mine = torch.stack([_digest(each) for each in wrapped.inner.parameters()]).to(
         group_argument.resolve(None, "the trainer").control
@@ -149,16 +157,17 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
     least, greatest = extremes.chunk(2)
     if torch.equal(least, -greatest):
         return
+    # 2. find the ranks that differ from the most frequent value
     everybodys = torch.stack(collectives.all_gather(mine))
     usual = everybodys.mode(dim=0).values
     others = [rank for rank, row in enumerate(everybodys) if not torch.equal(row, usual)]
     first = names[int((everybodys != usual).any(dim=0).nonzero()[0])]
     raise raised_on_all_ranks(
         TrainingError(
-            f"after step {step} the parameters differ: {hang_report.called(others)} from the others, "
+            f"after step {step} the parameters of {hang_report.called(others)} differ from those of the other ranks, "
             f"first in {first}.\n"
-            f"Does a rank change them by itself, or train on without synchronizing? Go on from the last checkpoint "
-            f"before."
+            f"Check for code that changes parameters on one rank or skips gradient synchronization, then resume from "
+            f"the last checkpoint before step {step}."
         )
     )
 

@@ -1,4 +1,4 @@
-"""What is told of a run, on rank 0: the metrics file, the display and the table at the end."""
+"""Reporting of a run on rank 0: the metrics file, the progress display and the summary table."""
 
 from __future__ import annotations
 
@@ -32,62 +32,65 @@ _LOGGER = Expected(
     "a function or 'tensorboard'",
     lambda logger: isinstance(logger, str) or callable(logger),
     is_within=lambda logger: not isinstance(logger, str) or logger == "tensorboard",
-    remedy="Pass a function of an entry (a dict), or leave logger out.",
+    remedy="Pass a function that takes an entry (a dict), or omit logger.",
 ).or_none()
 
 
 def check_arguments(progress: str, logger: Logger | str | None, *, rank_logs: bool, checkpoint_dir: object) -> None:
-    """Refuse what means nothing.
+    """Check the arguments of `Trainer` that concern reporting.
 
     Raises:
         TypeError: If an argument is of a wrong type.
-        ValueError: If a name is unknown, or there is no directory for the logs.
-        ImportError: If TensorBoard is asked for, and not installed.
+        ValueError: If a name is unknown, or rank_logs is set without checkpoint_dir.
+        ImportError: If logger is "tensorboard" and TensorBoard is not installed.
     """
     _LOGGER.check(logger, "logger")
     if logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('logger="tensorboard" needs TensorBoard.\nInstall it: pip install tensorboard')
+        raise ImportError('logger="tensorboard" requires TensorBoard.\nInstall it: pip install tensorboard')
     arguments.one_of(*progress_display.STYLES).check(progress, "progress")
     FLAG.check(rank_logs, "rank_logs")
     if rank_logs and checkpoint_dir is None:
-        raise ValueError("rank_logs are written to checkpoint_dir, and there is none.\nGive one.")
+        raise ValueError(
+            "rank_logs=True requires a checkpoint_dir, got checkpoint_dir=None.\n"
+            "Pass checkpoint_dir, the directory of the logs, or omit rank_logs."
+        )
 
 
 class Reporter:
-    """Tells how a run gets on. What it needs of other ranks it asks for at the end alone."""
+    """Writes the progress of a run to the metrics file and the display. Only `end` communicates with other ranks."""
 
     def __init__(self, world: World, journal: Journal, display: Display) -> None:
         self.clock = Clock(world.device)
         self._world, self._journal, self._display = world, journal, display
         self._begun = self._logged = time.monotonic()
-        self._samples = 0  # in this process's time
+        self._samples = 0  # of all ranks, since this process started
         self._samples_logged = 0
-        self._aside = 0.0  # seconds in which nothing was trained
+        self._aside = 0.0  # seconds without training, such as evaluations
         self._loss: float | None = None
         self._next_show = 0.0
         self._busy: list[int] = []
         self._parts = dict.fromkeys(self.clock.parts, 0.0)
 
     def begin(self, position: Position, options: LoaderOptions, *, is_complete: bool) -> None:
-        """Tell where the run starts, and set the clocks."""
+        """Report the position at which the run starts or resumes, and start the clocks."""
         about = {"ranks": self._world.size, "device": str(self._world.device), **dataclasses.asdict(options)}
         self.note("resume" if position.step else "start", position, **about)
         if position.step and not is_complete:
-            where = f"epoch {position.epoch + 1}, {position.consumed} samples of it done"
-            self.say(f"going on from step {position.step}: {where}")
+            where = f"epoch {position.epoch + 1}, {position.consumed} of its samples completed"
+            self.say(f"resuming from step {position.step}: {where}")
         self._begun = self._logged = time.monotonic()
 
     def note(self, event: str, position: Position, **values: Any) -> None:
-        """Write an entry."""
+        """Write an entry to the metrics file and the logger."""
         about = {"time": time.time(), "step": position.step, "epoch": position.epoch, "consumed": position.consumed}
         self._journal.write(event, **about, **values)
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line on rank 0."""
         self._display.say(text)
 
     def step(self, position: Position, count: int) -> None:
-        """Count a step, and show it now and then."""
+        """Count a step of `count` samples, and update the display at most every 0.1 s."""
         self._samples += count
         now = time.monotonic()
         if now >= self._next_show:
@@ -95,7 +98,7 @@ class Reporter:
             self._display.show(position.epoch, position.step, position.consumed, self._loss, self._rate())
 
     def log(self, position: Position, loss: float | None, optimizer: torch.optim.Optimizer) -> None:
-        """Write what has happened since the last time."""
+        """Write a step entry that covers the steps since the last one."""
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
         parts = self.clock.take()
@@ -115,7 +118,7 @@ class Reporter:
         self._logged, self._samples_logged = now, self._samples
 
     def epoch(self, position: Position) -> None:
-        """Tell of an epoch that is complete."""
+        """Report a complete epoch."""
         figures = position.history[-1]
         self._display.show(position.epoch - 1, position.step, int(figures["samples"]), self._loss, self._rate())
         self.note("epoch", position, loss=figures["loss"], samples=figures["samples"])
@@ -123,14 +126,14 @@ class Reporter:
             self._say_epoch(position)
 
     def evaluation(self, position: Position) -> None:
-        """Tell of an evaluation."""
+        """Report an evaluation."""
         names = {"epoch", "step", "loss", "samples"}
         self.note("eval", position, **{k: v for k, v in position.history[-1].items() if k not in names})
         self._say_epoch(position)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the time of a block out of the samples per second."""
+        """Exclude the time of a block from the samples per second."""
         before = time.monotonic()
         try:
             yield
@@ -140,7 +143,8 @@ class Reporter:
             self._logged += gone
 
     def end(self, position: Position) -> None:
-        """Print the table of the run (collective)."""
+        """Write the last entry and print the summary table of the run (collective)."""
+        # 1. gather the figures of all ranks
         seconds = time.monotonic() - self._begun
         mine = {
             "host": self._world.hostname,
@@ -151,12 +155,13 @@ class Reporter:
         everybodys = collectives.all_gather_object(mine)
         self.note("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=everybodys)
         if not self._samples:
-            self.say(f"the run is complete: {position.epoch} epochs, {position.step} steps. Nothing was left to do.")
+            self.say(f"the run is complete: {position.epoch} epochs, {position.step} steps; training skipped.")
             return
+        # 2. print the table
         parts = sum(self._parts.values()) or 1.0
         shown = {
             "steps": f"{position.step:,} in {position.epoch} epochs",
-            "time": f"{shown_seconds(seconds)}, of it evaluation {shown_seconds(self._aside)}",
+            "time": f"{shown_seconds(seconds)} (evaluation {shown_seconds(self._aside)})",
             "samples/s": f"{self._rate():,.0f} on {progress_display.shown_ranks(self._world.size)}",
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }
@@ -182,11 +187,11 @@ def opened(
     epochs: int,
     total: int | None,
 ) -> Iterator[Reporter]:
-    """Open what is reported to.
+    """Yield the reporter of a run; close its metrics file and display at the end of the block.
 
     Args:
-        directory: Where files go; None for no files.
-        total: The number of samples in an epoch, if it is known.
+        directory: The directory of the metrics file and the rank logs; None writes no files.
+        total: The number of samples in an epoch, if known.
     """
     speaks = world.rank == 0
     log = directory / f"rank_{world.rank:03d}.log" if rank_logs and directory is not None else None
@@ -205,22 +210,22 @@ def opened(
 
 
 def silent(world: World) -> Reporter:
-    """Return a reporter that tells nobody."""
+    """Return a reporter without output."""
     return Reporter(world, Journal(None, None), Display("none", 1, None, speaks=False))
 
 
 def _memory(device: torch.device) -> int:
-    """Return the most bytes in use so far: of the GPU, or of this process."""
+    """Return the peak memory so far in bytes: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _utilization(device: torch.device) -> list[int]:
-    """Return how busy the GPU is, in percent, if that can be known (nvidia-ml-py)."""
+    """Return the GPU utilization in percent, if available (requires nvidia-ml-py)."""
     if device.type != "cuda":
         return []
     try:
         return [torch.cuda.utilization(device)]
-    except Exception:  # noqa: BLE001  torch raises many kinds where NVML is missing
+    except Exception:  # noqa: BLE001  torch raises exceptions of many types where NVML is missing
         return []

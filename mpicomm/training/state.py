@@ -1,4 +1,4 @@
-"""What a run is made of: how far it has come, and everything that a checkpoint of it holds."""
+"""State of a run: its position, and the content of its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ History = list[dict[str, float]]
 
 @dataclasses.dataclass
 class Position:
-    """How far a run has come; the same on all ranks."""
+    """The progress of a run; the same on all ranks."""
 
     step: int = 0
-    """Steps of the optimizer so far."""
+    """Optimizer steps so far."""
 
     epoch: int = 0
-    """Epochs that are complete."""
+    """Complete epochs."""
 
     consumed: int = 0
-    """Samples of the epoch that all ranks have taken."""
+    """Samples of the current epoch that all ranks together have taken."""
 
     steps_of_epoch: int = 0
     loss_sum: float = 0.0
-    """Over the samples of the epoch, as far as the ranks have added theirs up."""
+    """Sum of the losses over the `loss_count` samples of the epoch whose losses the ranks have reduced."""
 
     loss_count: int = 0
     is_evaluated: bool = True
-    """Whether the last complete epoch has been, if it is to be."""
+    """Whether the evaluation of the last complete epoch is done, or not needed."""
 
     history: History = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """A name for this moment; those of later ones come later in the alphabet."""
+        """The name of the checkpoint at this position; later positions sort later alphabetically."""
         name = f"step-{self.step:09d}"
         if self.epoch and not self.consumed:
             name += f"-epoch-{self.epoch:05d}{'-evaluated' if self.is_evaluated else ''}"
         return name
 
     def advance(self, count: int) -> None:
-        """Count a step."""
+        """Count a step that took `count` samples on all ranks together."""
         self.step += 1
         self.steps_of_epoch += 1
         self.consumed += count
 
     def add_losses(self, total: float, count: int) -> None:
-        """Add losses of all ranks."""
+        """Add the sum of the losses of `count` samples of all ranks."""
         self.loss_sum += total
         self.loss_count += count
 
     def end_epoch(self, *, is_evaluated: bool) -> None:
-        """Close the epoch."""
+        """Append the figures of the epoch to the history, and start the next epoch."""
         self.epoch += 1
         loss = self.loss_sum / max(self.loss_count, 1)
         self.history.append({"epoch": self.epoch, "step": self.step, "loss": loss, "samples": self.consumed})
@@ -72,14 +72,14 @@ class Position:
         self.loss_sum, self.is_evaluated = 0.0, is_evaluated
 
     def add_evaluation(self, means: Mapping[str, float], count: int) -> None:
-        """Add what the evaluation of the last epoch has found."""
+        """Add the results of the evaluation of the last epoch to the history."""
         self.history[-1] |= {**means, "eval_samples": count}
         self.is_evaluated = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What has a state."""
+    """The objects of a run whose state a checkpoint contains."""
 
     wrapped: DDPModel | FSDPModel
     optimizer: torch.optim.Optimizer
@@ -91,7 +91,7 @@ class Parts:
 
 
 def collect(parts: Parts) -> State:
-    """Return what a checkpoint holds, copied, since training goes on while it is written."""
+    """Return the content of a checkpoint as a copy, since training continues while it is written."""
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     tensors = _copied({"model": model, "optimizer": optimizer})
     shared = {
@@ -110,11 +110,13 @@ def collect(parts: Parts) -> State:
 
 
 def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
-    """Go back to the newest checkpoint (collective).
+    """Restore the newest checkpoint (collective).
 
     Raises:
-        CheckpointError: On every rank, if it is of another model or optimizer, or cannot be gone on from.
+        CheckpointError: On every rank, if the checkpoint is of another model or optimizer, or this number of ranks
+            cannot resume from it.
     """
+    # 1. check that the checkpoint fits this run
     objects = checkpoints.objects()
     run = objects["run"]
     position = Position(**run["position"])
@@ -122,19 +124,21 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     if run["optimizer"] != name:
         raise raised_on_all_ranks(
             CheckpointError(
-                f"{checkpoints.directory} holds a run with {run['optimizer']}, and this one has {name}.\n"
-                f"Give this run a checkpoint_dir of its own, or that optimizer."
+                f"the checkpoint in {checkpoints.directory} was saved with the optimizer {run['optimizer']}, "
+                f"got {name}.\n"
+                f"Pass another checkpoint_dir, or use {run['optimizer']}."
             )
         )
     is_regrouped = run["ranks"] != parts.world.size
     if is_regrouped and position.consumed and not train.is_shared:
         raise raised_on_all_ranks(
             CheckpointError(
-                f"the run stopped within an epoch on {run['ranks']} ranks, whose DataLoaders were their own; "
-                f"what {parts.world.size} ranks have left is not known.\nGo on with {run['ranks']} ranks, or pass the "
-                f"dataset itself."
+                f"expected {run['ranks']} ranks, got {parts.world.size}: the checkpoint was saved within an epoch in "
+                f"which each rank had its own DataLoader, so the remaining samples of each rank are unknown.\n"
+                f"Resume with {run['ranks']} ranks, or pass the dataset instead of a DataLoader."
             )
         )
+    # 2. load the model and the optimizer
     model: Any
     optimizer: Any
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
@@ -150,6 +154,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         optim_state_dict=content["optimizer"],
         options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
     )
+    # 3. restore the objects that all ranks share, then those of each rank
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
     parts.scaler.load_state_dict(run["scaler"])
@@ -166,7 +171,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
 
 
 def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
-    """Divide what was the ranks' among another number of them."""
+    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of the losses."""
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     randomness.seed_all(seed, parts.world.rank)

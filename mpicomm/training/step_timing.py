@@ -1,4 +1,4 @@
-"""Where the time of a step goes: to data, computing and, where that is seen, communication that this did not hide."""
+"""Time of training steps by part: data, compute and, where measurable, exposed (not overlapped) communication."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from mpicomm.watchdog import flight_recorder
 
 
 class Clock:
-    """Adds up the parts of steps, in seconds, since the last `take`."""
+    """Accumulates the seconds spent in each part of the steps since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
-        # A GPU's work goes on after its call, and other back ends' operations are not recorded.
+        # GPU work continues after its call returns, and operations of other backends are not in the flight recorder.
         self._sees_communication = device.type == "cpu" and isinstance(dist.group.WORLD, MPIProcessGroup)
         self.parts = ("data", "compute", "communication") if self._sees_communication else ("data", "compute")
         self._seconds = dict.fromkeys(self.parts, 0.0)
         self._last = time.monotonic()
 
     def start(self) -> None:
-        """Begin to count from now."""
+        """Start the time of the next part now."""
         self._last = time.monotonic()
 
     def add(self, part: str) -> None:
-        """Count what has passed since the last call as one part."""
+        """Add the time since the previous call to a part."""
         now = time.monotonic()
         self._seconds[part if part in self._seconds else "compute"] += now - self._last
         self._last = now
 
     def add_backward(self, *, is_synchronized: bool) -> None:
-        """Count a backward pass that has ended: what it waited after its last operation was called is communication."""
+        """Add a completed backward pass.
+
+        Its time after the call of its last collective operation counts as communication, the rest as compute.
+        """
         now = time.monotonic()
         last = flight_recorder.last() if is_synchronized and self._sees_communication else None
         exposed = 0.0
@@ -44,6 +47,6 @@ class Clock:
         self._last = now
 
     def take(self) -> dict[str, float]:
-        """Return the parts, and begin again."""
+        """Return the seconds of each part, and reset them."""
         found, self._seconds = self._seconds, dict.fromkeys(self.parts, 0.0)
         return found

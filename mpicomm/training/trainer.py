@@ -1,4 +1,4 @@
-"""The trainer: plain loops. Data, checkpoints, leaving in time and what people see have rooms of their own."""
+"""The trainer: the training and evaluation loops. Data, checkpoints, preemption and reporting are in other modules."""
 
 from __future__ import annotations
 
@@ -54,32 +54,34 @@ _EXPECTED = {
     "num_workers": arguments.integer(0),
     "on_nonfinite": arguments.one_of("stop", "skip"),
     "check_every": POSITIVE.or_none(),
-    "stop_margin": arguments.number("seconds from 0", lambda value: value >= 0).or_none(),
+    "stop_margin": arguments.number("a non-negative number of seconds", lambda value: value >= 0).or_none(),
 }
-"""The arguments of `Trainer` that depend on no other; the others are checked where they are used."""
+"""The arguments of `Trainer` that do not depend on other arguments; the others are checked where they are used."""
 
 
 class Trainer:
-    """Trains a model on all ranks of the job, and loses nothing: a run that ends early goes on where it was.
+    """Trains a model with data parallelism on all ranks of the job, and resumes interrupted runs from checkpoints.
 
-    Use it on all ranks alike, after `mpicomm.bootstrap()`. Every method is collective.
+    Create it on all ranks with the same arguments, after `mpicomm.bootstrap()`. Every method is collective.
+
+    Example::
 
         trainer = mpicomm.Trainer(model, optimizer, loss_fn, checkpoint_dir="runs/digits")
         history = trainer.fit(train_data, epochs=10, eval_data=test_data)
 
-    With the same number of ranks on CPUs, a run that was ended at any moment and started again has the same parameters
-    and figures, to the last bit, as one that never was.
+    On CPUs and with the same number of ranks, a run that was interrupted at any moment and started again ends with
+    parameters and metrics that are bit-identical to those of an uninterrupted run.
 
-    The outermost level of a batch says how the model is called, whatever is below it:
+    The outermost level of a batch determines the call of the model::
 
         (x, target)                loss_fn(model(x), target)
         (a, b, target)             loss_fn(model(a, b), target)
         ((a, b), target)           loss_fn(model((a, b)), target)
-        {"a": a, "labels": target} loss_fn(model(a=a), target), where target_key names the target ("labels")
+        {"a": a, "labels": target} loss_fn(model(a=a), target), where target_key is the key of the target ("labels")
 
     Without `loss_fn` the model takes the whole batch, `model(*batch)` or `model(**batch)`, and returns its loss. Lists
-    are like tuples. Tensors are moved to the device from any nesting of tuples, lists, mappings and dataclasses, and
-    so are objects with a method `to`; the rest, such as strings, is passed as it is.
+    are treated as tuples. The trainer moves tensors and objects with a `to` method to the device, in any nesting of
+    tuples, lists, mappings and dataclasses. It passes other values, such as strings, unchanged.
     """
 
     def __init__(
@@ -116,57 +118,68 @@ class Trainer:
         logger: Callable[[dict[str, Any]], None] | str | None = None,
         rank_logs: bool = False,
     ) -> None:
-        """Spread the model over the ranks (collective).
+        """Replicate or shard the model on the ranks (collective).
 
         Args:
-            model: The same on all ranks; rank 0's parameters count.
-            optimizer: Of the model's parameters. Its step() must not need a closure, as that of LBFGS does.
-            loss_fn: From the model's outputs and the targets to the mean loss of a batch, a tensor of shape []. None if
-                the model takes the whole batch and returns its loss, or an output with a `loss` or an item "loss", as
-                models of Hugging Face do.
-            weights: A file with a state_dict, from `export` or torch.save, to start from; a checkpoint in
+            model: The model, with the same modules on all ranks. The parameters of rank 0 are broadcast.
+            optimizer: An optimizer of the model's parameters. Optimizers whose step() requires a closure, such as
+                LBFGS, are not supported.
+            loss_fn: A function of the model's outputs and the targets that returns the mean loss of a batch, a tensor
+                of shape []. None if the model takes the whole batch and returns its loss, or an output with an
+                attribute `loss` or an item "loss", as models of Hugging Face do.
+            weights: A file with a state_dict, from `export` or torch.save, from which to start. A checkpoint in
                 checkpoint_dir takes precedence.
-            target_key: Where batches are mappings, the key of the targets; the rest are keyword arguments of the model.
-            scheduler: Of the learning rate, with `step()` and a state.
-            schedule: When it steps: after each "step" of the optimizer (the default), or each "epoch".
-                ReduceLROnPlateau steps after each epoch, and its evaluation.
-            monitor: The figure of an epoch that ReduceLROnPlateau follows: "loss", "eval_loss" or a metric. By default
-                "eval_loss", or "loss" where there is no eval_data.
-            precision: "float32", "bfloat16" or "float16" (with scaled gradients).
-            batch_size: Samples per rank that go through the model at once; a DataLoader's own counts instead.
-            grad_accum_steps: Batches per step. A step takes `batch_size` x `grad_accum_steps` x ranks samples.
-            max_grad_norm: What the norm of all gradients is cut down to.
-            strategy: "ddp", the whole model on each rank, or "fsdp", a part of each parameter on each (FSDP2).
-            grad_compression: How DDP sends gradients: "bf16", "fp16" or "powersgd".
-            sync_batchnorm: Normalize over the batches of all ranks.
-            find_unused_parameters: Some parameters take no part in some steps (DDP).
-            compile_model: Use torch.compile: for the whole model, or with "fsdp" for each of its repeated layers.
-            deterministic: Use repeatable algorithms on GPUs too: `torch.use_deterministic_algorithms`, no choice of
-                convolutions by trial, CUBLAS_WORKSPACE_CONFIG=:4096:8. Make the trainer before GPUs are used, then.
-            checkpoint_dir: A directory of this run's own that all hosts share. None for no checkpoints.
-            save_every: Steps between checkpoints; after each epoch if left out. The end of a run is always saved.
-            keep_checkpoints: How many checkpoints to keep.
-            log_every: Steps between entries of the metrics file; each takes one more all-reduce of two numbers.
-            seed: Of the order of samples and of all random numbers.
-            num_workers: Processes per rank that load data.
-            on_nonfinite: "stop" ends the run at a loss that is not finite, with its samples; "skip" leaves such steps
-                out, for one more all-reduce of a number in each step.
-            check_every: Steps between comparisons of all ranks' parameters (DDP).
+            target_key: The key of the targets in batches that are mappings. The other items are keyword arguments of
+                the model.
+            scheduler: A learning-rate scheduler with `step()`, `state_dict()` and `load_state_dict()`.
+            schedule: When to step the scheduler: after each "step" of the optimizer (the default), or each "epoch".
+                ReduceLROnPlateau steps after each epoch and its evaluation.
+            monitor: The metric of an epoch that ReduceLROnPlateau monitors: "loss", "eval_loss" or a name in
+                `metrics`. The default is "eval_loss", or "loss" without eval_data.
+            precision: "float32", "bfloat16" or "float16" (with loss scaling).
+            batch_size: Samples per rank in one forward and backward pass. The batch size of a DataLoader takes
+                precedence.
+            grad_accum_steps: Batches per optimizer step (gradient accumulation). A step takes `batch_size` x
+                `grad_accum_steps` x ranks samples.
+            max_grad_norm: Clip the norm of all gradients to this value.
+            strategy: "ddp" replicates the model on each rank; "fsdp" shards each parameter over the ranks (FSDP2).
+            grad_compression: Compression of the gradients that DDP sends: "bf16", "fp16" or "powersgd".
+            sync_batchnorm: Use torch.nn.SyncBatchNorm, which normalizes over the batches of all ranks. Requires GPUs.
+            find_unused_parameters: Set it if some steps do not use all parameters (DDP).
+            compile_model: Use torch.compile on the whole model, or with "fsdp" on each of its repeated layers.
+            deterministic: Use deterministic algorithms also on GPUs: `torch.use_deterministic_algorithms`, no
+                benchmarking of convolutions, CUBLAS_WORKSPACE_CONFIG=:4096:8. Create the trainer before the program
+                uses the GPU in this case.
+            checkpoint_dir: A directory for this run only, on a file system that all hosts share. None disables
+                checkpoints.
+            save_every: Steps between checkpoints; None saves after each epoch. The end of a run is always saved.
+            keep_checkpoints: The number of checkpoints to keep.
+            log_every: Steps between entries of the metrics file. Each entry costs one all-reduce of two numbers.
+            seed: The seed of the order of samples and of all random number generators.
+            num_workers: Data-loading worker processes per rank.
+            on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
+                "skip" skips such steps, at the cost of one all-reduce of one number in each step.
+            check_every: Steps between comparisons of the parameters of all ranks (DDP). None disables them.
             stop_margin: Seconds before the end of the allocation (Slurm, PBS) at which to save and exit, or half of the
-                remaining time at the start if that is less; None to ignore the end.
-            progress: "bar", "lines" or "none"; "auto" is a bar on terminals, and lines elsewhere.
-            logger: Called on rank 0 with each entry of the metrics file; or "tensorboard".
-            rank_logs: Write what each rank prints to rank_000.log and so on, in checkpoint_dir.
+                remaining time at the start if that is less. None ignores the end of the allocation.
+            progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
+            logger: A function that is called on rank 0 with each entry of the metrics file (a dict), or "tensorboard".
+            rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
 
         Raises:
             ValueError: If an argument is out of range, or does not fit another one.
-            TypeError: If an argument is of a wrong type, or the optimizer or the scheduler cannot be used.
-            CheckpointError: On every rank, if the weights cannot be read, or do not fit the model.
-            MpicommError: If there is no job.
+            TypeError: If an argument is of a wrong type, or the optimizer or the scheduler is not supported.
+            ImportError: If logger is "tensorboard" and TensorBoard is not installed.
+            CheckpointError: On every rank, if the weights cannot be read or do not fit the model.
+            MpicommError: If `mpicomm.bootstrap()` has not initialized a process group.
         """
+        # 1. check the arguments
         self.world = runtime.current_world()
         if not dist.is_initialized():
-            raise MpicommError("there is no process group.\nCall mpicomm.bootstrap() with a back end.")
+            raise MpicommError(
+                "Trainer requires a process group, and torch.distributed is not initialized.\n"
+                "Call mpicomm.bootstrap() with a backend first."
+            )
         parallel.check_arguments(strategy, grad_compression)
         optimizers.check_optimizer(model, optimizer)
         batches.check_loss_function(loss_fn)
@@ -175,6 +188,7 @@ class Trainer:
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
+        # 2. store the options
         device = self.world.device
         self.precision = Precision(precision, device, casts=strategy == "ddp")
         self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
@@ -185,6 +199,7 @@ class Trainer:
         self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
         self._skips, self._check_every, self._stop_margin = on_nonfinite == "skip", check_every, stop_margin
         self._log_every, self._progress, self._logger, self._rank_logs = log_every, progress, logger, rank_logs
+        # 3. load the weights, and replicate or shard the model
         if deterministic:
             randomness.make_repeatable()
         if weights is not None:
@@ -200,6 +215,7 @@ class Trainer:
             find_unused_parameters=find_unused_parameters,
             is_compiled=compile_model,
         )
+        # 4. initialize the state of the loops
         self._losses = Losses(device, stops=not self._skips)
         self._stop_request = StopRequest()
         self._checkpoints: Checkpoints | None = None
@@ -210,7 +226,7 @@ class Trainer:
         self._last_step = _NOTHING
         self._stop_vote: StopVote
 
-    # -- the loops ---------------------------------------------------------------------------------------------------
+    # -- training and evaluation -------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -219,33 +235,42 @@ class Trainer:
         eval_data: Any = None,
         metrics: Mapping[str, Metric] | None = None,
     ) -> History:
-        """Train, from where the run in `checkpoint_dir` has come to, or from the start (collective).
+        """Train, starting at the newest checkpoint in `checkpoint_dir` if there is one (collective).
 
         Args:
-            train_data: A dataset, which the ranks share: each sample is taken once in an epoch, in an order that
-                depends on the seed alone. Or a DataLoader, with the same sharing if its sampler is torch's own, and
-                taken as it is otherwise. Or a dataset without indices, read by every rank. Its batches have any
-                structure that `Trainer` describes.
-            epochs: How often to go through the data, in all.
-            eval_data: The same; gone through after each epoch.
-            metrics: By name, functions of a batch's outputs and targets that return a number for each sample, or their
-                mean. Without `loss_fn`, their second argument is the whole batch.
+            train_data: The training data; all ranks pass the same kind. One of:
+
+                - a map-style dataset, which the ranks share: an epoch takes each sample once, in an order that depends
+                  only on the seed and the epoch;
+                - an iterable-style dataset, which the ranks share and each rank reads completely;
+                - a DataLoader, which the ranks share likewise if its dataset is map-style and its sampler is one of
+                  torch's own; otherwise each rank uses its DataLoader unchanged.
+
+                Batches have any structure that `Trainer` describes.
+            epochs: The number of epochs of the whole run, including those before a resume.
+            eval_data: Data of the same kinds, evaluated after each epoch.
+            metrics: Functions by name. Each takes a batch's outputs and targets and returns one number per sample, or
+                their mean. Without `loss_fn` the second argument is the whole batch.
 
         Returns:
-            For each epoch its figures: `epoch`, `step`, `loss`, `samples`, and of the evaluation `eval_loss`,
+            One dict per epoch: `epoch`, `step`, `loss`, `samples`, and with eval_data also `eval_loss`,
             `eval_samples` and the metrics. Means are over all samples of all ranks.
 
         Raises:
-            Preempted: A SystemExit with status 85: a signal (SIGTERM, SIGUSR1, SIGUSR2) came to some rank, or the time
-                is up. There is a checkpoint.
-            CheckpointError: If checkpoints cannot be written or read, or belong to another model.
-            TrainingError: If a loss is not finite, or the ranks' parameters differ.
+            Preempted: A SystemExit with status 85, on every rank: a rank received SIGTERM, SIGUSR1 or SIGUSR2, or the
+                end of the allocation is near. The run has saved a checkpoint.
+            CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model.
+            TrainingError: If a loss is not finite, or the parameters of the ranks differ.
+            TypeError: If the data or a batch have an unsupported type or structure.
+            ValueError: If epochs is not positive, a dataset is empty, or a metric has a wrong shape.
         """
+        # 1. check the arguments
         POSITIVE.check(epochs, "epochs", "fit")
         check_metrics(metrics, "fit")
         if self._schedule == optimizers.ON_METRIC:
             self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
         with contextlib.ExitStack() as stack:
+            # 2. open the data and the checkpoints, and resume
             train = _opened(stack, make_source(train_data, self._options, self._place))
             test = (
                 _opened(stack, make_source(eval_data, self._for_evaluation, self._place))
@@ -253,6 +278,7 @@ class Trainer:
                 else None
             )
             self._open(stack, train, epochs)
+            # 3. train and evaluate by turns, starting with an evaluation that the interrupted run had not completed
             while True:
                 if test is not None and not self.position.is_evaluated:
                     self._evaluate_epoch(test, metrics or {})
@@ -261,17 +287,25 @@ class Trainer:
                     break
                 self._train_epoch(train)
                 self._end_epoch(is_evaluated=test is None)
+            # 4. save and report the complete run
             self._save(wait=True)
             self._reporter.end(self.position)
-            dist.barrier()  # what is printed after this comes after the table
+            dist.barrier()  # so that no rank prints anything before the summary table
         return self.position.history
 
     def evaluate(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
-        """Return the mean loss and metrics over all samples, each counted once, and their number (collective).
+        """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
 
         Args:
             data: As in `fit`.
             metrics: As in `fit`.
+
+        Returns:
+            The means by name, `loss` and the metrics, and `samples`, the number of samples.
+
+        Raises:
+            TypeError: If the data or a batch have an unsupported type or structure.
+            ValueError: If a dataset is empty, or a metric has a wrong shape.
         """
         check_metrics(metrics, "evaluate")
         with contextlib.ExitStack() as stack:
@@ -280,16 +314,17 @@ class Trainer:
         return {**means, "samples": count}
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's state_dict to a file for use without the Trainer (collective).
+        """Write the model's state_dict to a file, for use with or without Trainer (collective).
 
-        It has the whole parameters on the CPU, by the names of the model itself, for
+        The file contains the full, unsharded parameters on the CPU under the names of the model itself. Load it with
         `model.load_state_dict(torch.load(path, weights_only=True))` in one process, or `Trainer(..., weights=path)`.
 
         Args:
-            path: The file, which rank 0 writes. An existing one is replaced, once the new one is complete.
+            path: The file, which rank 0 writes. An existing file is replaced when the new one is complete.
 
         Raises:
-            CheckpointError: On every rank, if it cannot be written.
+            CheckpointError: On every rank, if rank 0 cannot write the file.
+            TypeError: If path is not a path.
         """
         model_file.export(self.wrapped.inner, path)
 
@@ -299,6 +334,7 @@ class Trainer:
         position = self.position
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         while True:
+            # 1. load the step, and agree on its number of samples; it is 0 when no rank has any left
             clock.start()
             step = next(steps, _NOTHING)
             clock.add("data")
@@ -308,8 +344,10 @@ class Trainer:
                 clock.add("communication")
             if not count:
                 return
+            # 2. pad it to the same number of batches on all ranks
             if not train.is_counted:
                 step = (step if step.batches else self._stand_in(train)).of_length(rank_sync.most(len(step.batches)))
+            # 3. train
             self._warm_up(step.batches[0])
             self._take_step(step, count)
             position.advance(count)
@@ -317,7 +355,8 @@ class Trainer:
             self._after_step()
 
     def _take_step(self, step: Step, count: int) -> None:
-        """Take one step of the optimizer, by the mean loss of `count` samples of all ranks."""
+        """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
+        # 1. accumulate the gradients of the batches; the last backward pass averages them over the ranks
         clock = self._reporter.clock
         is_finite = True
         self.wrapped.begin_step()
@@ -327,12 +366,13 @@ class Trainer:
             with _SYNCHRONIZED if is_last else self.wrapped.unsynchronized():
                 loss = self._loss_of(batch, self.wrapped.model)
                 is_finite = self._losses.add(self.position.step, batch, loss) and is_finite
-                # The gradients of all ranks are averaged, whatever their share of the samples.
+                # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self._place.size / count
                 self.precision.backward(loss if weight == 1 else loss * weight)
             clock.add_backward(is_synchronized=is_last)
         if not self._last_step.batches:  # the first step
             self.wrapped.check_backward()
+        # 2. start the stop vote, then update the parameters or skip the step on all ranks
         self._open_ballot()
         if not self._skips or rank_sync.everybody(is_finite):
             self._last_step = step
@@ -389,7 +429,7 @@ class Trainer:
             self._complete_epoch()
 
     def _complete_epoch(self) -> None:
-        """Do what needs all figures of the last epoch."""
+        """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
         if self._schedule == optimizers.ON_METRIC:
             self.scheduler.step(self.position.history[-1][self._monitored])
         if self._save_every is None:
@@ -424,7 +464,7 @@ class Trainer:
         return averages.take()
 
     def _steps_of_evaluation(self, test: DataSource) -> Iterator[Step]:
-        """Return equally many steps of equally many batches on all ranks (collective)."""
+        """Return the same number of steps, each with the same number of batches, on all ranks (collective)."""
         steps = test.steps(0, 0, 0)
         last = _NOTHING
         while True:
@@ -441,14 +481,14 @@ class Trainer:
     # -- between two steps -------------------------------------------------------------------------------------------
 
     def _open_ballot(self) -> None:
-        if self._checkpoints is not None:  # without, nobody leaves before the end
+        if self._checkpoints is not None:  # without checkpoints a run never stops early
             self._stop_vote.open(self._stop_request.why is not None, self._checkpoints.has_failed)
 
     def _is_time_to_leave(self) -> bool:
-        """Tell whether a rank wishes to leave.
+        """Return whether any rank requests a stop (collective).
 
         Raises:
-            CheckpointError: On all ranks, if a checkpoint could not be written.
+            CheckpointError: On all ranks, if the save in progress has failed.
         """
         if self._checkpoints is None:
             return False
@@ -461,35 +501,41 @@ class Trainer:
         why = rank_sync.reasons(self._stop_request.why)
         self._save(wait=True)
         self._reporter.note("preempted", self.position, why=why)
-        self._reporter.say(f"{why}: leaving at step {self.position.step} with a checkpoint; start again to go on")
+        self._reporter.say(
+            f"{why}: stopped at step {self.position.step} after saving a checkpoint; start the run again to resume"
+        )
         raise Preempted(why)
 
     def _stand_in(self, train: DataSource) -> Step:
-        """Return what this rank goes through a step with that others have samples for, and it has none.
+        """Return a padding step for a rank without samples in a step in which other ranks have some.
 
         Raises:
-            ValueError: If it never has any.
+            ValueError: If this rank has no data at all.
         """
         if self._last_step.batches:
             return self._last_step.stand_in()
         states = randomness.states(self.world.device)
-        first = train.first()  # this process has begun in the middle of the epoch
+        first = train.first()  # this process resumed within the epoch and has not loaded a batch yet
         randomness.restore(states, self.world.device)
         if not first.batches:
             raise self._no_data()
         return first.stand_in()
 
     def _check_has_data(self, step: Step) -> None:
-        """Refuse an evaluation that would stand still.
+        """Raise an error instead of a hang in an evaluation with FSDP.
 
         Raises:
-            ValueError: If the model is in parts, which all ranks call equally often, and this rank has no sample to.
+            ValueError: If the model is sharded and this rank has no batch. All ranks must call a sharded model the
+                same number of times.
         """
         if not step.batches and isinstance(self.wrapped, parallel.FSDPModel):
             raise self._no_data()
 
     def _no_data(self) -> ValueError:
-        return ValueError(f"rank {self._place.rank} has no data, and others have.\nGive every rank some.")
+        return ValueError(
+            f"expected data on every rank, got none on rank {self._place.rank}.\n"
+            f"Pass at least one batch of data on every rank."
+        )
 
     def _put_back(self, buffers: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -497,7 +543,7 @@ class Trainer:
                 buffer.copy_(before)
 
     def _warm_up(self, batch: Batch) -> None:
-        """Go once through the model before the first step, and undo what that does."""
+        """Run the model once before the first step, and restore its buffers and the generators (collective)."""
         if self._is_warm:
             return
         self._is_warm = True
@@ -516,7 +562,8 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
-        """Get ready to train: from the newest checkpoint, or from the start."""
+        """Prepare training from the newest checkpoint, or from the start (collective)."""
+        # 1. open the checkpoints and the stop vote
         if self._checkpoint_dir is not None:
             self._checkpoints = stack.enter_context(
                 checkpoint.opened(self._checkpoint_dir, self._keep_checkpoints, self.world.device)
@@ -524,11 +571,13 @@ class Trainer:
             stack.callback(setattr, self, "_checkpoints", None)
             stack.enter_context(self._stop_request.listening(self._stop_margin, asks=self.world.rank == 0))
             self._stop_vote = stack.enter_context(StopVote(self.world.comm))
+        # 2. resume, or seed a new run
         if self._checkpoints is not None and self._checkpoints.newest is not None:
             state.restore(self._checkpoints, self._parts(), train)
             self._saved = self.position.name
         elif not self.position.step:
             randomness.seed_all(self._options.seed, self.world.rank)
+        # 3. open the reporter
         directory = self._checkpoints.directory if self._checkpoints is not None else None
         self._reporter = stack.enter_context(
             reporting.opened(
@@ -544,12 +593,12 @@ class Trainer:
         )
 
     def _save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this very moment."""
+        """Write a checkpoint, unless one of this position exists (collective)."""
         if self._checkpoints is None:
             return
         if self._saved != self.position.name:
-            self._losses.look()  # what is not finite must not be kept
-            parallel.share_buffers(self.wrapped.inner)  # any rank may write what all have
+            self._losses.look()  # raises if a loss is not finite: such a state must not be saved
+            parallel.share_buffers(self.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = self.position.name
             self._reporter.note("checkpoint", self.position)
             content = state.collect(self._parts())

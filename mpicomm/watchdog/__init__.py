@@ -1,1 +1,1 @@
-"""How a rank leaves, and how the others learn of it."""
+"""Failure handling: detects hangs and dead ranks, reports them, and aborts the job."""

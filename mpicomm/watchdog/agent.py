@@ -1,7 +1,8 @@
-"""The watchdog: a thread of every rank that notices when the job cannot go on, and says why.
+"""The watchdog: a thread on every rank that detects hangs and dead ranks, reports them, and aborts the job.
 
-It calls no MPI but Abort, spins nowhere, and wakes once a second. What it sees of its own rank it tells up the side
-channel to rank 0, whose `Coordinator` decides. Where rank 0 itself is gone or stands still, the next rank speaks for it.
+The only MPI function that it calls is MPI_Abort. It does not busy-wait; it wakes up once a second. It reports the state
+of its own rank over the out-of-band channel to rank 0, whose `Coordinator` decides. If rank 0 itself is dead or does
+not respond, the next rank reports in its place.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from mpicomm.watchdog.local_processes import LocalProcess
 T = TypeVar("T")
 
 WAIT_LIMIT = 5.0
-"""Seconds that a rank waits for one that has left in good order, before the job ends."""
+"""Seconds that a rank waits for another rank that has exited normally, before the watchdog aborts the job."""
 
-_LATE_SECONDS = 5.0  # by which a look is late if the process stood still
-_ERROR_SECONDS = 0.05  # pause after an error, which may come again and again
-_TICK = 1.0  # seconds between two looks
-_LONGEST_GAP = 2 * _TICK  # seconds between two looks that count, as each does for a deadline
-_HUBS_SECONDS = 2.0  # in which the ranks of a hub answer it
-_SILENCE = 1.5 * COLLECT_SECONDS  # without an answer, after which rank 0 counts as silent
-_SPEAKERS = 8  # how many ranks may speak in rank 0's place,
-_TURN_SECONDS = 2.0  # each so long after the one before
-_TERM_SECONDS = 0.3  # in which news of a rank's death may come, before SIGTERM is obeyed
-_ENDED_SECONDS = 10.0  # in which the end of the job must have reached a rank
-_WRITE_SECONDS = 1.0  # that the watchdog waits for a rank's files
-_TAKE_DOWN_SECONDS = 60.0  # in which ranks that have all left have destroyed one more of their groups
+_LATE_SECONDS = 5.0  # a check that is later than this shows that the process was suspended or held the GIL
+_ERROR_SECONDS = 0.05  # pause after an error, which may recur on every iteration
+_TICK = 1.0  # seconds between two checks
+_LONGEST_GAP = 2 * _TICK  # the most seconds between two checks that count towards a deadline
+_HUBS_SECONDS = 2.0  # time limit for the ranks of a hub to answer it
+_SILENCE = 1.5 * COLLECT_SECONDS  # seconds without an answer after which rank 0 counts as not responding
+_SPEAKERS = 8  # how many ranks may report in place of rank 0
+_TURN_SECONDS = 2.0  # delay of each of them after the previous one
+_TERM_SECONDS = 0.3  # a report of a dead rank may arrive in this time, before SIGTERM ends this process
+_ENDED_SECONDS = 10.0  # after the decision to abort, the launcher must have ended this process within this time
+_WRITE_SECONDS = 1.0  # how long the watchdog waits while the dump files are written
+_TAKE_DOWN_SECONDS = 60.0  # time limit for destroying each process group once all ranks have exited
 _UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
-_EXIT_SECONDS = 0.5  # that os._exit waits to be heard: some launchers kill the others before they can say why
-_ABORT_SECONDS = 5.0  # in which an abort must have ended this process
+_EXIT_SECONDS = 0.5  # os._exit waits for rank 0's confirmation: some launchers kill the others before they report it
+_ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
 
 
 @dataclasses.dataclass(frozen=True)
 class RankInfo:
-    """A rank's place among the watchdogs."""
+    """The rank's position in the tree of the out-of-band channel."""
 
     rank: int
     hosts: Sequence[str]
@@ -60,31 +61,31 @@ class RankInfo:
     """The node of every rank."""
 
     hubs: Sequence[int]
-    """The hub of every rank: the first rank of its node, or rank 0 for those."""
+    """The hub of every rank: the first rank of its node; for these first ranks, rank 0."""
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of the job."""
         return len(self.hosts)
 
     @property
     def hub(self) -> int:
-        """This rank's hub."""
+        """The rank to which this rank connects."""
         return self.hubs[self.rank]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the watchdog goes by."""
+    """The settings of the watchdog."""
 
     hang_seconds: float
-    """After so many seconds in an operation, the job's ranks are asked where they are."""
+    """Seconds that an operation may run before rank 0 collects the status of all ranks."""
 
     directory: Path | None
-    """Where files go; None for none."""
+    """Directory of the dump files; None to write no files."""
 
     ends_local_processes: bool = False
-    """Whether the launcher may wait for a rank that cannot end itself, as srun does for a stopped one."""
+    """Whether to kill ranks of this node that cannot end themselves: srun, for example, waits for a stopped rank."""
 
 
 class Watchdog:
@@ -99,12 +100,12 @@ class Watchdog:
         claim: Callable[[], bool],
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the watchdog; `start` sets it to work.
+        """Create the watchdog; `start` starts its thread.
 
         Args:
-            end: Ends the job with a status.
-            claim: Tells whether nobody has named a cause of the job's end yet.
-            prepare: Called first on the watchdog's thread.
+            end: Ends the job with the given exit status.
+            claim: Returns True if no other rank has reported the cause of the job's end before.
+            prepare: Called once, at the start of the watchdog's thread.
         """
         self.place = place
         self._channel = channel
@@ -113,26 +114,26 @@ class Watchdog:
         self.claim = claim
         self._prepare = prepare
         self._is_established = False
-        self._early: list[ChannelEvent] = []  # connections lost before every rank had one
+        self._early: list[ChannelEvent] = []  # connections lost before every rank had connected
         self._coordinator = Coordinator(place.hosts, place.hubs, limits.hang_seconds, self) if place.rank == 0 else None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpicomm-watchdog", daemon=True)
         self._is_stopping = False
         self._is_ending = False
-        self._end_by = 0.0  # when this process must have been ended, once that is decided
+        self._end_by = 0.0  # once the job is ending: when the launcher must have ended this process
         self._has_failed = False
         self._all_left = threading.Event()
-        self._is_stuck = False  # whether some rank is, once all have left
-        self._gone_by: Deadline | None = None  # by when this process must have taken down one more of its groups
-        self._taken_down: flight_recorder.Operation | None = None  # the last of them
+        self._is_stuck = False  # once all ranks have exited: whether one of them has an operation that may never end
+        self._gone_by: Deadline | None = None  # deadline for destroying the next process group
+        self._taken_down: flight_recorder.Operation | None = None  # the last operation at the last check
         self._left: Message | None = None
         self._next_tick = 0.0
-        self._told: dict[int, set[str]] = {}  # by operation: what was told of it
-        self._heard: dict[int, float] = {}  # by child: when it last said something
+        self._told: dict[int, set[str]] = {}  # by operation number: the kinds of messages sent to rank 0
+        self._heard: dict[int, float] = {}  # by child rank: when its last message arrived
         self._started = time.monotonic()
-        self._rounds: dict[int, tuple[float, set[int]]] = {}  # by collection: until when, and whose answers are open
-        self._answer_due: Deadline | None = None  # by when rank 0 must answer what it was asked
-        self._orphaned: tuple[Deadline, str] | None = None  # how long to wait since the hub was lost, and why it was
+        self._rounds: dict[int, tuple[float, set[int]]] = {}  # by collection: deadline, and ranks yet to answer
+        self._answer_due: Deadline | None = None  # deadline for rank 0's answer
+        self._orphaned: tuple[Deadline, str] | None = None  # deadline to act since the hub was lost, and the reason
         self._answers: dict[int, queue.SimpleQueue[Message]] = {}
         self._term_at: float | None = None
         self._heard_exit = threading.Event()
@@ -140,12 +141,12 @@ class Watchdog:
     # -- for other threads ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, and notice signals."""
+        """Start the thread and watch for SIGTERM."""
         signals.watch(self._channel.wake_fd)
         self._thread.start()
 
     def establish(self) -> None:
-        """Take note that every rank has connected: from now on, who is lost is dead."""
+        """Record that every rank has connected: from now on, a rank that loses its connection is dead."""
 
         def establish() -> None:
             self._is_established = True
@@ -155,45 +156,45 @@ class Watchdog:
         self._post(establish)
 
     def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True, sends: bool = False) -> None:
-        """Say that this rank calls no more operations.
+        """Report that this rank calls no more operations.
 
         Args:
-            is_stuck: An operation of this rank may never end, so that MPI cannot be finalised.
-            waits: Whether it waits for the others now, or goes at once.
-            sends: Whether messages of it are on their way.
+            is_stuck: An operation of this rank may never end, so that MPI cannot be finalized.
+            waits: Whether the rank waits for the other ranks before its process ends.
+            sends: Whether messages that this rank sent are still in flight.
         """
         self._post(lambda: self._leave(status, is_stuck=is_stuck, waits=waits, sends=sends))
 
     def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> bool:
-        """Wait until every rank has left, and call `meanwhile` every `pause` seconds.
+        """Wait until every rank has reported its exit, and call `meanwhile` every `pause` seconds.
 
         Returns:
-            Whether a rank is stuck.
+            Whether a rank has an operation that may never end.
         """
         while not self._all_left.wait(pause) and self._thread.is_alive():
             meanwhile()
         return self._is_stuck
 
     def take_down(self) -> None:
-        """Say that this rank destroys its groups now, none of which must take long: all ranks do."""
+        """Start the deadline for destroying a group: all ranks destroy theirs now, so none takes long."""
         self._gone_by = Deadline(_TAKE_DOWN_SECONDS, _LONGEST_GAP)
 
     def fail(self) -> None:
-        """Say that this rank has failed, tells why itself, and ends the job."""
+        """Report that this rank has failed, and that it prints the error and aborts the job itself."""
         self._post(lambda: self._tell({"kind": "failed", "rank": self.place.rank}))
 
     def exit_at_once(self, status: int) -> None:
-        """Say that this rank is about to call `os._exit`, and wait a moment until that is heard."""
+        """Report that this rank is about to call `os._exit`, and wait up to 0.5 s for rank 0's confirmation."""
         if self._is_ending or threading.current_thread() is self._thread:
             return
         self._post(lambda: self._tell({"kind": "exits", "rank": self.place.rank, "status": status}))
         self._heard_exit.wait(_EXIT_SECONDS)
 
     def missing(self, operation: flight_recorder.Operation) -> tuple[list[int], str]:
-        """Find out which ranks have not come to an operation.
+        """Ask rank 0 which ranks have not called an operation.
 
         Returns:
-            The ranks, and a table of where they are; nobody, and what is known of rank 0, if that does not answer.
+            The ranks and a table of where they are. If rank 0 does not respond, no ranks and the state of rank 0.
         """
         answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers[operation.number] = answers
@@ -215,11 +216,11 @@ class Watchdog:
         return hang_report.parse_ranges(answer["missing"]), answer["table"]
 
     def break_group(self, name: str, cause: str) -> None:
-        """Say that this rank has given up waiting in a group: no other needs to come to it."""
+        """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
         self._post(lambda: self._tell({"kind": "broken", "group": name, "cause": cause}))
 
     def stop(self) -> None:
-        """End the thread and close the channel."""
+        """Stop the thread and close the channel."""
         self._is_stopping = True
         signals.unwatch()
         self._channel.wake()
@@ -231,11 +232,11 @@ class Watchdog:
         self._channel.wake()
 
     def forget(self) -> None:
-        """Let go, in a forked child, of what is the rank's: a copy that stays open would hide the rank's death."""
+        """Close the rank's descriptors in a forked child: a copy that stays open would hide the rank's death."""
         signals.unwatch()
         self._channel.forget()
 
-    # -- the judge's hands ---------------------------------------------------------------------------------------
+    # -- actions of the coordinator ------------------------------------------------------------------------------
 
     def tell_all(self, message: Message) -> None:
         """Send a message to every rank."""
@@ -250,11 +251,11 @@ class Watchdog:
             self._channel.send_to(rank if hub == self.place.rank else hub, {**message, "to": rank})
 
     def speak(self, text: str) -> None:
-        """Print."""
+        """Print a report to stderr."""
         exit_hooks.say(text.rstrip("\n") + "\n")
 
     def end(self, status: int) -> None:
-        """End the job; if that does not work, at least this process, and the launcher has to notice."""
+        """Abort the job; if that fails, end this process, so that the launcher ends the job."""
         with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
             self._kill_silent_neighbours()
@@ -273,7 +274,7 @@ class Watchdog:
         pause, before = self._pause(), time.monotonic()
         events = self._attempt(self._channel.poll, pause) or []
         if time.monotonic() > before + pause + _LATE_SECONDS:
-            # Who was stopped is woken to be ended: SIGTERM must be seen before what it has done to the others.
+            # Launchers wake stopped ranks to end them: handle SIGTERM before the connections that it has closed.
             time.sleep(_TERM_SECONDS)
             events += self._attempt(self._channel.poll, 0.0) or []
         self._attempt(self._take_signals)
@@ -294,19 +295,19 @@ class Watchdog:
         self._attempt(self._speak_for_rank_0, now)
 
     def _attempt(self, step: Callable[..., T], *arguments: Any) -> T | None:
-        """Take one step; whatever error it meets, the job must not end by its watchdog, nor the steps behind fail."""
+        """Run one step. An error in it must neither end the job nor keep the following steps from running."""
         try:
             return step(*arguments)
         except Exception:  # noqa: BLE001
             if not self._has_failed:
                 self._has_failed = True
                 trace = traceback.format_exc()
-                self.speak(f"[mpicomm] the watchdog of rank {self.place.rank} met an error, and goes on:\n{trace}")
+                self.speak(f"[mpicomm] the watchdog of rank {self.place.rank} caught an error and continues:\n{trace}")
             time.sleep(_ERROR_SECONDS)
             return None
 
     def _forgive_a_pause(self, now: float) -> None:
-        """Where this process stood still (suspended, or in code that keeps the GIL), let no deadline pass by that."""
+        """Extend running operations' deadlines by the time in which this process was suspended or held the GIL."""
         late = now - self._next_tick
         if self._next_tick and late > _LATE_SECONDS:
             for operation in flight_recorder.running():
@@ -326,7 +327,7 @@ class Watchdog:
                 self._orphaned = (Deadline(self._turn(), _LONGEST_GAP), event.lost)
         elif event.message is not None:
             self._take_from_below(event.message)
-        elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the others, too
+        elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the other ranks, too
             self._tell({"kind": "died", "rank": event.rank, "why": _cause(event.lost)})
 
     def _take_from_below(self, message: Message) -> None:
@@ -364,7 +365,6 @@ class Watchdog:
             self._kill_silent_neighbours()
 
     def _tell(self, message: Message) -> None:
-        """Tell rank 0."""
         if self._coordinator is not None:
             self._coordinator.take(message, time.monotonic())
         else:
@@ -373,7 +373,7 @@ class Watchdog:
     # -- this rank -----------------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Look at what this rank waits for."""
+        """Check the operations for which this rank waits; runs once a second."""
         if self._coordinator is None:
             self._channel.send_up({"kind": "beat"})
         flight_recorder.refresh_streams()
@@ -386,7 +386,7 @@ class Watchdog:
             self._leave(exit_hooks.exit_status(), is_stuck=False, waits=True, sends=False)
 
     def _running(self) -> list[flight_recorder.Operation]:
-        """Return what this rank waits for, and tell which waiting has ended of what was told."""
+        """Return the operations for which this rank waits; tell rank 0 which reported operations have ended."""
         running = list(flight_recorder.running())
         for number in self._told.keys() - {each.number for each in running}:
             del self._told[number]
@@ -394,9 +394,9 @@ class Watchdog:
         return running
 
     def _has_ended(self) -> bool:
-        """Tell whether the program has ended by `sys.exit`, badly, while threads keep the process alive.
+        """Return whether `sys.exit` with a status other than 0 ended the program while threads keep the process alive.
 
-        Without that, the threads may be what the program is about.
+        Without such a status, the threads may do the work of the program.
         """
         if threading.main_thread().is_alive() or not exit_hooks.exit_status():
             return False
@@ -406,7 +406,7 @@ class Watchdog:
         waited = now - (operation.start or now)
         timeout = operation.limit or operation.group.timeout
         hang_seconds = self._limits.hang_seconds
-        if operation.limit is not None:  # elsewhere the program hears of its timeouts, however short, and goes on
+        if operation.limit is not None:  # otherwise TimeoutError is raised, and the program may continue after it
             hang_seconds = min(hang_seconds, timeout / 2)
         if waited <= min(WAIT_LIMIT, hang_seconds):
             return
@@ -451,7 +451,7 @@ class Watchdog:
 
     def _leave(self, status: int | None, *, is_stuck: bool, waits: bool, sends: bool) -> None:
         if self._left is None:
-            self._running()  # rank 0 is not to take this rank for one that waits for others that have left
+            self._running()  # reports ended waits: for rank 0, this rank must not wait for ranks that have exited
             self._left = {
                 "kind": "left",
                 "rank": self.place.rank,
@@ -464,7 +464,7 @@ class Watchdog:
             self._tell(self._left)
 
     def _status(self, now: float) -> dict[str, Any]:
-        """Say where this rank is."""
+        """Return the status of this rank: its operations, and where its main thread is."""
         last = flight_recorder.last()
         running = sorted(self._running(), key=lambda each: each.number)
         return {
@@ -488,12 +488,12 @@ class Watchdog:
     def _write_files(self) -> None:
         if self._limits.directory is None:
             return
-        # A file system that stands still is one of the reasons why jobs do: it must not stop the watchdog as well.
+        # A blocked file system is a common reason for hangs: it must not block the watchdog as well.
         errors: list[OSError] = []
         writing = threading.Thread(target=self._write_files_here, args=(self._limits.directory, errors), daemon=True)
         writing.start()
         writing.join(_WRITE_SECONDS)
-        for error in errors:  # the table comes all the same
+        for error in errors:  # the report is printed all the same
             self._tell({"kind": "no files", "rank": self.place.rank, "why": str(error)})
 
     def _write_files_here(self, directory: Path, errors: list[OSError]) -> None:
@@ -507,10 +507,10 @@ class Watchdog:
         directory = self._limits.directory
         return "" if directory is None else f"  operations and stacks of every rank: {directory}"
 
-    # -- others --------------------------------------------------------------------------------------------------
+    # -- other ranks ---------------------------------------------------------------------------------------------
 
     def _close_rounds(self, now: float) -> None:
-        """Answer for the ranks behind this hub that have not answered in time."""
+        """Answer for the ranks of this hub that have not answered in time."""
         for number, (deadline, silent) in list(self._rounds.items()):
             if silent and now < deadline:
                 continue
@@ -520,17 +520,17 @@ class Watchdog:
                 self._tell_status(number, rank, {"silent": seconds, "state": self._state(rank)})
 
     def _state(self, rank: int) -> str:
-        """Say what the system knows of a rank's process; empty for one on another host."""
+        """Return the state of a rank's process according to /proc; empty for a process on another host."""
         process = self._neighbours().get(rank)
         return "" if process is None else local_processes.state_of(process.pid)
 
     def _neighbours(self) -> dict[int, LocalProcess]:
-        """Return the processes on this host that have introduced themselves."""
+        """Return the processes of this host whose pid is known, by rank."""
         here = self.place.nodes[self.place.rank]
         return {rank: each for rank, each in self._channel.processes.items() if self.place.nodes[rank] == here}
 
     def _kill_silent_neighbours(self) -> None:
-        """Kill those that cannot end themselves, where the job ends and the launcher would wait for them."""
+        """Kill ranks of this host that cannot end themselves when the job ends, if the launcher would wait for them."""
         if not self._limits.ends_local_processes:
             return
         latest = time.monotonic() - COLLECT_SECONDS
@@ -542,18 +542,21 @@ class Watchdog:
                 local_processes.kill(process)
 
     def _speak_for_rank_0(self, now: float) -> None:
-        """Where rank 0 or the way to it is gone, or rank 0 does not answer, do what it would do."""
+        """Report and abort in place of rank 0, if it is dead, unreachable or not responding."""
+        # 1. the job is ending
         if self._is_ending and self._coordinator is None and now >= self._end_by:
             self._kill_silent_neighbours()
-            os._exit(1)  # the launcher has left this rank alone
+            os._exit(1)  # the launcher has not ended this rank
         if self._gone_by is not None and self._gone_by.left() <= -self._turn() and not self._is_ending:
-            self._end_alone("all ranks have come to their end, but their groups cannot be taken down")
+            self._end_alone("all ranks have exited, but destroying their process groups timed out")
         if self._is_ending or self._coordinator is not None or self._term_at is not None:
             return
+        # 2. the connection to the hub is lost
         if self._orphaned is not None:
             own_turn, why = self._orphaned
             if own_turn.left() <= 0:
                 self._end_alone(f"{self._called_hub()} died: {_cause(why)}")
+        # 3. rank 0 does not respond
         elif self._answer_due is not None and (left := self._answer_due.left()) <= 0:
             silent = self._silent_hub(_SILENCE - left)
             if self._asked["kind"] == "deadline" and left <= -self._turn():
@@ -561,15 +564,15 @@ class Watchdog:
             elif self._asked["kind"] == "hang":
                 self._answer_due = None
                 if self.place.rank == 1:
-                    self.speak(f"[mpicomm] the job stands still: {silent}.\n{self._own_row(now)}")
+                    self.speak(f"[mpicomm] possible hang: {silent}.\n{self._own_row(now)}")
                     self._write_files()
 
     def _silent_hub(self, seconds: float) -> str:
         state = self._state(self.place.hub)
-        return f"{self._called_hub()} has not answered for {seconds:.0f} s{': ' if state else ''}{state}"
+        return f"{self._called_hub()} has not responded for {seconds:.0f} s{': ' if state else ''}{state}"
 
     def _turn(self) -> float:
-        """Return how many seconds this rank waits for others to speak in rank 0's place."""
+        """Return how many seconds this rank waits for other ranks to report in place of rank 0."""
         behind = 0.0 if self.place.hub == 0 else COLLECT_SECONDS
         return turn_of(self.place.rank) + behind
 
@@ -578,7 +581,7 @@ class Watchdog:
         self._write_files()
         self._kill_silent_neighbours()
         if self.place.rank <= _SPEAKERS:
-            self.speak(f"[mpicomm] {cause}; rank {self.place.rank} ends the job.\n{self._own_row(time.monotonic())}")
+            self.speak(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row(time.monotonic())}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self.end(1)
 
@@ -595,7 +598,7 @@ class Watchdog:
         numbers, self._channel.woken = self._channel.woken, bytearray()
         now = time.monotonic()
         if signals.deliver(bytes(numbers)) and self._term_at is None:
-            # The launcher may send it because a rank has died, which rank 0 is about to say.
+            # The launcher may have sent it because a rank has died, which rank 0 is about to report.
             self._term_at = now + _TERM_SECONDS
             if self._left is None:
                 self._tell({"kind": "terminated", "rank": self.place.rank})
@@ -604,26 +607,26 @@ class Watchdog:
 
 
 def turn_of(rank: int) -> float:
-    """Return how many seconds a rank waits for those before it, where rank 0 does not answer and one must speak."""
+    """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
     return _TURN_SECONDS * min(max(rank - 1, 0), _SPEAKERS)
 
 
 def _cause(lost: str) -> str:
     if lost in _UNREACHABLE:
-        return f"its host cannot be reached any more ({lost})"
-    return "its process has ended without a word (killed, crashed, os._exit or MPI_Abort)"
+        return f"its host is unreachable ({lost})"
+    return "its process ended without reporting an error (killed, crashed, os._exit or MPI_Abort)"
 
 
 _current: Watchdog | None = None
 
 
 def current() -> Watchdog | None:
-    """Return the watchdog of this process, if one runs."""
+    """Return the watchdog of this process; None if none is running."""
     return _current
 
 
 def set_current(watchdog: Watchdog | None) -> None:
-    """Say which watchdog is the process's; None once there is none."""
+    """Set the watchdog of this process; None removes it."""
     global _current  # noqa: PLW0603  a process is in one job at a time
     _current = watchdog
 

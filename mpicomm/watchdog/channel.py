@@ -1,8 +1,8 @@
-"""The side channel: connections beside MPI, of every rank to a hub on its node, and of the hubs to rank 0.
+"""The out-of-band channel: TCP connections besides MPI, of every rank to a hub on its node, and of the hubs to rank 0.
 
-It is a tree of two levels, so that rank 0 talks to its own node and to one rank of every other. A rank that connects
-proves with the job's token, which travelled by MPI, that it is one (HMAC, RFC 2104): the token itself is never sent.
-The channel has no thread of its own; whoever calls `poll` drives it.
+It is a tree of two levels: rank 0 has connections to the ranks of its own node and to one rank of every other node. A
+rank that connects authenticates itself with the job's token, which it received by MPI (HMAC, RFC 2104). The token
+itself is never sent over the channel. The channel has no thread of its own; calls of `poll` drive it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mpicomm.watchdog.local_processes import LocalProcess
 TOKEN_BYTES = 32
 
 _NONCE_BYTES = 16
-_STRANGERS_SECONDS = 10.0  # in which who connects must have shown the token
+_STRANGERS_SECONDS = 10.0  # time limit for a new connection to authenticate
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.01
-_LOOK_SECONDS = 0.5  # between two looks at the deadline of who waits for the hub
-_MOST_STRANGERS = 128
+_LOOK_SECONDS = 0.5  # between two checks of the deadline while a rank waits for its hub
+_MOST_STRANGERS = 128  # connections that have not authenticated, besides those of the expected ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class ChannelEvent:
-    """What `Channel.poll` saw."""
+    """A message or a lost connection, as `Channel.poll` returns it."""
 
     rank: int | None
-    """Whose connection it is; None for the one to this rank's hub."""
+    """The rank at the other end; None for the connection to this rank's hub."""
 
     message: Message | None = None
     lost: str = ""
@@ -45,25 +45,25 @@ class ChannelEvent:
 
 
 class Channel:
-    """The connections of one rank."""
+    """The connections of one rank to its hub and to the ranks of which it is the hub (its children)."""
 
     def __init__(self, rank: int, token: bytes, host_timeout: int = HOST_TIMEOUT) -> None:
-        """Make the channel, without connections.
+        """Create the channel, without connections.
 
         Args:
-            host_timeout: After so many seconds in which a host answers nothing, the connections to it are lost.
+            host_timeout: Seconds after which the connections to a host that does not answer are lost.
         """
         self.rank = rank
         self._host_timeout = host_timeout
         self.children: dict[int, Connection] = {}
         self.processes: dict[int, LocalProcess] = {}
-        """The processes of the ranks at the other ends, as they have introduced themselves; those elsewhere too."""
+        """The process of every connected rank, as its first message gave it, also of ranks on other hosts."""
 
         self._token = token
         self._expected: set[int] = set()
-        self._strangers: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its last moment
+        self._strangers: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
         self._up: Connection | None = None
-        self._unread: list[Message] = []  # what came with the hub's welcome
+        self._unread: list[Message] = []  # messages received together with the hub's welcome
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -71,14 +71,14 @@ class Channel:
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self.wake_fd = self._waker.fileno()
-        """Whoever writes here wakes `poll`, which hands out the bytes in `woken`."""
+        """Writing to this descriptor wakes `poll`, which puts the bytes into `woken`."""
 
         self.woken = bytearray()
 
     # -- opening -------------------------------------------------------------------------------------------------
 
     def listen(self, address: str) -> int:
-        """Listen for the ranks of which this one is the hub, and return the port."""
+        """Listen for connections of this rank's children, and return the port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((address, 0))
@@ -88,7 +88,7 @@ class Channel:
         return self._listener.getsockname()[1]
 
     def expect(self, ranks: set[int]) -> None:
-        """Say which ranks may connect to this one; once they all have, nobody can any more."""
+        """Set which ranks may connect to this one; once they all have, the channel stops listening."""
         self._expected = set(ranks)
         open_files.allow(len(ranks))
 
@@ -96,12 +96,12 @@ class Channel:
         """Connect to this rank's hub.
 
         Raises:
-            OSError: If the hub cannot be reached, or does not take this rank in, within `seconds`.
+            OSError: If the hub is unreachable, or does not accept this rank within `seconds`.
         """
         deadline = Deadline(seconds)
         connection = Connection(socket.create_connection((address, port), timeout=seconds), self._host_timeout)
         try:
-            connection.is_trusted = True  # its port was told by MPI
+            connection.is_trusted = True  # MPI transferred its port
             challenge, *_ = _next_messages(connection, deadline)
             nonce, hub = bytes.fromhex(challenge["nonce"]), int(challenge["rank"])
             self.processes[hub] = LocalProcess(int(challenge["pid"]), str(challenge["birth"]))
@@ -117,29 +117,29 @@ class Channel:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send_up(self, message: Message) -> None:
-        """Send a message to the hub; nothing happens if there is none any more."""
+        """Send a message to the hub; does nothing if the connection is lost."""
         if self._up is not None:
             self._send(self._up, message)
 
     def send_to(self, child: int, message: Message) -> None:
-        """Send a message to a rank of which this one is the hub; nothing happens if it is not connected."""
+        """Send a message to a child; does nothing if it is not connected."""
         if child in self.children:
             self._send(self.children[child], message)
 
     def send_down(self, message: Message) -> None:
-        """Send a message to all ranks of which this one is the hub."""
+        """Send a message to all children."""
         for connection in list(self.children.values()):
             self._send(connection, message)
 
     def wake(self) -> None:
-        """Make a `poll` that waits return; may be called on any thread."""
-        with contextlib.suppress(OSError):  # full: it is being woken already; closed: nobody waits any more
+        """Make a waiting `poll` return; may be called on any thread."""
+        with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: no thread waits any more
             self._waker.send(b"\0")
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def poll(self, seconds: float) -> list[ChannelEvent]:
-        """Wait until something comes in, for at most `seconds`, and return it."""
+        """Wait for at most `seconds` for messages and lost connections, and return them."""
         events = [ChannelEvent(None, message) for message in self._unread]
         self._unread = []
         for key, mask in self._selector.select(0.0 if events else max(0.0, seconds)):
@@ -169,12 +169,12 @@ class Channel:
         self._woken.close()
 
     def forget(self) -> None:
-        """Let go of everything in a forked child, which shares it with the rank, and must not keep it open."""
+        """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
         for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up])]:
             connection.close()
         if self._listener is not None:
             self._listener.close()
-        self._selector.close()  # nothing is unregistered: what is in it belongs to the rank, too
+        self._selector.close()  # without unregistering: the entries belong to the rank, too
         self._waker.close()
         self._woken.close()
 
@@ -182,12 +182,11 @@ class Channel:
         assert self._listener is not None
         try:
             connection = Connection(self._listener.accept()[0], self._host_timeout)
-        except OSError:  # the peer may have gone again; or there are too many files open, which may pass
+        except OSError:  # the peer has closed the connection; or too many files are open, which may be temporary
             time.sleep(_ACCEPT_PAUSE)
         else:
-            if len(self._strangers) >= _MOST_STRANGERS + len(
-                self._expected
-            ):  # those of the job are quick to show the token
+            # The job's own ranks authenticate quickly, so the oldest connection is dropped.
+            if len(self._strangers) >= _MOST_STRANGERS + len(self._expected):
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 self._drop(oldest)
@@ -216,7 +215,7 @@ class Channel:
         return {"rank": self.rank, "pid": own.pid, "birth": own.birth}
 
     def _admit(self, connection: Connection, message: Message) -> bool:
-        """Take in who has shown the token, as the rank that it says it is."""
+        """Accept a connection whose proof is valid, as that of the rank that its message gives."""
         nonce, _ = self._strangers[connection]
         rank, pid, birth, proof = (message.get(name) for name in ("rank", "pid", "birth", "proof"))
         if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(birth, str)):
@@ -244,7 +243,7 @@ class Channel:
         self._drop(connection)
 
     def _send(self, connection: Connection, message: Message) -> None:
-        # A connection that is lost says so when it is read, too, and is dropped there.
+        # Reading a lost connection fails, too: it is dropped there.
         with contextlib.suppress(OSError):
             connection.send(message)
         self._await_room(connection)
@@ -282,7 +281,7 @@ def _proof(token: bytes, nonce: bytes, rank: int) -> str:
 
 
 def _next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
-    """Wait for messages, at least one, on a connection that nobody polls yet."""
+    """Wait for at least one message on a connection that is not in the selector yet."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while (left := deadline.left()) > 0:
@@ -292,5 +291,5 @@ def _next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
             if messages:
                 return messages
             if lost:
-                raise ConnectionError(f"the hub ended the connection: {lost}")
-    raise TimeoutError("the hub does not answer")
+                raise ConnectionError(f"the hub closed the connection: {lost}")
+    raise TimeoutError("timed out waiting for the answer of the hub")

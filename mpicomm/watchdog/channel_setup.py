@@ -1,4 +1,4 @@
-"""How the side channel comes to be: hubs bind first, then say by MPI where; everybody connects with MPI's token."""
+"""Opens the out-of-band channel: hubs bind, MPI transfers their addresses and a token, then every rank connects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONNECT_SECONDS = 30.0
 
 
 def rank_info_of(comm: Intracomm, where: Topology) -> RankInfo:
-    """Say who is whose hub (collective)."""
+    """Choose the hub of every rank (collective)."""
     nodes = comm.allgather(where.node_rank)
     first: dict[int, int] = {}
     for rank, node in enumerate(nodes):
@@ -28,15 +28,15 @@ def rank_info_of(comm: Intracomm, where: Topology) -> RankInfo:
 
 
 class ChannelSetup:
-    """The steps of opening the channel, between which the watchdog of each hub starts."""
+    """Opens the channel in two steps; the watchdog of each hub starts between them."""
 
     def __init__(self, comm: Intracomm, place: RankInfo, address: str, host_timeout: int) -> None:
-        """Bind the hubs' sockets and tell everybody where they are (collective).
+        """Bind the hubs' sockets and distribute their addresses (collective).
 
         Args:
-            address: Where rank 0 listens: one that every node has reached. Other hubs listen on loopback, for their
-                own node.
-            host_timeout: After so many seconds in which a host answers nothing, its ranks count as dead.
+            address: The address on which rank 0 listens; every node has reached it before. Other hubs listen on
+                loopback, for their own node.
+            host_timeout: Seconds after which the ranks of a host that does not answer count as dead.
         """
         token = comm.bcast(secrets.token_bytes(TOKEN_BYTES))
         self.channel = Channel(comm.rank, token, host_timeout)
@@ -51,10 +51,10 @@ class ChannelSetup:
         self._places: list[tuple[str, int] | None] = comm.allgather(listening)
 
     def connect(self) -> str:
-        """Connect to this rank's hub, whose thread must run, or be about to.
+        """Connect to this rank's hub, whose watchdog thread must be running or about to start.
 
         Returns:
-            What went wrong; empty if nothing did.
+            The reason for a failure; empty on success.
         """
         if self._comm.rank == 0:
             return ""
@@ -68,14 +68,14 @@ class ChannelSetup:
         return ""
 
     def is_open_everywhere(self, problem: str) -> bool:
-        """Tell whether every rank has connected; warn if not (collective)."""
+        """Return whether every rank has connected; warn if not (collective)."""
         problems = [(rank, text) for rank, text in enumerate(self._comm.allgather(problem)) if text]
         if problems and self._comm.rank == 0:
             rank, text = problems[0]
             warnings.warn(
-                f"no side channel: {len(problems)} of {self._comm.size} ranks cannot connect to their hub "
-                f"(rank {rank} to {text}). The job runs without: dead ranks and hangs will not be named.\n"
-                f"Open the ports between the nodes, or set MPICOMM_INTERFACE to a network on which they are.",
+                f"out-of-band channel unavailable: {len(problems)} of {self._comm.size} ranks cannot connect to their "
+                f"hub (first: rank {rank} to {text}). The job continues, but cannot report dead ranks or hangs.\n"
+                f"Open the ports between the nodes, or set MPICOMM_INTERFACE to a network with open ports.",
                 stacklevel=2,
             )
         return not problems

@@ -1,4 +1,4 @@
-"""Messages over a socket: a length, then JSON. Never blocks, and trusts nothing that comes in."""
+"""Messages over a socket: a length, then JSON. Calls never block, and all input is validated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpicomm.settings import HOST_TIMEOUT
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
-_LIMIT = 1 << 20  # bytes of a message of a rank of this job
-_STRANGERS_LIMIT = 512  # bytes of a message of somebody who has not shown the token
+_LIMIT = 1 << 20  # bytes of a message on an authenticated connection
+_STRANGERS_LIMIT = 512  # bytes of a message before authentication
 _CHUNK = 1 << 16
 
 _PROBES = 4
@@ -23,10 +23,10 @@ class Connection:
     """One end of a connection between two ranks."""
 
     def __init__(self, sock: socket.socket, host_timeout: int = HOST_TIMEOUT) -> None:
-        """Take charge of a socket.
+        """Take ownership of a socket.
 
         Args:
-            host_timeout: After so many seconds in which the other host's kernel answers nothing, it is lost.
+            host_timeout: Seconds without an answer of the other host's kernel after which the connection is lost.
         """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -34,22 +34,22 @@ class Connection:
         self.socket = sock
         self.is_trusted = False
         self.rank: int | None = None
-        """Who is at the other end, if it is a rank of which this one is the hub."""
+        """The rank at the other end, if this rank is its hub."""
 
         self._incoming = bytearray()
         self._outgoing = bytearray()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for selectors."""
+        """Return the file descriptor of the socket, for selectors."""
         return self.socket.fileno()
 
     @property
     def has_outgoing(self) -> bool:
-        """Tell whether something waits for the socket to take it."""
+        """Whether there is data to send that the socket has not accepted yet."""
         return bool(self._outgoing)
 
     def send(self, message: Message) -> None:
-        """Send a message, as far as the socket takes it now.
+        """Send a message, as far as the socket accepts it without blocking; `flush` sends the rest.
 
         Raises:
             OSError: If the connection is lost.
@@ -59,7 +59,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it now.
+        """Send the remaining data, as far as the socket accepts it without blocking.
 
         Raises:
             OSError: If the connection is lost.
@@ -72,10 +72,10 @@ class Connection:
             del self._outgoing[:sent]
 
     def receive(self) -> tuple[list[Message], str]:
-        """Take in what has come.
+        """Receive the data that has arrived.
 
         Returns:
-            The messages that are complete, and why the connection is lost; empty if it is not.
+            The complete messages, and the reason why the connection is lost; empty if it is not lost.
         """
         lost = ""
         while not lost:
@@ -95,7 +95,7 @@ class Connection:
         return messages, lost or garbage
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; unsent data is lost."""
         self.socket.close()
 
     def _take(self) -> tuple[list[Message], str]:
@@ -104,7 +104,7 @@ class Connection:
         while len(self._incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._incoming)
             if length > limit:
-                return messages, f"sent a message of {length} bytes"
+                return messages, f"sent a message of {length} bytes, the limit is {limit}"
             if len(self._incoming) < _LENGTH.size + length:
                 break
             text = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
@@ -112,19 +112,19 @@ class Connection:
             try:
                 message = json.loads(text)
             except (ValueError, RecursionError):
-                return messages, "sent garbage"
+                return messages, "sent invalid JSON"
             if not isinstance(message, dict):
-                return messages, "sent garbage"
+                return messages, "sent JSON that is not an object"
             messages.append(message)
         return messages, ""
 
 
 def _expect_answers(sock: socket.socket, seconds: int) -> None:
-    """Let a connection fail when the other host has answered nothing for so many seconds.
+    """Set the socket options that make a connection fail after so many seconds without an answer of the other host.
 
-    A host that dies does not close its connections. The kernels ask each other, so that a rank that is stopped or keeps
-    the GIL still answers: after a third of the time without data they send probes. TCP_USER_TIMEOUT holds for data that
-    nobody acknowledges.
+    A host that fails does not close its connections. The kernels send the keepalive probes, after a third of the time
+    without data, so a rank that is stopped or holds the GIL still answers. TCP_USER_TIMEOUT applies to sent data that
+    the other kernel does not acknowledge.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 3))

@@ -1,6 +1,7 @@
-"""Rank 0's part of the watchdog: it hears of every rank, and decides when the job cannot go on.
+"""The watchdog's coordinator on rank 0: receives the reports of all ranks and decides when to abort the job.
 
-It has no thread and no socket, and reads no clock: messages and moments come in, actions go out through `Actions`.
+It has no thread and no socket, and reads no clock: the caller passes messages and times, and `Actions` carries out its
+decisions.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from mpicomm.watchdog import hang_report
 from mpicomm.watchdog.connection import Message
 
 COLLECT_SECONDS = 4.0
-"""In which the ranks answer where they are; a hub has less, to answer for those behind it."""
+"""Time limit for the ranks' status reports. Hubs use a shorter one, to report ranks that do not answer them."""
 
-_GATHER_SECONDS = 0.5  # in which ranks that wait for the same come to be counted
-_TRANSIT_SECONDS = 5.0  # in which a message may still be on its way, after its sender has left
-_SENDING_SECONDS = 60.0  # or as long as a hang may last, if that is less, where it was still sending
-_LAUNCHER_SECONDS = 2.0  # in which the launcher may end the job itself, with the dead rank's own status
-_TELLER_SECONDS = 5.0  # in which a rank that told its failure ends the job
-_END_SECONDS = 0.5  # in which the ranks write their files
+_GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
+_TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
+_SENDING_SECONDS = 60.0  # or this long (at most the hang limit) if the sender had sends in flight
+_LAUNCHER_SECONDS = 2.0  # time for the launcher to end the job itself, with the dead rank's own status
+_TELLER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
+_END_SECONDS = 0.5  # time for the ranks to write their dump files
 
 
 class Actions(Protocol):
-    """What the judge can have done."""
+    """The actions that the coordinator can request."""
 
     def tell_all(self, message: Message) -> None:
         """Send a message to every rank, this one included."""
@@ -34,37 +35,37 @@ class Actions(Protocol):
         """Send a message to one rank."""
 
     def speak(self, text: str) -> None:
-        """Print, once in the job."""
+        """Print a report, on rank 0 only."""
 
     def claim(self) -> bool:
-        """Tell whether nobody has named a cause of the job's end yet, and claim to do it."""
+        """Claim the right to report the cause of the job's end; False if another rank has it."""
 
     def end(self, status: int) -> None:
-        """End the job."""
+        """Abort the job with an exit status."""
 
 
 @dataclasses.dataclass
 class _Collection:
-    """A round of answers from all ranks."""
+    """One collection of the status of all ranks."""
 
     number: int
     deadline: float
     asks: dict[tuple[str, int, int], Message] = dataclasses.field(default_factory=dict)
-    """What was asked, by kind, rank and operation."""
+    """The requests that the collection answers, by kind, rank and operation number."""
 
     statuses: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 class Coordinator:
-    """Decides, from what the ranks say."""
+    """Decides from the reports of the ranks whether the job hangs, which ranks are at fault, and when to abort."""
 
     def __init__(self, hosts: Sequence[str], hubs: Sequence[int], hang_seconds: float, actions: Actions) -> None:
-        """Take up the office.
+        """Create the coordinator.
 
         Args:
             hosts: The host of every rank.
             hubs: The hub of every rank.
-            hang_seconds: How long to wait before the next report.
+            hang_seconds: Seconds between two hang reports.
         """
         self.size = len(hosts)
         self._hosts = hosts
@@ -86,18 +87,18 @@ class Coordinator:
 
     @property
     def is_ending(self) -> bool:
-        """Tell whether the end of the job is decided."""
+        """Whether the coordinator has decided to abort the job."""
         return self._end_at is not None
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether something is due soon."""
+        """Whether a step is due soon, so that `tick` must be called often."""
         return any(each is not None for each in (self._collection, self._judge_at, self._end_at))
 
-    # -- what comes in -------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------
 
     def take(self, message: Message, now: float) -> None:
-        """Take in a message of a rank."""
+        """Process a message of a rank."""
         kind = message["kind"]
         if kind == "status":
             self._take_status(message)
@@ -127,16 +128,16 @@ class Coordinator:
             self._ask(message, now)
 
     def lose(self, rank: int, why: str, now: float) -> None:
-        """Take in that the connection to a rank has ended."""
+        """Process the loss of the connection to a rank."""
         has_gone = rank in self._left and (len(self._left) == self.size or not self._left[rank]["waits"])
         if has_gone or rank in self._died:
             return
         self._died[rank] = why
-        what = "was ended by SIGTERM, which rank 0 did not get" if rank in self._terminated else f"died: {why}"
+        what = "was terminated by SIGTERM, which rank 0 did not receive" if rank in self._terminated else f"died: {why}"
         self._prepare_cause(rank, what, now)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Carry out the steps that are due at the time `now`."""
         if self._end_at is not None:
             if now >= self._end_at:
                 self._end_at = now + _TELLER_SECONDS
@@ -149,14 +150,14 @@ class Coordinator:
             self._judge_leavers(now)
 
     def _warn_of_files(self, message: Message) -> None:
-        """Print why files cannot be written: once, since the reason is mostly that of all ranks."""
+        """Print why files cannot be written: once, since the reason is usually the same on all ranks."""
         if not self._has_warned_of_files:
             self._has_warned_of_files = True
             rank = message["rank"]
             who = f"rank {rank} on {self._hosts[rank]}"
             self._actions.speak(f"[mpicomm] {who} cannot write its operations and stacks: {message['why']}")
 
-    # -- leaving -------------------------------------------------------------------------------------------------
+    # -- ranks that have exited ----------------------------------------------------------------------------------
 
     def _take_left(self, message: Message, now: float) -> None:
         self._left[message["rank"]] = {**message, "moment": now}
@@ -181,11 +182,11 @@ class Coordinator:
         return sorted({rank for key in _distinct(waits) for rank in self._culprits(*key, now)})
 
     def _is_at_its_end(self, rank: int) -> bool:
-        """Tell whether all that a rank still does is to take its groups down, for which it waits with all others."""
+        """Return whether a rank only destroys its groups, for which it waits together with all other ranks."""
         return rank in self._left and not self._left[rank]["is_stuck"]
 
     def _culprits(self, needs: str, group: str, sequence: int | None, waiter: int | None, now: float) -> list[int]:
-        """Return the ranks that have left without what somebody waits for; they cannot come any more."""
+        """Return the ranks that have exited without calling an operation for which another rank waits."""
         if sequence is None:
             others = [rank for rank in hang_report.parse_ranges(needs) if rank != waiter]
             have_gone = all(rank in self._left and now >= self._missed_at(rank) for rank in others)
@@ -198,12 +199,12 @@ class Coordinator:
         ]
 
     def _missed_at(self, rank: int) -> float:
-        """Return from when on nothing can come any more that a rank sent before it left."""
+        """Return the time after which no message can arrive that a rank sent before it exited."""
         leave = self._left[rank]
         moment: float = leave["moment"]
         return moment + (min(self._hang_seconds, _SENDING_SECONDS) if leave["sends"] else _TRANSIT_SECONDS)
 
-    # -- where everybody is --------------------------------------------------------------------------------------
+    # -- the status of all ranks ---------------------------------------------------------------------------------
 
     def _ask(self, ask: Message, now: float) -> None:
         if self.is_ending or (ask["kind"] == "hang" and now < self._next_report):
@@ -213,14 +214,14 @@ class Coordinator:
             self._collections += 1
             self._collection = _Collection(self._collections, now + COLLECT_SECONDS)
         self._collection.asks[ask["kind"], ask.get("rank", -1), ask.get("number", -1)] = ask
-        if is_new:  # this rank answers at once, and may say that it waits no more
-            # A slow checkpoint looks like a hang: one set of files will do, until the job ends.
+        if is_new:  # rank 0 answers inside this call, and may report that its operation has ended
+            # A slow checkpoint looks like a hang: write one set of files, and no other until the job ends.
             wants_files = ask["kind"] == "deadline" or (ask["kind"] in ("left", "hang") and not self._has_files)
             self._has_files = self._has_files or wants_files
             self._actions.tell_all({"kind": "collect", "number": self._collections, "files": wants_files})
 
     def _drop_asks(self, message: Message) -> None:
-        """Drop what was asked for an operation that has ended meanwhile."""
+        """Drop the requests for an operation that has ended in the meantime."""
         if self._collection is not None:
             for kind in ("hang", "deadline"):
                 self._collection.asks.pop((kind, message["rank"], message["number"]), None)
@@ -235,30 +236,33 @@ class Coordinator:
 
     def _close_collection(self, now: float) -> None:
         assert self._collection is not None
+        # 1. complete the status table
         asks, statuses = list(self._collection.asks.values()), self._collection.statuses
         self._collection = None
-        # Who answers has said before what it waits for no more. Who does not may be on, for all that is known here.
+        # A rank that answers has reported its ended waits before. The waits of any other rank may have ended, too.
         still = {rank for rank, status in statuses.items() if "silent" not in status}
         culprits = self._find_culprits([wait for wait in self._waits.values() if wait["rank"] in still], now)
         for rank in range(self.size):
             statuses[rank] = self._complete(rank, statuses.get(rank), now)
+        # 2. answer the ranks that asked which ranks are missing
         for ask in asks:
             if ask["kind"] == "missing":
                 self._answer(ask, statuses)
+        # 3. abort for ranks that have exited, abort at a timeout, or report a possible hang
         kinds = {ask["kind"] for ask in asks}
         if "left" in kinds and culprits:
             self._end_by_leavers(culprits, statuses, now)
             return
         if "left" in kinds and self._waits:
-            self._judge_at = min(self._judge_at or math.inf, now + _TRANSIT_SECONDS)  # who waits may not have answered
+            self._judge_at = min(self._judge_at or math.inf, now + _TRANSIT_SECONDS)  # a waiting rank may be silent
         if "deadline" in kinds:
             self._end_by_deadline(next(ask for ask in asks if ask["kind"] == "deadline"), statuses, now)
         elif "hang" in kinds:
             self._next_report = now + self._hang_seconds
             first = next(ask for ask in asks if ask["kind"] == "hang")
             waited = f"{hang_report.called([first['rank']])} has waited {first['seconds']:.0f} s"
-            then = "A TimeoutError comes" if first["raises"] else "It ends"
-            text = f"[mpicomm] the job stands still: {waited}. {then} after {first['timeout']:.0f} s, the timeout."
+            then = "raising TimeoutError" if first["raises"] else "aborting"
+            text = f"[mpicomm] possible hang: {waited}; {then} at the {first['timeout']:.0f} s timeout"
             self._actions.speak("\n".join([text, hang_report.table(statuses, self._hosts), first["files"]]))
 
     def _complete(self, rank: int, status: dict[str, Any] | None, now: float) -> dict[str, Any]:
@@ -266,7 +270,7 @@ class Coordinator:
             return {"died": self._died[rank]}
         if status is None:
             hub = self._hubs[rank]
-            state = f"behind rank {hub}, its hub, which does not answer" if hub not in (rank, 0) else ""
+            state = f"its hub, rank {hub}, does not respond" if hub not in (rank, 0) else ""
             status = {"silent": COLLECT_SECONDS, "state": state}
         if rank in self._left:
             leave = self._left[rank]
@@ -289,21 +293,19 @@ class Coordinator:
             },
         )
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- aborting the job ----------------------------------------------------------------------------------------
 
     def _end_by_leavers(self, culprits: list[int], statuses: dict[int, dict[str, Any]], now: float) -> None:
         first = culprits[0]
-        verb = "has left, but others wait" if len(culprits) == 1 else "have left, but others wait"
+        phrase = "has exited, but other ranks wait" if len(culprits) == 1 else "have exited, but other ranks wait"
         pronoun = "it" if len(culprits) == 1 else "them"
         status = self._left[first]["status"]
-        text = f"{self._name(culprits)} {verb} for {pronoun}; the job cannot go on."
+        text = f"{self._name(culprits)} {phrase} for {pronoun}; aborting the job"
         self._end(f"[mpicomm] {text}\n{hang_report.table(statuses, self._hosts)}", now + _END_SECONDS, now, status or 1)
 
     def _end_by_deadline(self, ask: Message, statuses: dict[int, dict[str, Any]], now: float) -> None:
         what = hang_report.operation(ask["what"])
-        text = (
-            f"{self._name([ask['rank']])} has waited in {what}, for the timeout of {ask['timeout']:g} s; the job ends."
-        )
+        text = f"{self._name([ask['rank']])} timed out after {ask['timeout']:g} s in {what}; aborting the job"
         table = hang_report.table(statuses, self._hosts)
         self._end(f"[mpicomm] {text}\n{table}\n{ask['files']}", now + _END_SECONDS, now, 1)
 
@@ -321,7 +323,7 @@ class Coordinator:
             self._actions.speak(text)
             self._prepare_end(end_at, files=True)
         else:
-            self._prepare_end(now + _TELLER_SECONDS, files=False)  # somebody else has told the cause, and ends the job
+            self._prepare_end(now + _TELLER_SECONDS, files=False)  # another rank reports the cause and aborts
 
     def _prepare_end(self, end_at: float, *, files: bool) -> None:
         if self._end_at is None:
@@ -330,7 +332,7 @@ class Coordinator:
 
 
 def _distinct(waits: Iterable[Message]) -> set[tuple[str, str, int | None, int | None]]:
-    """Return what ranks wait for; thousands of them mostly wait for the same."""
+    """Return the distinct waits; thousands of ranks usually wait for the same ranks."""
     return {
         (wait["needs"], wait["group"], wait["sequence"], wait["rank"] if wait["sequence"] is None else None)
         for wait in waits

@@ -1,4 +1,4 @@
-"""The files that a rank leaves of its last operations and its stacks, when the job ends badly or is asked to."""
+"""Dump files: the flight recorder and the stacks of a rank, written when a job hangs or is aborted, or on request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from mpicomm.watchdog import flight_recorder
 def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *, is_of_job: bool = False) -> Path:
     """Write `rank-<rank>.json` with the recorded operations, and `rank-<rank>.stacks.txt` with all threads' stacks.
 
-    Links in the place of the files are replaced, not followed. Only this user can read the files.
+    Existing symbolic links with these names are replaced, not followed. Only this user can read the files.
 
     Args:
-        about: What else the file is to say.
-        is_of_job: The directory is the job's own, where only this user may write. Otherwise, the user has chosen it.
+        about: Further fields of the JSON file.
+        is_of_job: The directory is the job's own, in which only this user may write. Otherwise, the user has chosen it.
 
     Returns:
-        The path of the former.
+        The path of the JSON file.
 
     Raises:
-        OSError: If the directory or the files cannot be written, or the job's directory is a link or another user's.
+        OSError: If the directory or the files cannot be written, or the job's directory is a symbolic link or belongs
+            to another user.
     """
     folder = Path(directory)
     now, wall = time.monotonic(), time.time()
@@ -46,14 +47,14 @@ def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *
 
 @contextlib.contextmanager
 def _opened(folder: Path, *, is_of_job: bool) -> Iterator[int]:
-    """Open a directory, which is made if it does not exist."""
+    """Open a directory; create it if it does not exist."""
     flags = os.O_RDONLY | os.O_DIRECTORY
     if is_of_job:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # another rank of this host or file system was first
+        with contextlib.suppress(FileExistsError):  # another rank has created it on the same file system
             folder.mkdir(mode=0o700)
         if folder.is_symlink():
-            raise _refusal(f"{folder} is a link")
+            raise _refusal(f"{folder} is a symbolic link")
         flags |= os.O_NOFOLLOW
     else:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,10 +66,10 @@ def _opened(folder: Path, *, is_of_job: bool) -> Iterator[int]:
 
 
 def _write(folder: int, path: Path, write: Callable[[TextIO], object], owner: int | None) -> None:
-    """Write a file under a new name and rename it, so that no link is followed.
+    """Write a file under a random name and rename it, so that no symbolic link is followed.
 
     Args:
-        owner: Whose file it must be; this user can have another number on a file system of another host.
+        owner: The uid that must own the file. On a network file system, this user may have a uid other than geteuid().
     """
     aside = f".{path.name}.{secrets.token_hex(8)}"
     try:
@@ -93,6 +94,6 @@ def _refusal(why: str) -> PermissionError:
 
 
 def _times(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, float | None]:
-    """Return the moments of an operation in seconds since the epoch."""
+    """Return when an operation was called, started and ended, in seconds since the epoch."""
     moments = {"called": operation.called, "start": operation.start, "end": operation.end}
     return {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}

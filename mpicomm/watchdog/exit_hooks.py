@@ -1,9 +1,9 @@
-"""How a rank that fails takes the job with it.
+"""Hooks on unhandled exceptions, `sys.exit` and `os._exit`: abort the job when a rank fails.
 
-An exception that nobody catches, on any thread, is printed once, with its rank, and ends the job by MPI_Abort. The hook
-runs before the interpreter waits for non-daemon threads, so such threads cannot keep a dead rank, and with it the job,
-alive. `sys.exit` raises an exception that notes its status when Python ends the process by it: a rank that leaves so
-tells the others, and ends the job if they wait.
+An unhandled exception, on any thread, is printed once, with its rank, and aborts the job by MPI_Abort. The hook runs
+before the interpreter waits for non-daemon threads, so such threads cannot keep a failed rank, and with it the job,
+alive. `sys.exit` raises an exception that records its status when Python ends the process by it: the rank reports the
+status to the others, and the job is aborted if they wait for the rank.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from typing import Any, NoReturn
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
 from mpicomm.watchdog import flight_recorder
 
-_OTHERS_PATIENCE = 2.0  # seconds in which the first rank to fail prints and aborts, before another does
-_BRIEF_RANKS = 8  # how many ranks may repeat an error in brief: rank 0's output may lie elsewhere
-_PRINTING_SECONDS = 0.2  # launchers forward output by pipes; what is in flight at the abort may be lost
+_OTHERS_PATIENCE = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
+_BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file
+_PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
 
 _OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
-"""The functions that a program begins with: a script's, that of `python -m`, and a thread's."""
+"""The outermost functions of a script, of `python -m`, and of a thread."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A `sys.excepthook` that ends the job when its rank ends by an exception."""
+    """A `sys.excepthook` that aborts the job when an exception ends its rank."""
 
     rank: int
     size: int
     hostname: str
     abort: Callable[[int], Any] | None
-    """Ends the job with a status; None while there is no job to end."""
+    """Aborts the job with a status; None before the job exists."""
 
     is_first: Callable[[], bool]
-    """Tells whether no other rank failed before."""
+    """Returns True if no other rank has failed before."""
 
     previous: Callable[..., Any]
     previous_of_threads: Callable[[threading.ExceptHookArgs], Any]
     pid: int = dataclasses.field(default_factory=os.getpid)
 
     def of_thread(self, args: threading.ExceptHookArgs) -> None:
-        """Do the same for an exception that ends a thread: the others may wait for what it was to do."""
+        """Handle an exception that ends a thread: other ranks may wait for the operations of that thread."""
         is_theirs = args.exc_value is None or args.exc_type is SystemExit or _is_aside(args.thread)
         if self is not _current or os.getpid() != self.pid or is_theirs or sys.is_finalizing():
             self.previous_of_threads(args)
@@ -60,29 +60,29 @@ class Hook:
             self._fail(args.exc_type, args.exc_value, args.exc_traceback)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        """Print what happened, once in the job, and end it, if the error ends this process."""
-        if self is not _current or os.getpid() != self.pid or _goes_on():  # a job that is over, or a forked child
+        """Print the exception, once per job, and abort the job, if the exception ends this process."""
+        if self is not _current or os.getpid() != self.pid or _goes_on():  # after the job, or in a forked child
             self.previous(kind, error, trace)
         else:
             self._fail(kind, error, trace)
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         is_everywhere = isinstance(error, MpicommError) and error.is_everywhere
-        if is_everywhere or isinstance(error, LaunchError):  # the message says it all; the code is not at fault
+        if is_everywhere or isinstance(error, LaunchError):  # no traceback: the cause is not a bug in the program
             self._tell_message(error, is_everywhere)
         else:
             self._tell(kind, error, trace)
-        # An error that every rank has ends each by itself, unless some ranks are not even there.
+        # An error on all ranks ends each of them without an abort, unless it is that some ranks have not arrived.
         if not is_everywhere or isinstance(error, RendezvousError):
             if is_everywhere and self.rank != 0:
-                time.sleep(_OTHERS_PATIENCE)  # rank 0 speaks first
+                time.sleep(_OTHERS_PATIENCE)  # rank 0 prints first
             self._end()
 
     def _tell_message(self, error: BaseException, is_everywhere: bool) -> None:
         if self.rank == 0:
             say(f"mpicomm.{type(error).__name__}: {error}\n")
         elif isinstance(error, LaunchError) and not is_everywhere and self.rank < _BRIEF_RANKS:
-            # Most likely rank 0 has the same error, and the launcher ends this rank before it comes to speak.
+            # Usually rank 0 has the same error, and the launcher ends this rank before it prints.
             time.sleep(_OTHERS_PATIENCE)
             say(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
 
@@ -97,7 +97,7 @@ class Hook:
             where += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
             time.sleep(_OTHERS_PATIENCE)
-            say(f"[mpicomm] {where} failed too: {traceback.format_exception_only(kind, error)[-1]}")
+            say(f"[mpicomm] {where} also failed: {traceback.format_exception_only(kind, error)[-1]}")
         elif self.previous is not sys.__excepthook__:
             say(f"[mpicomm] {where} failed:\n")
             self.previous(kind, error, trace)
@@ -105,13 +105,14 @@ class Hook:
             self.previous(kind, error, trace)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            say(f"[mpicomm] {where} failed and ends the job:\n{text}")
+            say(f"[mpicomm] {where} failed; aborting the job:\n{text}")
 
 
 def _goes_on() -> bool:
-    """Tell whether the program calls `sys.excepthook` itself, as `code.interact` does to print an error, and goes on.
+    """Return whether the program called `sys.excepthook` and continues, as `code.interact` does to print an error.
 
-    Python calls it when the program's last frame is gone, so that the outermost is the hook's, or that of a hook above.
+    Python calls the hook after the program's last frame has ended: then the outermost frame is the hook's own, or that
+    of a hook that calls it.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -120,12 +121,12 @@ def _goes_on() -> bool:
 
 
 def _is_at_prompt() -> bool:
-    """Tell whether Python's own prompt, which is written in C, goes on after an error; `code.interact` sets ps1 too."""
+    """Return whether Python's prompt (in C) continues after the error; ps1 alone may come from `code.interact`."""
     return hasattr(sys, "ps1") and bool(sys.flags.interactive or not sys.argv[0])
 
 
 def _is_aside(thread: threading.Thread | None) -> bool:
-    """Tell whether a thread is one of those, like a progress bar's, that nobody waits for at the end."""
+    """Return whether a thread is, like a progress bar's, a daemon that has called no operations."""
     return thread is None or (thread.daemon and not flight_recorder.is_used_by(thread))
 
 
@@ -139,20 +140,20 @@ def arm(
     abort: Callable[[int], Any] | None = None,
     is_first: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Install the hook, or renew it now that more is known."""
+    """Install the hook, or replace it by one with more information about the job."""
     global _current  # noqa: PLW0603  a process has one excepthook
-    # On renewal this also drops torch's hook, which came on top to say the rank: this one says it too.
+    # Replacing also removes torch's hook, installed on top to print the rank: this hook prints the rank, too.
     previous = _current.previous if _current else sys.excepthook
     previous_of_threads = _current.previous_of_threads if _current else threading.excepthook
     _current = Hook(rank, size, hostname, abort, is_first, previous, previous_of_threads)
     sys.excepthook = _current
     threading.excepthook = _current.of_thread
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # a crash in C leaves a traceback, too
+        faulthandler.enable(sys.__stderr__)  # a crash in C code then prints a traceback, too
 
 
 def disarm() -> None:
-    """Take the hook out again; where somebody put another on top of it, it only passes on."""
+    """Remove the hook. If other code has installed another hook on top, this one only calls the previous hook."""
     global _current  # noqa: PLW0603
     if _current is not None and sys.excepthook is _current:
         sys.excepthook = _current.previous
@@ -165,13 +166,13 @@ _code: Any = vars(SystemExit)["code"]
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises: it notes that Python ends the process by it, which it does not where it is caught."""
+    """The exception that `sys.exit` raises: records its status when Python ends the process by it (not if caught)."""
 
     @property
     def code(self) -> Any:
         global _exit_status  # noqa: PLW0603  a process ends once
         status = _code.__get__(self)
-        if sys._getframe().f_back is None:  # the interpreter reads it, below all functions of the program
+        if sys._getframe().f_back is None:  # read by the interpreter, outside all functions of the program
             _exit_status = _as_number(status)
         return status
 
@@ -183,24 +184,24 @@ class _Exit(SystemExit):
         return SystemExit, self.args
 
 
-_Exit.__module__ = "builtins"  # it is shown and named as what it stands for
+_Exit.__module__ = "builtins"  # tracebacks show it as SystemExit
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def _as_number(status: Any) -> int:
-    """Return the status that a process ends with for an argument of `sys.exit`."""
+    """Return the exit status of the process for an argument of `sys.exit`."""
     return 0 if status is None else status if isinstance(status, int) else 1
 
 
-_exit_status: int | None = None  # with which the process ends by sys.exit
+_exit_status: int | None = None  # the status with which sys.exit ends the process
 _tell_exit_at_once: Callable[[int], Any] | None = None
 
 
 def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
-    """Have `sys.exit` note its status, and `os._exit` say that it was called, which Python tells nobody in time.
+    """Wrap `sys.exit` to record its status, and `os._exit`, for which Python has no hook, to report its call.
 
     Args:
-        tell_exit_at_once: Called with the status of `os._exit`, in this process alone.
+        tell_exit_at_once: Called with the status of `os._exit`; not called in forked children.
     """
     global _tell_exit_at_once  # noqa: PLW0603  a process ends once
     _tell_exit_at_once = tell_exit_at_once
@@ -210,7 +211,7 @@ def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
 
     @functools.wraps(python_exit)
     def sys_exit(status: Any = None, /) -> NoReturn:
-        # Elsewhere it ends the thread alone, and `threading` asks for the very type.
+        # On other threads it ends only the thread, and `threading` compares with the exact type SystemExit.
         if threading.current_thread() is threading.main_thread() and os.getpid() == pid:
             raise _Exit() if status is None else _Exit(status)
         python_exit(status)
@@ -225,37 +226,37 @@ def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
 
 
 def exit_status() -> int | None:
-    """Return the status with which this process is about to end, as far as it is known."""
+    """Return the status with which this process is about to end; None if it is unknown."""
     if _ends_by(getattr(sys, "last_value", None)):
         return 1
-    on_its_way = sys.exc_info()[1]  # in a `finally`, say
+    on_its_way = sys.exc_info()[1]  # for example in a `finally`
     if isinstance(on_its_way, SystemExit) and threading.current_thread() is threading.main_thread():
         return _as_number(on_its_way.code)
     return _exit_status
 
 
 def _ends_by(printed: BaseException | None) -> bool:
-    """Tell whether an exception that was printed ended the program, and not a line at a prompt within the program."""
+    """Return whether a printed exception ended the program, and not only a line at a prompt within the program."""
     trace = None if printed is None else printed.__traceback__
     return trace is not None and trace.tb_frame.f_back is None and not _is_at_prompt()
 
 
 def say(text: str) -> None:
-    """Write to stderr in one piece, so that the lines of several ranks do not mix."""
-    with contextlib.suppress(Exception):  # a stream that fails must not keep the rank from ending the job
+    """Write to stderr in one piece, so that the lines of several ranks do not interleave."""
+    with contextlib.suppress(Exception):  # a failing stream must not keep the rank from aborting the job
         sys.stdout.flush()
         sys.stderr.flush()
         if (held_back := _stderr_behind_pytest()) is not None:
             os.write(held_back, text.encode())
             return
-        # The real stream: torch's own hook swaps sys.stderr, and would show what is in it after the job is gone.
+        # Not sys.stderr: torch's hook replaces it by a buffer that it prints only after the job has been aborted.
         stream = sys.__stderr__ or sys.stderr
         stream.write(text)
         stream.flush()
 
 
 def _stderr_behind_pytest() -> int | None:
-    """Return the descriptor of the stderr that pytest holds back while a test runs, and would lose with the process."""
+    """Return the descriptor of the real stderr while pytest captures it: captured output is lost at the abort."""
     capture = sys.modules.get("_pytest.capture")
     if capture is None:
         return None

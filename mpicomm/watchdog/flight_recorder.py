@@ -1,7 +1,7 @@
-"""The recorder: the last operations of this rank, in a ring that is always on.
+"""The flight recorder: the last operations of this rank, in a ring buffer that is always on.
 
-An operation notes where in the user's program it was called as a code object and the instruction in it: a line number
-costs microseconds to find in a long function, and is found when somebody asks.
+An operation stores its call site in the user's program as a code object and an instruction offset. To find the line
+number costs microseconds in a long function, so it is computed only when a report needs it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mpicomm.errors import MpicommError
 from mpicomm.watchdog import hang_report
 
 RING = 1024
-"""How many operations are remembered."""
+"""The capacity of the ring buffer, in operations."""
 
-_HELD_WORKS = 16  # of a stream
-_CLOSED_GROUPS = 64  # that are remembered
+_HELD_WORKS = 16  # the most works that a stream queue keeps
+_CLOSED_GROUPS = 64  # the most destroyed groups that are kept
 
 _ring: list[Operation | None] = [None] * RING
 _last: Operation | None = None
@@ -36,19 +36,19 @@ _new, _getframe = object.__new__, sys._getframe
 _streams: list[StreamQueue] = []
 _groups: dict[str, Group] = {}
 
-# Files whose frames are not the user's: the caller is looked for above them.
+# Frames in these files are not the user's: the call site is the first frame above them.
 _PACKAGES = ("mpicomm", "torch")
-_MACHINERY = ("contextlib", "functools", "threading", "typing_extensions", "warnings")  # threads, and decorators
-_PROGRAMS = ("examples", "bench")  # folders in them, of files that are
+_MACHINERY = ("contextlib", "functools", "threading", "typing_extensions", "warnings")  # start threads or wrap calls
+_PROGRAMS = ("examples", "bench")  # folders in these packages whose files count as the user's
 _call_sites: dict[int, types.CodeType] = {}
-"""The instructions of the user's that call operations, by place in memory: to walk the stack costs half of `note`."""
+"""Code objects of known call sites, by id() plus instruction offset: walking the stack costs half of `note`."""
 
 _rank_pid = 0
-"""The rank's process, in a child that it has forked."""
+"""In a forked child, the pid of the rank; 0 in the rank itself."""
 
 
 class _Thread(threading.local):
-    """What is known of the current thread. It ends with the thread, whose number is then given to another."""
+    """State of the current thread. It is not keyed by the thread's ident, which another thread may get later."""
 
     calls_operations = False
 
@@ -57,36 +57,36 @@ _thread = _Thread()
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
 _NOWHERE = object()
 _MOST_CALL_SITES = 4096
-_USUAL_STEPS = 2  # from the first frame that may be the user's to the one that is: torch's function, and its wrapper
+_USUAL_STEPS = 2  # frames from the first that may be the user's to the user's: torch's function, its wrapper
 _inner_files: set[str] = set()
 _users_files: set[str] = set()
 
 
 class Group:
-    """What is known here of a group whose operations are recorded."""
+    """The state of a process group on this rank, for recording its operations."""
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: float, *, is_world: bool) -> None:
-        """Describe a group.
+        """Register a group.
 
         Args:
-            ranks: The members' ranks in the job, in the order of the group.
-            timeout: Seconds that an operation may take.
+            ranks: The global ranks of the members, in the order of the group.
+            timeout: Timeout of an operation in seconds.
         """
         self.name = name
         self.ranks = ranks
         self.timeout = timeout
         self.is_world = is_world
         self.broken = ""
-        """What happened, if the group cannot be used any more, here or on another rank."""
+        """The error, on this or another rank, after which the group cannot be used any more; empty before."""
 
         self.sequence = 0
-        """How many collective operations this rank has called on the group."""
+        """The number of collective operations that this rank has called on the group."""
 
         self.running: Operation | None = None
-        """The collective that runs since it was called; others that run or are waited for are in the table of all."""
+        """The collective that has been running since its call; all other running operations are in `_running`."""
 
         self.is_closed = False
-        """Whether the group was destroyed here; what was called on it is still told to those who wait in it."""
+        """Whether this rank has destroyed the group. Its sequence is still reported to ranks that wait in the group."""
 
         _groups.pop(name, None)
         _groups[name] = self
@@ -127,22 +127,22 @@ class Operation:
     start: float | None
     end: float | None
     limit: float | None
-    """Seconds after which the watchdog ends the job; None if whoever waits ends it himself."""
+    """Seconds after which the watchdog aborts the job; None if the waiting call raises TimeoutError instead."""
 
     def begin(self) -> None:
-        """Note that the operation runs, or that somebody waits for it: from now on its deadline counts."""
-        # Numbered in the order in which they run: callbacks that call operations come to be called at any moment.
+        """Record that the operation runs, or that a call waits for it: this starts its deadline."""
+        # Numbered in the order in which they run: callbacks may call operations at any time.
         self.take_number()
         self.start = monotonic()
         _running[self.number] = self
 
     def take_number(self) -> None:
-        """Take the next of the group's numbers, if this is a collective without one."""
+        """Assign the next sequence number of the group, if this is a collective without one."""
         if self.sequence is None and not self.is_message:
             self.sequence = self.group.sequence = self.group.sequence + 1
 
     def finish(self) -> None:
-        """Note that the operation has ended, well or not."""
+        """Record that the operation has completed or failed."""
         self.end = monotonic()
         if self.group.running is self:
             self.group.running = None
@@ -150,12 +150,12 @@ class Operation:
             _running.pop(self.number, None)
 
     def forgive(self, seconds: float) -> None:
-        """Let the deadline pass so much later: this process stood still meanwhile."""
+        """Extend the deadline by the seconds in which this process was suspended."""
         if self.start is not None:
             self.start += seconds
 
     def pause(self) -> None:
-        """Note that nobody waits for the operation any more, though it has not ended."""
+        """Record that no call waits for the operation any more, although it has not completed."""
         if self.group.running is self:
             self.group.running = None
         else:
@@ -163,20 +163,20 @@ class Operation:
 
     @property
     def needs(self) -> list[int]:
-        """The ranks of the job without which the operation cannot end: the partner, or the whole group."""
+        """The global ranks that the operation needs to complete: the peer, or the whole group."""
         if self.is_message and self.peer is not None:
             return [self.group.ranks[self.peer]]
         return list(self.group.ranks)
 
     @property
     def where(self) -> str:
-        """Where in the user's program it was called; where the main thread is now, for a call of C++."""
+        """The call site in the user's program; for a call from C++, where the main thread is now."""
         if self.code is None:
             return line_of_main_thread() or "an unknown place"
         return line_of(self.code, self.instruction)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Return what other ranks and files are told of the operation."""
+        """Return the fields of the operation for other ranks and for dump files."""
         return {
             "name": self.name,
             "group": self.group.name,
@@ -196,15 +196,16 @@ class Operation:
 def note(
     group: Group, name: str, dtype: Any, count: int, peer: int | None, is_message: bool, is_running: bool, depth: int
 ) -> Operation:
-    """Note a call in the ring.
+    """Record a call in the ring buffer.
 
-    Every operation pays for this, hence the plain function: a class that is called costs a tenth of a microsecond more.
+    This is on the path of every operation, hence a plain function: calling a class costs 0.1 microseconds more.
 
     Args:
-        peer: The root of a collective or the partner of a message, as a rank of the group; None if there is none.
-        is_running: The operation begins at once.
-        depth: How many frames lie between this one and the first that may be the user's.
+        peer: The root of a collective or the peer of a message, as a rank of the group; None for other operations.
+        is_running: Whether the operation starts at once.
+        depth: The number of frames between this one and the first that may be the user's.
     """
+    # 1. find the call site
     global _last  # noqa: PLW0603  as the ring
     try:
         frame = _getframe(depth + 2)  # the user's, if the call went through a function of torch's and its wrapper
@@ -215,6 +216,7 @@ def note(
         code, instruction = _find_caller(depth)
     if not _thread.calls_operations:
         _note_thread()
+    # 2. fill in the operation
     operation = _new(Operation)
     operation.code = code
     operation.instruction = instruction
@@ -228,6 +230,7 @@ def note(
     operation.limit = group.timeout
     operation.number = number = next(_numbers)
     operation.called = now = monotonic()
+    # 3. start it, and store it in the ring buffer
     if is_running and not is_message:
         operation.sequence = group.sequence = group.sequence + 1
         operation.start = now
@@ -246,21 +249,21 @@ def note(
 def _note_thread() -> None:
     _thread.calls_operations = True
     ident = get_ident()
-    # threading.current_thread() would make up a thread for one that C++ has started.
+    # threading.current_thread() would create a dummy Thread object for a thread that C++ has started.
     _callers.update(thread for thread in threading.enumerate() if thread.ident == ident)
 
 
 def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
-    """Return the code and the instruction of the user's that called, for a caller that called `note` at `depth`."""
+    """Return code object and instruction offset of the call site in the user's program; `depth` as in `note`."""
     frame: types.FrameType | None = _getframe(depth + 1)
     steps = 0
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
         steps += 1
-    if frame is None:  # called by C++ on a thread of its own
+    if frame is None:  # called from C++ on a thread without Python frames of the user
         return None, 0
     if steps == _USUAL_STEPS:
-        # The next call from this very instruction comes the same way, and need not look again.
+        # The next call from this instruction has the same frames, so `note` need not search again.
         if len(_call_sites) >= _MOST_CALL_SITES:
             _call_sites.clear()
         _call_sites[id(frame.f_code) + frame.f_lasti] = frame.f_code
@@ -268,10 +271,10 @@ def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
 
 
 class StreamQueue:
-    """The operations that an inner backend runs one after the other, on a GPU's stream.
+    """The operations that an inner backend queues on a GPU's stream, where they run one after the other.
 
-    Only the oldest open one runs, so the time in which others wait for the GPU does not count toward their timeouts.
-    A few works among the open ones are kept and looked at, not all: a work may hold its tensors.
+    Only the oldest pending operation runs, so the time in which the others are queued does not count towards their
+    timeouts. The queue keeps and polls a few of the pending works, not all: a work may keep its tensors alive.
     """
 
     def __init__(self, group: Group) -> None:
@@ -282,11 +285,11 @@ class StreamQueue:
         _streams.append(self)
 
     def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
-        """Note the call of an operation."""
+        """Record the call of an operation."""
         return note(self._group, name, dtype, count, None, is_message, is_running=False, depth=2)
 
     def started(self, operation: Operation, work: Any) -> None:
-        """Note that the inner backend has queued an operation."""
+        """Record that the inner backend has queued an operation."""
         with self._lock:
             operation.take_number()
             self._open.append(operation)
@@ -298,7 +301,7 @@ class StreamQueue:
             self._begin_oldest()
 
     def refresh(self) -> None:
-        """Note which operations have ended; called on the watchdog's thread."""
+        """Record which operations have completed; called on the watchdog's thread."""
         with self._lock:
             last_over = max((operation.number for operation, work in self._held if _is_over(work)), default=-1)
             self._held = [(operation, work) for operation, work in self._held if operation.number > last_over]
@@ -311,7 +314,7 @@ class StreamQueue:
             self._open[0].begin()
 
     def close(self) -> None:
-        """Let go of everything, at the end of the group."""
+        """Release all operations and works, when the group is destroyed."""
         with self._lock:
             for operation in self._open:
                 operation.finish()
@@ -324,77 +327,76 @@ class StreamQueue:
 def _is_over(work: Any) -> bool:
     try:
         return work.is_completed()
-    except Exception:  # noqa: BLE001  an operation that failed has ended; who waits for it hears why
+    except Exception:  # noqa: BLE001  a failed operation has ended; waiting for it raises the error
         return True
 
 
 def refresh_streams() -> None:
-    """Note which operations on streams have ended; on the watchdog's thread."""
-    for stream in _streams.copy():  # others may come and go meanwhile
+    """Record which operations on streams have completed; called on the watchdog's thread."""
+    for stream in _streams.copy():  # other threads may add and remove queues meanwhile
         stream.refresh()
 
 
 def recorded() -> list[Operation]:
-    """Return the operations in the ring, oldest first."""
+    """Return the operations in the ring buffer, oldest first."""
     return sorted((each for each in list(_ring) if each is not None), key=lambda each: each.number)
 
 
 def running() -> list[Operation]:
-    """Return the operations that run or are waited for."""
+    """Return the operations that run or for which a call waits."""
     of_groups = [group.running for group in list(_groups.values())]
     return [*(operation for operation in of_groups if operation is not None), *_running.values()]
 
 
 def last() -> Operation | None:
-    """Return the operation that was called last, if any was."""
+    """Return the operation that was called last; None before the first call."""
     return _last
 
 
 def sequences() -> dict[str, int]:
-    """Return by group how many collectives were called on it."""
+    """Return the number of collectives called on each group, by group name."""
     return {group.name: group.sequence for group in list(_groups.values())}
 
 
 def _files_of(modules: Sequence[str]) -> list[str]:
-    """Return the files of those modules that are imported."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
     return [file for file in files if file]
 
 
 def refuse_children() -> None:
-    """Check that this process is the rank, and not a child that it forked.
+    """Check that this process is the rank, and not a child that it has forked.
 
     Raises:
-        MpicommError: In a forked child, whose call would take the place of the rank's next one.
+        MpicommError: In a forked child, whose call would match the other ranks' calls in place of the rank's next one.
     """
     if _rank_pid:
         raise MpicommError(
-            f"process {os.getpid()} is a child that process {_rank_pid}, a rank of the job, has forked (as DataLoader "
-            f"workers and multiprocessing pools are); it cannot call operations or wait for them.\n"
-            f"Call them in the rank itself: let __getitem__, collate_fn or the pool's function return the data."
+            f"process {os.getpid()} was forked by process {_rank_pid}, a rank of the job (like DataLoader workers and "
+            f"multiprocessing pools); a forked child cannot call operations or wait for them.\n"
+            f"Call them in the rank itself: return the data from __getitem__, collate_fn or the pool's function."
         )
 
 
 def _mark_child() -> None:
-    """Let no group be used in a forked child: all ways to run an operation look at this."""
-    global _rank_pid  # noqa: PLW0603  a child stays one
+    """Mark all groups as broken in a forked child; every path that runs an operation checks this."""
+    global _rank_pid  # noqa: PLW0603  set once, in a forked child
     _rank_pid = os.getppid() if _groups else 0
     for group in _groups.values():
-        group.broken = group.broken or "this process is a child of the rank"
+        group.broken = group.broken or "this process was forked from the rank"
 
 
 os.register_at_fork(after_in_child=_mark_child)
 
 
 def break_group(name: str, cause: str) -> None:
-    """Note that a group cannot be used any more; the first cause stays."""
+    """Record that a group cannot be used any more; the first cause is kept."""
     group = _groups.get(name)
     if group is not None and not group.broken:
         group.broken = cause
 
 
 def has_open_collectives() -> bool:
-    """Tell whether a collective that was called has not ended, be it running or queued."""
+    """Return whether a collective is running or queued."""
     return any(each is not None and each.end is None and not each.is_message for each in list(_ring))
 
 
@@ -405,17 +407,17 @@ def _forget_closed_groups() -> None:
 
 
 def is_used_by(thread: threading.Thread) -> bool:
-    """Tell whether a thread has called operations."""
+    """Return whether a thread has called operations."""
     return thread in _callers
 
 
 def is_used_by_a_thread() -> bool:
-    """Tell whether a thread other than the main one, still alive, has called operations."""
+    """Return whether a live thread other than the main thread has called operations."""
     return any(is_used_by(thread) for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def line_of(code: types.CodeType, instruction: int) -> str:
-    """Return where an instruction is, as `train.py:88 (train_step)`."""
+    """Return the source line of an instruction, as `train.py:88 (train_step)`."""
     line = next(
         (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None),
         code.co_firstlineno,
@@ -425,13 +427,13 @@ def line_of(code: types.CodeType, instruction: int) -> str:
 
 
 def line_of_main_thread() -> str:
-    """Return where the main thread is in the user's program; empty if it has ended."""
+    """Return the line of the user's program at which the main thread is; empty if the thread has ended."""
     thread = threading.main_thread()
     return _line_of_user(sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None)
 
 
 def line_of_caller() -> str:
-    """Return where the calling thread is in the user's program; empty if it is not from there."""
+    """Return the line of the user's program at which the calling thread is; empty without a frame of that program."""
     return _line_of_user(_getframe(1))
 
 
@@ -442,7 +444,7 @@ def _line_of_user(frame: types.FrameType | None) -> str:
 
 
 def _is_inner(file: str) -> bool:
-    """Tell whether a file is torch's, mpicomm's or Python's own machinery, but no program of ours; remember it."""
+    """Return whether a file belongs to torch, mpicomm (except its programs) or the listed modules of Python; cached."""
     if file in _inner_files or file in _users_files:
         return file in _inner_files
     folders = [str(Path(package).parent) + os.sep for package in _files_of(_PACKAGES)]

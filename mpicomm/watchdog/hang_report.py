@@ -1,4 +1,4 @@
-"""What people read of a job that stands still: pure functions from what the ranks said to text."""
+"""The text of hang reports: pure functions that format the status of the ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Status = Mapping[str, Any]
-"""What one rank says of itself, or its hub of one that does not answer; see `watchdog.Watchdog._status`."""
+"""The status of one rank, as the rank reports it (`agent.Watchdog._status`), or its hub if it does not respond."""
 
-_NAMED = 16  # ranges of ranks that a row names
-_ROWS = 32
+_NAMED = 16  # the most ranges of ranks in a row
+_ROWS = 32  # the most rows of a table
 
 
 def ranges(ranks: Iterable[int]) -> str:
@@ -28,7 +28,7 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def parse_ranges(text: str) -> list[int]:
-    """Return the ranks in what `ranges` made."""
+    """Return the ranks in a text that `ranges` returned."""
     ranks: list[int] = []
     for part in filter(None, text.split(", ")):
         first, _, last = part.partition("-")
@@ -45,7 +45,7 @@ def called(ranks: Sequence[int]) -> str:
 
 
 def operation(what: Mapping[str, Any]) -> str:
-    """Return `all_reduce #42, float32[1024]`, from what `recorder.Operation.describe` made."""
+    """Return `all_reduce #42, float32[1024]`, from the fields of `flight_recorder.Operation.describe`."""
     text = str(what["name"])
     if what["sequence"] is not None:
         text += f" #{what['sequence']}"
@@ -63,13 +63,13 @@ def operation(what: Mapping[str, Any]) -> str:
     return text
 
 
-@functools.lru_cache(maxsize=1024)  # of a group's thousands of ranks each shows it
+@functools.lru_cache(maxsize=1024)  # each of a group's thousands of ranks shows the same text
 def _members(text: str) -> str:
     return called(parse_ranges(text))
 
 
 def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
-    """Return one row for all ranks that are in the same place; rows of more ranks come first."""
+    """Return one row for all ranks that are at the same place; rows of more ranks come first."""
     rows: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     for rank, status in sorted(statuses.items()):
@@ -86,35 +86,35 @@ def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
         for name, text in zip(names[:_ROWS], ordered, strict=False)
     ]
     if len(ordered) > _ROWS:
-        lines.append(f"  ... and {len(ordered) - _ROWS} other places; the files of the ranks say them all")
+        lines.append(f"  ... and {len(ordered) - _ROWS} more rows; see the ranks' dump files")
     return "\n".join(lines)
 
 
 _ON_HOST = " on its host"
-_SECONDS = "\0"  # where a row says how long; not part of what makes two ranks be in the same place
+_SECONDS = "\0"  # placeholder for the seconds in a row: ranks at the same place share a row whatever their seconds
 
 
 def _place(status: Status) -> tuple[str, float]:
-    """Return where a rank is, and for how long."""
+    """Return the place of a rank, and the seconds for `_SECONDS`."""
     if status.get("died"):
         return f"died{_ON_HOST}: {status['died']}", 0.0
     if "silent" in status:
         state = f": {status['state']}" if status.get("state") else ""
-        return f"not answering for {_SECONDS}{_ON_HOST}{state}", status["silent"]
+        return f"not responding for {_SECONDS}{_ON_HOST}{state}", status["silent"]
     if status.get("left"):
-        return f"left {_SECONDS} ago {left(status['left'])}", status["left"]["seconds"]
+        return f"exited {_SECONDS} ago {left(status['left'])}", status["left"]["seconds"]
     if status["running"]:
         longest = max(status["running"], key=lambda each: each["seconds"])
         more = len(status["running"]) - 1
         beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
         return f"in {operation(longest)}, at {longest['where']}, for {_SECONDS}{beside}", longest["seconds"]
-    at = f"at {status['main']}" if status["main"] else "its program has ended, its threads have not"
+    at = f"at {status['main']}" if status["main"] else "its main thread has ended, other threads are running"
     last = status["last"]
     if last is None:
-        return f"in no operation, and has not called any; {at}", 0.0
-    return f"in no operation since {_SECONDS}; {at}; the last was {operation(last)}, at {last['where']}", last["called"]
+        return f"in no operation, none called yet; {at}", 0.0
+    return f"in no operation; {at}; last called {_SECONDS} ago: {operation(last)}, at {last['where']}", last["called"]
 
 
 def left(leave: Mapping[str, Any]) -> str:
-    """Return how a rank left: `with status 3`, or `at the end of its program`."""
+    """Return how a rank exited: `with status 3`, or `at the end of its program`."""
     return "at the end of its program" if leave["status"] is None else f"with status {leave['status']}"

@@ -1,4 +1,4 @@
-"""The processes of other ranks on this host: what the system says of them, and their end if nobody else sees to it."""
+"""The processes of other ranks on this host: their state according to /proc, and how to kill them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pathlib import Path
 _STATES = {
     "T": "stopped by a signal (SIGSTOP); resume it with SIGCONT",
     "t": "stopped by a debugger",
-    "D": "in a system call that does not return (disk or network)",
-    "R": "computing, in code that keeps the GIL",
-    "S": "asleep, in code that keeps the GIL",
+    "D": "blocked in an uninterruptible system call (disk or network)",
+    "R": "running code that holds the GIL",
+    "S": "sleeping in code that holds the GIL",
 }
-_START = 19  # of the fields behind the name in /proc/<pid>/stat: when it was started, proc(5)
+_START = 19  # index of the start time among the fields after the name in /proc/<pid>/stat, proc(5)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalProcess:
-    """A process, as it has introduced itself."""
+    """A process, identified by its pid and its birth."""
 
     pid: int
     birth: str = ""
-    """When it was started, and where its pid is valid: no other process of this host ever has both."""
+    """Its start time and pid namespace: together with the pid they are unique on this host."""
 
 
 def this_process() -> LocalProcess:
-    """Return how this process introduces itself."""
+    """Return the pid and the birth of this process."""
     return LocalProcess(os.getpid(), birth_of(os.getpid()))
 
 
 def birth_of(pid: int) -> str:
-    """Return the birth of a process of this host; empty if it cannot be seen."""
+    """Return the birth of a process of this host; empty if /proc does not show it."""
     try:
         return f"{_fields(pid)[_START]} {Path(f'/proc/{pid}/ns/pid').readlink()}"
     except OSError:
@@ -41,7 +41,7 @@ def birth_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a signal has stopped a process of this host."""
+    """Return whether a signal has stopped a process of this host."""
     try:
         return _fields(pid)[0] == "T"
     except OSError:
@@ -49,7 +49,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def state_of(pid: int) -> str:
-    """Say what the system knows of a rank that does not answer; empty if that is nothing."""
+    """Describe the state of a process that does not respond; empty if it is unknown."""
     try:
         state = _STATES.get(_fields(pid)[0])
     except OSError:
@@ -58,11 +58,12 @@ def state_of(pid: int) -> str:
 
 
 def kill(process: LocalProcess) -> None:
-    """Kill a process of this host, if it is still the one that has introduced itself."""
-    with contextlib.suppress(OSError, AttributeError):  # it has ended; or this Python or Linux is too old
+    """Send SIGKILL to a process of this host, unless its pid belongs to another process by now."""
+    # The process may have ended; pidfd_open and pidfd_send_signal need a recent Python and Linux.
+    with contextlib.suppress(OSError, AttributeError):
         descriptor = os.pidfd_open(process.pid)
         try:
-            # Looked at once the descriptor holds it: from here on its pid cannot become another's.
+            # Compare after pidfd_open: the descriptor refers to this process even if its pid is reused.
             if process.birth and birth_of(process.pid) == process.birth:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:

@@ -1,7 +1,8 @@
-"""SIGTERM, noticed also while the main thread is inside a blocking MPI call.
+"""Handles SIGTERM even while the main thread is inside a blocking MPI call.
 
 Python runs a handler only between two instructions of the main thread. The interpreter's C handler, however, writes the
-signal's number to a descriptor at once; the watchdog reads it there and calls, on its own thread, who has registered.
+signal's number to a descriptor at once (`signal.set_wakeup_fd`). The watchdog reads it there and calls the registered
+callbacks on its own thread.
 """
 
 from __future__ import annotations
@@ -17,44 +18,44 @@ from collections.abc import Callable
 _callbacks: list[Callable[[], None]] = []
 _is_watching = False
 _wake_fd = -1
-"""A duplicate of the watchdog's descriptor. While Python may write to this number it stays open: only the main thread
-can have Python forget it, and code that has set a descriptor of its own may set this one again at any time."""
+"""A duplicate of the watchdog's descriptor. It stays open as long as Python may write to it: only the main thread can
+reset the wakeup descriptor, and code that has set a descriptor of its own may restore this one at any time."""
 
 _previous_fd = -1
-_previous_file: tuple[int, int] | None = None  # what `_previous_fd` was
+_previous_file: tuple[int, int] | None = None  # device and inode of `_previous_fd`
 
 
 def register(callback: Callable[[], None]) -> None:
-    """Have `callback` called, on the watchdog's thread, when SIGTERM comes; the process does not end by it then."""
+    """Call `callback` on the watchdog's thread when SIGTERM arrives; the signal does not end the process then."""
     _callbacks.append(callback)
 
 
 def unregister(callback: Callable[[], None]) -> None:
-    """Undo `register`."""
+    """Remove a callback that `register` has added."""
     with contextlib.suppress(ValueError):
         _callbacks.remove(callback)
 
 
 def watch(wake_fd: int) -> None:
-    """Have signals' numbers written to `wake_fd`; does nothing on other threads than the main one."""
+    """Let Python write the numbers of signals to `wake_fd`; does nothing on threads other than the main thread."""
     global _is_watching, _wake_fd, _previous_fd, _previous_file  # noqa: PLW0603  signals are the process's
     if threading.current_thread() is not threading.main_thread():
         return
     _wake_fd = os.dup(wake_fd) if _wake_fd < 0 else os.dup2(wake_fd, _wake_fd, inheritable=False)
     previous = signal.set_wakeup_fd(_wake_fd, warn_on_full_buffer=False)
-    if previous != _wake_fd:  # it still is, if `unwatch` was called on another thread
+    if previous != _wake_fd:  # equal if `unwatch` was called on another thread before
         _previous_fd, _previous_file = previous, _identity(previous)
     _is_watching = True
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # without a handler of Python's nothing is written
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Python writes only signals with a Python handler
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def unwatch() -> None:
-    """Undo `watch`, as far as nobody else has come on top of it."""
+    """Undo `watch`, except where other code has replaced its descriptor or its handler since."""
     global _is_watching  # noqa: PLW0603
     if not _is_watching:
         return
-    _is_watching = False  # the handler ends the process by itself from now on
+    _is_watching = False  # from now on the handler itself ends the process
     if threading.current_thread() is threading.main_thread():
         _restore()
     else:
@@ -71,13 +72,13 @@ def _restore() -> None:
         _wake_fd, current = -1, _previous_fd if _is_previous_open() else -1
     else:
         _redirect()
-    with contextlib.suppress(OSError, ValueError):  # it may have been closed
+    with contextlib.suppress(OSError, ValueError):  # the descriptor may be closed
         signal.set_wakeup_fd(current, warn_on_full_buffer=False)
 
 
 def _redirect() -> None:
-    """Let `_wake_fd` be another number of the descriptor that was set before, or of /dev/null if there was none."""
-    with contextlib.suppress(OSError):  # no descriptor is free: the number stays the watchdog's, and taken
+    """Make `_wake_fd` a duplicate of the descriptor that was set before `watch`, or of /dev/null."""
+    with contextlib.suppress(OSError):  # no descriptor is free: `_wake_fd` remains the watchdog's duplicate
         if _is_previous_open():
             os.dup2(_previous_fd, _wake_fd, inheritable=False)
             return
@@ -87,12 +88,13 @@ def _redirect() -> None:
 
 
 def deliver(numbers: bytes) -> bool:
-    """Hand signals to whoever registered, and all but SIGTERM to whoever watched before.
+    """Call the registered callbacks for SIGTERM, and write all numbers to the descriptor that was set before.
 
     Returns:
-        Whether SIGTERM came and nobody takes care of it, so that the process has to end by it.
+        Whether SIGTERM has arrived and neither a callback nor a handler of the program is set, so that the signal must
+        end the process.
     """
-    numbers = numbers.replace(b"\0", b"")  # a zero is no signal: somebody woke the watchdog
+    numbers = numbers.replace(b"\0", b"")  # a zero byte only wakes the watchdog
     if not numbers:
         return False
     if _is_previous_open():
@@ -106,13 +108,13 @@ def deliver(numbers: bytes) -> bool:
 
 
 def end_by_sigterm() -> None:
-    """End this process as SIGTERM does by default; on any thread, where `signal.signal` is for the main one."""
+    """End this process by the default action of SIGTERM; on any thread, unlike `signal.signal`."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_previous_open() -> bool:
-    """Tell whether there was a descriptor before, and its number is not another file's by now."""
+    """Return whether a descriptor was set before `watch`, and still refers to the same file."""
     return _previous_file is not None and _identity(_previous_fd) == _previous_file
 
 
@@ -129,7 +131,7 @@ def _on_sigterm(number: int, _frame: types.FrameType | None) -> None:
         end_by_sigterm()
         return
     current = signal.set_wakeup_fd(_wake_fd, warn_on_full_buffer=False)
-    if current != _wake_fd:  # somebody's event loop is on top: the watchdog was not told
+    if current != _wake_fd:  # an event loop has set its own descriptor: the watchdog was not woken
         signal.set_wakeup_fd(current)
         with contextlib.suppress(OSError):
             os.write(_wake_fd, bytes([number]))

@@ -1,1 +1,1 @@
-"""The command lines of launchers: mpiexec, srun and torchrun."""
+"""Launch commands for mpiexec, srun and torchrun."""

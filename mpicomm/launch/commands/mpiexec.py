@@ -1,4 +1,4 @@
-"""Starts by the mpiexec that belongs to the MPI library: Open MPI's, or Hydra, which is MPICH's and its relatives'."""
+"""Launch commands for the mpiexec of the MPI library: Open MPI's, or Hydra (MPICH and its derivatives)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _BINDS_ALREADY = (
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the ranks go."""
+    """Where the ranks run."""
 
     ranks: int
     nodes: int
     per_node: int
-    """On the node with the most."""
+    """Number of ranks on the node with the most ranks."""
     cores: int
-    """Of a node."""
+    """Number of cores of a node."""
     cores_per_rank: int | None = None
-    """How many each rank is bound to; None where others may use the cores too, or there are too few."""
+    """Number of cores to which each rank is bound; None if other jobs may use the cores, or if there are too few."""
     hosts: tuple[Host, ...] = ()
-    """Those that the user names; empty where the launcher finds them by itself."""
+    """The hosts that the user named; empty if the launcher determines the hosts."""
     file: str | None = None
-    """The file in which PBS names the hosts."""
+    """The host file of PBS."""
 
 
 def start(
@@ -50,11 +50,14 @@ def start(
     job: Slurm | PBS | None = None,
     agent: str | None = None,
 ) -> Start:
-    """Return the start of ranks on this machine, on the hosts that are named, or in an allocation.
+    """Return the launch of ranks on this machine, on the hosts of the request, or in an allocation.
 
     Args:
         mpiexec: The launcher that belongs to the library.
-        agent: A program that starts a command on another host of a job of PBS's; None to leave that to ssh.
+        agent: A program that starts a command on another host of a PBS job; None to use ssh.
+
+    Raises:
+        LaunchError: If the hosts have different numbers of ranks and the library is Intel MPI.
     """
     plan = _plan(request, machine, job)
     is_bound_by_user = any(environ.get(name) for name in _BINDS_ALREADY)
@@ -67,7 +70,7 @@ def start(
         options = _open_mpi(plan, agent, child, tag_output=request.tag_output)
     else:
         if library.vendor == "Intel MPI" and plan.cores_per_rank is None and not is_bound_by_user:
-            child["I_MPI_PIN"] = "0"  # it binds each rank by default, also where ranks outnumber cores
+            child["I_MPI_PIN"] = "0"  # Intel MPI pins each rank by default, even if ranks outnumber cores
         options = _hydra(plan, agent, library, tag_output=request.tag_output)
     return Start((mpiexec, *options, *request.of_rank(machine.python)), child)
 
@@ -97,7 +100,7 @@ def _on_hosts(
     hosts_given: tuple[Host, ...] = (),
     file: str | None = None,
 ) -> Placement:
-    """Return the plan for hosts that have, for all that is known here, as many cores as this machine."""
+    """Return the placement on hosts, each of which is assumed to have as many cores as this machine."""
     ranks = wanted or hosts.slots(given)
     most = max(host.slots or 1 for host in given)
     if ranks > hosts.slots(given):
@@ -106,14 +109,14 @@ def _on_hosts(
 
 
 def _cores_per_rank(plan: Placement) -> int | None:
-    """Return how many cores each rank can have to itself; None if there are too few, or nodes have unequal numbers."""
+    """Return the exclusive cores per rank; None if there are too few, or if the nodes have unequal numbers of ranks."""
     if plan.ranks != plan.nodes * plan.per_node:
         return None
     return plan.cores // plan.per_node or None
 
 
 def _without_threads_for_one(environ: Mapping[str, str], plan: Placement) -> Mapping[str, str]:
-    """Drop what PBS sets for one rank on each node, where all of them together would have more threads than cores."""
+    """Drop PBS's OMP_NUM_THREADS, meant for one rank per node, if the ranks of a node would exceed its cores."""
     threads = environ.get("OMP_NUM_THREADS", "")
     is_of_pbs = plan.file is not None and threads.isdigit() and threads == environ.get("NCPUS")
     if is_of_pbs and int(threads) * plan.per_node > plan.cores:
@@ -122,7 +125,7 @@ def _without_threads_for_one(environ: Mapping[str, str], plan: Placement) -> Map
 
 
 def _open_mpi(plan: Placement, agent: str | None, environ: Mapping[str, str], *, tag_output: bool) -> list[str]:
-    """Return the options that versions 4 and 5 both read."""
+    """Return options that Open MPI 4 and 5 both accept."""
     options = ["-n", str(plan.ranks)]
     if plan.file:
         options += ["--hostfile", plan.file]
@@ -148,7 +151,7 @@ def _hydra(plan: Placement, agent: str | None, library: Library, *, tag_output: 
         options += ["-f", plan.file]
     if plan.hosts:
         options += _hosts_of_intel(plan) if is_intels else ["-hosts", ",".join(map(str, plan.hosts))]
-    if plan.cores_per_rank and not is_intels:  # which binds by itself
+    if plan.cores_per_rank and not is_intels:  # Intel MPI pins the ranks itself
         options += ["-bind-to", f"core:{plan.cores_per_rank}"]
     if tag_output:
         options.append("-prepend-rank")
@@ -161,7 +164,7 @@ def _hydra(plan: Placement, agent: str | None, library: Library, *, tag_output: 
 def _hosts_of_intel(plan: Placement) -> list[str]:
     if len({host.slots for host in plan.hosts}) > 1:
         raise LaunchError(
-            f"Intel MPI takes the same number of ranks on all hosts, got {', '.join(map(str, plan.hosts))}.\n"
-            f"Give all hosts one number."
+            f"Intel MPI needs the same number of ranks on every host, got {', '.join(map(str, plan.hosts))}.\n"
+            f"Give every host the same number of ranks."
         )
     return ["-hosts", ",".join(host.name for host in plan.hosts), "-ppn", str(plan.hosts[0].slots)]

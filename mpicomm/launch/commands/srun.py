@@ -1,4 +1,4 @@
-"""Starts by Slurm's srun, within an allocation."""
+"""Launch commands for Slurm's srun, inside an allocation."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from mpicomm.launch.request import Machine, Request, Start
 
 
 def mpi_type(library: Library, listed: str, environ: Mapping[str, str]) -> str | None:
-    """Return the value of `--mpi=` by which this Slurm can start the library; None if it has none.
+    """Return the value of `--mpi=` with which this Slurm can start the library; None if it has no suitable plugin.
 
     Args:
-        listed: What `srun --mpi=list` says.
+        listed: The output of `srun --mpi=list`.
     """
     has = set(re.findall(r"[\w-]+", listed))
     if library.vendor == "Intel MPI" and not environ.get("I_MPI_PMI_LIBRARY"):
-        return None  # it speaks PMI through the library of Slurm's that this names
+        return None  # Intel MPI uses PMI through Slurm's library, whose path this variable holds
     if "CRAY" in library.description.upper() and "cray_shasta" in has:
         return "cray_shasta"
     return library.srun_type if library.srun_type in has else None
 
 
 def start(request: Request, machine: Machine, job: Slurm, kind: str, environ: Mapping[str, str]) -> Start:
-    """Return the start of ranks as tasks of a new step, by default in the whole allocation."""
+    """Return the launch of ranks as tasks of a new step, by default in the whole allocation."""
     ranks = request.ranks or job.ranks
     cpus = job.cpus_per_task or _share(job, ranks)
-    # With 1 the first rank to leave with a status has the others killed, and srun reports 143 for them: a Trainer's 85
-    # would be lost. When a rank dies, mpicomm ends the job.
+    # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
+    # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
     options = [f"--mpi={kind}", "--kill-on-bad-exit=0", f"--ntasks={ranks}"]
-    if cpus:  # srun does not take it from the allocation since Slurm 22.05
+    if cpus:  # since Slurm 22.05 srun does not inherit it from the allocation
         options.append(f"--cpus-per-task={cpus}")
     if sum(job.cpus) and ranks * (cpus or 1) > sum(job.cpus):
         options.append("--overcommit")
@@ -45,5 +45,5 @@ def start(request: Request, machine: Machine, job: Slurm, kind: str, environ: Ma
 
 
 def _share(job: Slurm, ranks: int) -> int:
-    """Return how many CPUs each rank can have on the node with the fewest; 0 if they are not enough, or unknown."""
+    """Return the CPUs per rank on the node with the fewest CPUs; 0 if there are fewer CPUs than ranks, or unknown."""
     return min(job.cpus, default=0) // -(-ranks // job.nodes)

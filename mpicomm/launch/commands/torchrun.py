@@ -1,4 +1,4 @@
-"""Starts by torchrun's agent, without MPI: by hand, one command on each node, or by srun."""
+"""Launch commands for torchrun's agent, without MPI: by hand, with one command on each node, or by srun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpicomm.launch.request import Machine, Node, Request, Start
 _TAG = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]: "}
 
 
-# The agent on each node is told by Slurm which one it is. The first of them is where all meet.
+# Slurm sets the rank of each agent's node. The rendezvous is on the first node of the step.
 _AGENT = (
     'PET_NODE_RANK=$SLURM_NODEID PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) '
     'exec "$@"'
@@ -20,7 +20,7 @@ _AGENT = (
 
 
 def start(request: Request, node: Node, machine: Machine, environ: Mapping[str, str]) -> Start:
-    """Return the start of one node's ranks; the ranks of all nodes meet at the master's address."""
+    """Return the launch of the ranks of one node; the rendezvous of all nodes is at `node.master_addr`."""
     ranks = request.ranks or machine.capacity
     options = [
         f"--nnodes={node.nodes}",
@@ -37,7 +37,7 @@ def start(request: Request, node: Node, machine: Machine, environ: Mapping[str, 
 
 
 def start_by_srun(request: Request, job: Slurm, port: int, machine: Machine, environ: Mapping[str, str]) -> Start:
-    """Return the start of ranks on all nodes of an allocation of Slurm's, or on as many as there are ranks.
+    """Return the launch of ranks on all nodes of a Slurm allocation, or on one node per rank if there are fewer ranks.
 
     Raises:
         LaunchError: If the nodes cannot have equal numbers of ranks.
@@ -45,7 +45,10 @@ def start_by_srun(request: Request, job: Slurm, port: int, machine: Machine, env
     ranks = request.ranks or job.ranks
     nodes = min(job.nodes, ranks)
     if ranks % nodes:
-        raise LaunchError(f"torchrun starts as many ranks on each node, got {ranks} ranks and {nodes} nodes.")
+        raise LaunchError(
+            f"torchrun needs the same number of ranks on every node, got {ranks} ranks and {nodes} nodes.\n"
+            f"Pass a multiple of {nodes} as the number of ranks."
+        )
     cpus = min(job.cpus, default=1)
     srun = ("srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", f"--cpus-per-task={cpus}")
     agent = (machine.python, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}")

@@ -1,4 +1,4 @@
-"""Job scripts for Slurm and PBS: a `JobSpec` says what is wanted, `script` is the text that follows from it."""
+"""Job scripts for Slurm and PBS: a `JobSpec` describes the job, `script` generates the text."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["JobSpec", "Mpi", "Scheduler", "script"]
 
 
 def script(spec: JobSpec) -> str:
-    """Return the script of a job: the same text for the same job, always."""
+    """Return the text of a job script; equal specs give equal texts."""
     return slurm.script(spec) if spec.scheduler == "slurm" else pbs.script(spec)

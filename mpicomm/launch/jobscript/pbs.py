@@ -1,4 +1,4 @@
-"""The script for PBS: directives, then `mpirun` on the hosts that PBS gives, then what follows from its exit status."""
+"""PBS job scripts: directives, `mpirun` on the hosts of the job, and the handling of its exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = {"K": "kb", "M": "mb", "G": "gb", "T": "tb"}
 
 
 def script(spec: JobSpec) -> str:
-    """Return the text."""
+    """Return the text of the script."""
     parts = [_top(spec), _environment(spec), *_start(spec)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -23,7 +23,7 @@ def _top(spec: JobSpec) -> list[str]:
 
 
 def _resources(spec: JobSpec) -> list[str]:
-    """Return what an interactive job needs as well."""
+    """Return the options that an interactive job needs too."""
     options = {"-q": spec.partition, "-A": spec.account, "-P": spec.project}
     return [
         f"-l select={spec.nodes}:{_chunk(spec)}",
@@ -34,7 +34,7 @@ def _resources(spec: JobSpec) -> list[str]:
 
 
 def _chunk(spec: JobSpec) -> str:
-    """Return what one node gives."""
+    """Return the resources of one chunk, which is one node."""
     resources = {
         "ncpus": str(spec.cpus_per_node),
         "mpiprocs": str(spec.processes_per_node),
@@ -46,7 +46,7 @@ def _chunk(spec: JobSpec) -> str:
 
 
 def _memory(spec: JobSpec) -> str:
-    """Return the memory of a node, the only one that PBS knows."""
+    """Return the memory of a node; PBS has no memory per CPU or per GPU."""
     for text, times in ((spec.mem, 1), (spec.mem_per_cpu, spec.cpus_per_node), (spec.mem_per_gpu, spec.gpus_per_node)):
         if text is not None:
             return f"{int(text[:-1]) * times}{_UNITS[text[-1]]}"
@@ -64,9 +64,9 @@ def _environment(spec: JobSpec) -> list[str]:
     where = '"$PBS_O_WORKDIR"' if spec.chdir is None else shell.quoted(spec.chdir)
     lines = [
         f"cd {where} || exit  # PBS starts in the home directory",
-        "umask 022  # PBS's own hides all files from others",
+        "umask 022  # PBS's default makes all files unreadable for other users",
         *shell.prepared(spec.module, spec.venv),
-        f"export OMP_NUM_THREADS={spec.cpus_per_rank}  # or each rank makes a thread for every core",
+        f"export OMP_NUM_THREADS={spec.cpus_per_rank}  # otherwise each rank starts one thread per core",
     ]
     return lines + shell.exports(spec.variables)
 
@@ -78,15 +78,15 @@ def _start(spec: JobSpec) -> list[list[str]]:
 
 
 def _agent(spec: JobSpec) -> list[str]:
-    """Return what stands in for ssh; PBS's own command takes other arguments than mpirun gives."""
+    """Return the lines that replace ssh; pbs_tmrsh takes other arguments than mpirun passes."""
     use = "PRTE_MCA_plm_ssh_agent=$agent" if spec.flavour == "openmpi" else "HYDRA_LAUNCHER_EXEC=$agent"
     return [
-        "# The hosts have no ssh between them: mpirun starts its helpers there through PBS.",
-        'agent=$(mktemp "$PWD/.pbs-agent-XXXXXX") || exit  # where all hosts see it',
+        "# There is no ssh between the hosts: mpirun starts its daemons through PBS.",
+        'agent=$(mktemp "$PWD/.pbs-agent-XXXXXX") || exit  # in a directory that all hosts share',
         "trap 'rm -f \"$agent\"' EXIT",
         "cat >\"$agent\" <<'END'",
         "#!/bin/sh",
-        "while :; do case $1 in -*) shift ;; *) break ;; esac; done  # options for ssh",
+        "while :; do case $1 in -*) shift ;; *) break ;; esac; done  # skip the options for ssh",
         "host=$1",
         "shift",
         'exec pbs_tmrsh "$host" /bin/sh -c "$*"',
@@ -102,16 +102,16 @@ def _of_ranks(spec: JobSpec) -> list[str]:
     lines, variables = [], []
     if spec.flavour == "openmpi":
         lines = [
-            "# Open MPI takes a host that is named once for one with a slot on each core. It binds ranks to the first",
-            "# cores, where another job's may be, and brings only the variables that -x names to other hosts.",
+            "# Open MPI counts a host that is named once as one slot per core. It binds ranks to the first cores,",
+            "# which another job may use, and forwards only the variables that -x names to other hosts.",
         ]
         launcher += [f"--map-by ppr:{spec.ranks_per_node}:node", "--bind-to none"]
         variables = [f"-x {name}" for name in _forwarded(spec)]
     return [
-        'ranks=$(wc -l <"$PBS_NODEFILE")  # a line for each: select x mpiprocs',
+        'ranks=$(wc -l <"$PBS_NODEFILE")  # one line per rank: select x mpiprocs',
         "",
-        "# On qdel and at the end of the walltime PBS sends TERM to all. This shell would end at once, and forget the",
-        "# status of the ranks.",
+        "# On qdel and at the end of the walltime PBS sends SIGTERM to all processes. Without the trap this shell",
+        "# would exit at once and lose the exit status of the ranks.",
         *(["terminated=", "trap terminated=yes TERM"] if spec.requeue else ["trap : TERM"]),
         *lines,
         *shell.about_gpus(spec.ranks_per_node, spec.gpus_per_node),
@@ -121,7 +121,7 @@ def _of_ranks(spec: JobSpec) -> list[str]:
 
 
 def _forwarded(spec: JobSpec) -> list[str]:
-    """Return the variables without which ranks on other hosts find neither Python nor libraries, and the user's."""
+    """Return the variables that ranks on other hosts need to find Python and libraries, and the user's variables."""
     names = ["PATH", *["LD_LIBRARY_PATH"] * bool(spec.module), "OMP_NUM_THREADS"]
     return list(dict.fromkeys([*names, *[name for name, _ in spec.variables]]))
 
@@ -129,7 +129,7 @@ def _forwarded(spec: JobSpec) -> list[str]:
 def _of_one_torchrun(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
     program = spec.command[: len(spec.command) - len(words)]
     command = shell.joined([*program, "--standalone", f"--nproc-per-node={spec.ranks_per_node}", *words])
-    return ["# torchrun starts the ranks.", command, 'exit "$?"  # that of the ranks, and so of the job']
+    return ["# torchrun starts the ranks.", command, 'exit "$?"  # the status of the ranks becomes that of the job']
 
 
 def _of_torchruns(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
@@ -138,9 +138,9 @@ def _of_torchruns(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
     program = spec.command[: len(spec.command) - len(words)]
     number = "${PBS_JOBID%%[!0-9]*}" + (" + PBS_ARRAY_INDEX" if spec.array else "")
     return [
-        "# PBS starts a torchrun on each host; these meet on the first, and start the ranks.",
+        "# PBS starts one torchrun on each host, which starts the ranks there. The rendezvous is on the first host.",
         "mapfile -t hosts < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
-        f"port=$((20000 + ({number}) % 10000))  # jobs that share a host need different ones",
+        f"port=$((20000 + ({number}) % 10000))  # jobs that share a host need different ports",
         'for node_rank in "${!hosts[@]}"; do',
         shell.broken(
             ['    pbs_tmrsh "${hosts[node_rank]}" /usr/bin/env -C "$PWD"'],
@@ -152,26 +152,26 @@ def _of_torchruns(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
         ),
         "done",
         'for _ in "${hosts[@]}"; do',
-        '    wait -n || exit "$?"  # PBS ends what still runs on the other hosts',
+        '    wait -n || exit "$?"  # PBS ends the processes on the other hosts',
         "done",
     ]
 
 
 def _end(spec: JobSpec) -> list[str]:
-    last = 'exit "$status"  # that of the ranks, and so of the job'
+    last = 'exit "$status"  # the status of the ranks becomes that of the job'
     return [*_resubmission(spec), last] if spec.requeue else [last]
 
 
 def _resubmission(spec: JobSpec) -> list[str]:
     return [
-        "# 85: the ranks have left in time, with a checkpoint. PBS lets only operators requeue, so submit the script",
-        "# again, without what qsub was told on its command line; but not after qdel.",
+        "# Status 85: the ranks exited before the time limit, with a checkpoint. Only operators may requeue in PBS, so",
+        "# submit the script again, without the options of the first qsub command line; but not after qdel.",
         "restarts=${JOB_RESTARTS:-0}",
         'if [ "$status" -eq 85 ] && [ -z "$terminated" ]; then',
         f'    if [ "$restarts" -lt {spec.max_restarts} ]; then',
         '        (cd "$PBS_O_WORKDIR" && qsub -v JOB_RESTARTS=$((restarts + 1)) "$0")',
         "    else",
-        f'        echo "not submitted again: {spec.max_restarts} restarts are the limit; to go on, submit it" >&2',
+        f'        echo "not submitted again: limit of {spec.max_restarts} restarts reached; submit it to continue" >&2',
         "    fi",
         "fi",
     ]

@@ -1,4 +1,4 @@
-"""The script for Slurm: directives, then `srun`, then what follows from its exit status."""
+"""Slurm job scripts: directives, `srun`, and the handling of its exit status."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from mpicomm.launch.jobscript import option_values, shell
 from mpicomm.launch.jobscript.spec import JobSpec
 
-_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}  # of srun's --mpi: a wrong one makes N worlds of one rank
+_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}  # values of srun --mpi: a wrong one starts N worlds of size 1
 _CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
 
 
 def script(spec: JobSpec) -> str:
-    """Return the text."""
+    """Return the text of the script."""
     parts = [_top(spec), _environment(spec), _start(spec), _end(spec)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -25,7 +25,7 @@ def _top(spec: JobSpec) -> list[str]:
 
 
 def _resources(spec: JobSpec) -> list[str]:
-    """Return what salloc needs as well."""
+    """Return the options that salloc needs too."""
     cpus = spec.cpus_per_rank if spec.torchrun is None else spec.cpus_per_node
     options = {
         "nodes": spec.nodes,
@@ -51,9 +51,9 @@ def _others(spec: JobSpec) -> list[str]:
         "error": spec.error,
         "mail-user": spec.mail_user,
         "mail-type": ",".join(spec.mail_types) or None,
-        "signal": spec.warning,  # to the ranks; B: would send it to this script alone
+        "signal": spec.warning,  # to the ranks; with the prefix B: only this script would receive it
     }
-    # Without the second, a job that goes on would begin its output anew.
+    # Without --open-mode=append a requeued job would truncate its output file.
     return _written(options) + ["--requeue", "--open-mode=append"] * spec.requeue
 
 
@@ -65,7 +65,7 @@ def _environment(spec: JobSpec) -> list[str]:
     lines = [f"cd {shell.quoted(spec.chdir)} || exit"] if spec.chdir else []
     lines += shell.prepared(spec.module, spec.venv)
     threads = "$SLURM_CPUS_PER_TASK" if spec.torchrun is None else str(spec.cpus_per_rank)
-    lines.append(f"export OMP_NUM_THREADS={threads}  # or each rank makes a thread for every core")
+    lines.append(f"export OMP_NUM_THREADS={threads}  # otherwise each rank starts one thread per core")
     return lines + shell.exports(spec.variables)
 
 
@@ -75,14 +75,14 @@ def _start(spec: JobSpec) -> list[str]:
 
 
 def _of_ranks(spec: JobSpec) -> list[str]:
-    lines = ["# srun starts the ranks. Since Slurm 22.05 it has to be told of the cores again."]
+    lines = ["# srun starts the ranks. Since Slurm 22.05 it does not inherit --cpus-per-task from the job."]
     if spec.gpus_per_node:
-        lines.append("# A rank sees all GPUs of its node and takes one; NCCL needs to see the others.")
+        lines.append("# Each rank sees all GPUs of its node and uses one; NCCL needs access to the others.")
     lines += shell.about_gpus(spec.ranks_per_node, spec.gpus_per_node)
     if spec.requeue:
         lines += [
-            "# The first rank to leave with 85 must not have the others killed: srun would report that instead.",
-            "# When a rank dies, mpicomm ends the job.",
+            "# srun must not kill the other ranks if one exits with status 85: it would report their status instead.",
+            "# If a rank dies, mpicomm aborts the job.",
         ]
     kill = f"--kill-on-bad-exit={0 if spec.requeue else 1}"
     launcher = ["srun", f"--mpi={_TYPES[spec.flavour]}", kill, _CPUS]
@@ -98,10 +98,10 @@ def _of_torchrun(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
             shell.broken(launcher, [shell.joined([*program, "--standalone", *words])]),
         ]
     return [
-        "# srun starts a torchrun on each node; these meet on the first, and start the ranks. PET_NODE_RANK is for the",
-        "# --node-rank of torchrun, which only the tasks know.",
+        "# srun starts one torchrun on each node, which starts the ranks there. The rendezvous is on the first node.",
+        "# PET_NODE_RANK sets --node-rank of torchrun, which differs between the tasks.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node need different ones",
+        "port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node need different ports",
         shell.broken(
             launcher,
             ["bash -c 'PET_NODE_RANK=$SLURM_NODEID exec \"$@\"' bash"],
@@ -117,20 +117,20 @@ def _of_torchrun(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
 
 
 def _end(spec: JobSpec) -> list[str]:
-    last = 'exit "$status"  # that of the ranks, and so of the job'
+    last = 'exit "$status"  # the status of the ranks becomes that of the job'
     return [*_requeue(spec), last] if spec.requeue else [last]
 
 
 def _requeue(spec: JobSpec) -> list[str]:
-    # The number of an array's last job is that of the array: requeue would take them all.
+    # The ID of the last job of an array is that of the array itself: scontrol would requeue the whole array.
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.array else '"$SLURM_JOB_ID"'
     return [
-        "# 85: the ranks have left in time, with a checkpoint. Slurm starts no job again for its status.",
+        "# Status 85: the ranks exited before the time limit, with a checkpoint. Slurm does not requeue for it.",
         'if [ "$status" -eq 85 ]; then',
         f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.max_restarts} ]; then',
         f"        scontrol requeue {job}",
         "    else",
-        f'        echo "not requeued: {spec.max_restarts} restarts are the limit; to go on, submit it" >&2',
+        f'        echo "not requeued: limit of {spec.max_restarts} restarts reached; submit it to continue" >&2',
         "    fi",
         "fi",
     ]

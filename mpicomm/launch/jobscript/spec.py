@@ -1,4 +1,4 @@
-"""What a job asks for: a frozen value that is checked when it is made."""
+"""`JobSpec`: the description of a job, a frozen value that is validated when it is created."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MAIL_TYPES: dict[str, tuple[str, ...]] = {
     "pbs": ("NONE", "BEGIN", "END", "FAIL", "ALL"),
 }
 
-# Why the other scheduler has no such option.
+# What replaces the option in the other scheduler.
 _FOR_SLURM = {
-    "qos": "PBS has queues, --queue",
-    "constraint": "PBS has queues, --queue",
-    "signal": "PBS sends no warning; mpicomm.Trainer asks it for the time that is left",
+    "qos": "in PBS use --queue",
+    "constraint": "in PBS use --queue",
+    "signal": "PBS sends no signal before the time limit; mpicomm.Trainer asks PBS for the remaining time",
 }
-_FOR_PBS = {"project": "Slurm has --account", "no_ssh": "srun needs no ssh"}
+_FOR_PBS = {"project": "in Slurm use --account", "no_ssh": "srun needs no ssh"}
 
 _STARTERS = ("srun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun", "sbatch", "salloc", "qsub", "aprun", "jsrun")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
 _WARNING = "USR1@180"
-_EARLY = 60  # seconds; sbatch(1) says so of --signal
+_EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """A job: nodes, ranks, what they need, and the program. Fields are named as the options of `mpicomm job` are.
+    """A job: nodes, ranks, resources and the program. The fields are named like the options of `mpicomm job`.
 
     Raises:
-        ValueError: If a value would not be understood, or two contradict each other.
+        ValueError: If a value is invalid, or if two values contradict each other.
     """
 
     scheduler: Scheduler
@@ -50,7 +50,7 @@ class JobSpec:
     gpus_per_node: int = 0
     cpus_per_rank: int = 1
     mem: str | None = None
-    """Of each node, as all schedulers count it; `mem_per_cpu` and `mem_per_gpu` are other ways to say it."""
+    """Memory of each node, as all schedulers count it; `mem_per_cpu` and `mem_per_gpu` are alternatives."""
     mem_per_cpu: str | None = None
     mem_per_gpu: str | None = None
     exclusive: bool = False
@@ -58,7 +58,7 @@ class JobSpec:
 
     name: str | None = None
     partition: str | None = None
-    """Slurm's partition, PBS's queue."""
+    """Slurm partition or PBS queue."""
     account: str | None = None
     project: str | None = None
     qos: str | None = None
@@ -81,9 +81,9 @@ class JobSpec:
     max_restarts: int = 10
 
     file: str | None = None
-    """What the script is called, for what it says of itself."""
+    """File name of the script, for its header."""
     made_by: str = ""
-    """The command that made it, for the same."""
+    """The command that generates the script, for its header."""
 
     def __post_init__(self) -> None:
         for check in (_check_numbers, _check_texts, _check_choices, _check_command, _check_together, _check_scheduler):
@@ -91,12 +91,12 @@ class JobSpec:
 
     @property
     def seconds(self) -> int:
-        """How long the job may take."""
+        """Time limit in seconds."""
         return option_values.seconds_of(self.time, has_days=self.scheduler == "slurm")
 
     @property
     def title(self) -> str:
-        """Its name: that of the program, if it was given none."""
+        """Job name; the name of the program by default."""
         return self.name or _name_of(self.command if self.torchrun is None else ("torchrun", *self.torchrun))
 
     @property
@@ -106,7 +106,7 @@ class JobSpec:
 
     @property
     def torchrun(self) -> tuple[str, ...] | None:
-        """What follows torchrun, if that is the program."""
+        """Arguments of torchrun if the program is torchrun, else None."""
         if PurePath(self.command[0]).name == "torchrun":
             return self.command[1:]
         if self.command[1:2] == ("-m",) and self.command[2:3] and self.command[2] in _TORCHRUN_MODULES:
@@ -115,32 +115,32 @@ class JobSpec:
 
     @property
     def processes_per_node(self) -> int:
-        """How many processes the scheduler or mpirun starts on each node: torchrun starts the ranks itself."""
+        """Number of processes that the scheduler or mpirun starts on each node; torchrun starts the ranks itself."""
         return self.ranks_per_node if self.torchrun is None else 1
 
     @property
     def cpus_per_node(self) -> int:
-        """The cores of all ranks of a node."""
+        """Number of cores for all ranks of a node."""
         return self.ranks_per_node * self.cpus_per_rank
 
     @property
     def variables(self) -> list[tuple[str, str]]:
-        """What `env` says."""
+        """Names and values in `env`."""
         return [(name, value) for name, _, value in (each.partition("=") for each in self.env)]
 
     @property
     def warning(self) -> str | None:
-        """The signal that comes before the end."""
+        """The signal before the time limit, as SIGNAL@SECONDS."""
         return self.signal or (_WARNING if self.requeue and self.scheduler == "slurm" else None)
 
     @property
     def mail_types(self) -> list[str]:
-        """When a mail comes."""
+        """Events that send a mail."""
         return (self.mail_type or ("END,FAIL" if self.mail_user else "")).upper().split(",")
 
 
 def flag(field: str) -> str:
-    """Return the option of a field."""
+    """Return the command-line option of a field."""
     return "--" + field.replace("_", "-")
 
 
@@ -154,23 +154,23 @@ def _check_numbers(spec: JobSpec) -> None:
     if gpus and gpus % ranks and ranks % gpus:
         raise ValueError(
             f"--gpus-per-node {gpus} cannot be shared evenly by --ranks-per-node {ranks}; "
-            f"one GPU for each rank is --ranks-per-node {gpus}, or --gpus-per-node {ranks}"
+            f"for one GPU per rank use --ranks-per-node {gpus} or --gpus-per-node {ranks}"
         )
 
 
 def _check_texts(spec: JobSpec) -> None:
     for field, form in option_values.FORMS.items():
         for text in _texts(getattr(spec, field)):
-            if not (field == "mem" and text == "0" and spec.scheduler == "slurm"):  # all that the node has
+            if not (field == "mem" and text == "0" and spec.scheduler == "slurm"):  # all memory of the node
                 form.check(flag(field), text)
     if spec.array is not None:
         option_values.check_array(spec.array)
     if spec.seconds and spec.warning and int(spec.warning.partition("@")[2]) + _EARLY >= spec.seconds:
         later = (spec.seconds - _EARLY) // 2
-        or_later = f", or a --signal nearer to the end, USR1@{later}" if later > 0 else ""
+        or_later = f", or a later signal, --signal USR1@{later}" if later > 0 else ""
         raise ValueError(
-            f"--time {spec.time} is too short for {spec.warning}, which Slurm may send a minute early: the ranks would "
-            f"be told to leave as they begin; expected a longer --time{or_later}"
+            f"--time {spec.time} is too short for {spec.warning}, which Slurm may send 60 s early: the ranks would "
+            f"receive it as they start; expected a longer --time{or_later}"
         )
 
 
@@ -191,16 +191,16 @@ def _check_choices(spec: JobSpec) -> None:
 
 def _check_command(spec: JobSpec) -> None:
     if not spec.command or not spec.command[0]:
-        raise ValueError("no program; name it at the end, behind two dashes: -- python train.py")
+        raise ValueError("missing program; append it after two dashes: -- python train.py")
     first = PurePath(spec.command[0]).name
     if first in _STARTERS or spec.command[:2] == ("mpicomm", "run"):
-        raise ValueError(f"the script starts the ranks itself: leave out {first}, and give what follows it")
+        raise ValueError(f"the script starts the ranks itself: remove {first} and its options from the command")
     if re.match(r"\w+=", spec.command[0]):
-        raise ValueError(f"{spec.command[0]} is no program; a variable is set by --env {spec.command[0]}")
+        raise ValueError(f"expected a program, got {spec.command[0]}; set a variable with --env {spec.command[0]}")
     if ":" in spec.command:
-        raise ValueError("the word : would begin another program, for srun and mpirun alike; leave it out")
+        raise ValueError("the argument : would start another program, with srun and with mpirun; remove it")
     if any("\0" in word for word in spec.command):
-        raise ValueError("a word of a command cannot hold a null character")
+        raise ValueError("an argument of the program cannot contain a null character; remove it")
     if spec.torchrun is not None:
         _check_torchrun(spec, spec.torchrun)
 
@@ -212,12 +212,12 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
         if word in ("-m", "--module") or word.endswith(".py"):
             break
         if _TORCHRUN_ADDED.fullmatch(word):
-            raise ValueError(f"the script gives torchrun its {word}, from --nodes and --ranks-per-node: leave it out")
+            raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
     for field in ("requeue", "signal", "mpi"):
         if getattr(spec, field):
             raise ValueError(
-                f"{flag(field)} is not for torchrun, which works without MPI and turns status 85 into 1: "
-                f"start the program as -- python train.py"
+                f"{flag(field)} does not work with torchrun, which runs without MPI and turns status 85 into 1; "
+                f"use -- python train.py"
             )
 
 
@@ -228,13 +228,13 @@ def _check_together(spec: JobSpec) -> None:
             f"{' and '.join(given)} contradict each other: give one of --mem, --mem-per-cpu, --mem-per-gpu"
         )
     if spec.mem_per_gpu and not spec.gpus_per_node:
-        raise ValueError("--mem-per-gpu needs --gpus-per-node; without GPUs it is --mem or --mem-per-cpu")
+        raise ValueError("--mem-per-gpu needs --gpus-per-node; without GPUs use --mem or --mem-per-cpu")
     if spec.array and spec.scheduler == "slurm":
         for field in ("output", "error"):
             name = getattr(spec, field)
             if name and not re.search(r"%[0-9]*[ajJ]", name):
                 raise ValueError(
-                    f"{flag(field)} {name}: all jobs of the array would write there; put %A_%a in the name"
+                    f"{flag(field)} {name}: all jobs of the array would write to this file; add %A_%a to the name"
                 )
 
 
@@ -242,27 +242,29 @@ def _check_scheduler(spec: JobSpec) -> None:
     owner, reasons = ("Slurm", _FOR_SLURM) if spec.scheduler == "pbs" else ("PBS", _FOR_PBS)
     for field, reason in reasons.items():
         if getattr(spec, field):
-            raise ValueError(f"{flag(field)} is for {owner} alone: {reason}")
+            raise ValueError(f"{flag(field)} is valid only for {owner}: {reason}")
     if spec.scheduler == "pbs":
         _check_pbs(spec)
 
 
 def _check_pbs(spec: JobSpec) -> None:
     if spec.array and not re.fullmatch(r"([0-9]+)-(?!\1[:%]|\1$)[0-9]+(:[0-9]+)?(%[0-9]+)?", spec.array):
-        raise ValueError(f"--array {spec.array}: PBS takes one range of two jobs or more: 0-9, 0-30:10 or 0-9%2")
+        raise ValueError(
+            f"--array {spec.array}: PBS accepts one range of two jobs or more; expected 0-9, 0-30:10 or 0-9%2"
+        )
     if spec.array and spec.requeue:
-        raise ValueError("--array and --requeue: PBS cannot submit one job of an array again; leave one of them out")
+        raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
     for field in ("output", "error"):
         name = getattr(spec, field)
         if spec.requeue and name and not name.endswith("/"):
             raise ValueError(
-                f"{flag(field)} {name}: a job that is submitted again would write over it; "
-                f"name a directory, {name}/, and PBS puts a file for each job there"
+                f"{flag(field)} {name}: a resubmitted job would overwrite this file; "
+                f"use a directory, {name}/, in which PBS creates one file per job"
             )
 
 
 def _name_of(command: tuple[str, ...]) -> str:
-    """Return what a program is called: `train` of `python train.py`, `ddp` of `python -m mpicomm.examples.ddp`."""
+    """Return the name of a program: `train` for `python train.py`, `ddp` for `python -m mpicomm.examples.ddp`."""
     first, second = (*command, "", "")[1:3]
     if first == "-m" and re.match("python|torchrun", PurePath(command[0]).name):
         name = second.rpartition(".")[2]
