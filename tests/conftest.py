@@ -1,4 +1,4 @@
-"""Tests run in two ways: `pytest` runs those without the mark `mpi`, `mpirun -n N pytest --with-mpi` those with it."""
+"""Two kinds of test runs: `pytest` runs tests without the mark `mpi`, `mpirun -n N pytest --with-mpi` those with it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpicomm import mpi
 from mpicomm.launch import detect
 
 pytest_plugins = ["tests.worlds"]
-# pytest's, what torch exports when DDP first looks at its compiler and when that is used (also by a build for CUDA),
-# and what scikit-learn does when it is imported.
+# Variables that other packages set: pytest; torch, when DDP first checks for its compiler and when the compiler runs
+# (also in a CUDA build); scikit-learn, at import.
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -33,7 +33,7 @@ def _is_under_mpi(config: pytest.Config) -> bool:
     return bool(LAUNCH.claims) and config.getoption("--with-mpi")
 
 
-@pytest.hookimpl(trylast=True)  # the terminal reporter is there then
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_under_mpi(config):
         return
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, under mpirun, what is to run once in one process."""
+    """Deselect, under mpirun, the tests that run once in one process."""
     if not _is_under_mpi(config):
         return
     with_mark = [item for item in items if item.get_closest_marker("mpi")]
@@ -56,14 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that leaves an environment variable, a thread, a process group or a file."""
+    """Fail a test that does not remove its environment variables, threads, process groups and files."""
     before = _surroundings()
     yield
     end = time.monotonic() + ENDING_SECONDS
     while (after := _surroundings()) != before and time.monotonic() < end:
-        time.sleep(0.01)  # a queue's thread ends soon after the queue was closed
+        time.sleep(0.01)  # a queue's thread ends shortly after the queue was closed
     for what, left in after.items():
-        assert left == before[what], f"the test left {what} behind or changed them"
+        assert left == before[what], f"the test changed {what} or did not remove them"
 
 
 def _surroundings() -> dict[str, object]:
@@ -79,7 +79,5 @@ def _surroundings() -> dict[str, object]:
 
 
 def _process_groups() -> list[str]:
-    dist = sys.modules.get(
-        "torch.distributed"
-    )  # tests that do not import torch have no groups, and need not wait for it
+    dist = sys.modules.get("torch.distributed")  # tests that do not import torch have no groups, and need not import it
     return sorted(dist.distributed_c10d._world.pg_names.values()) if dist and dist.is_initialized() else []

@@ -1,4 +1,4 @@
-"""Files of figures in docs/results: what was measured, with what, by which command."""
+"""Writes files of figures to docs/results, with the command, the date, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def write(name: str, size: int, module: str, machine: str = "", **figures: Any) 
     """Write a file, and print it.
 
     Args:
-        name: The file's name, which the MPI library's follows.
+        name: The start of the file name; the name of the MPI library is appended.
         size: The number of ranks.
-        module: What was run under mpirun.
-        machine: What is to be said of the machine beside its cores.
+        module: The Python module that was run under mpirun.
+        machine: Text to append to the number of cores.
     """
     library = mpi.library()
     found = {

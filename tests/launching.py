@@ -1,4 +1,4 @@
-"""Starting real jobs from tests: in a session of their own, with a hard time limit and an almost empty environment."""
+"""Starts real jobs from tests: in a new session, with a hard time limit and a minimal environment."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from mpicomm import mpi
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
-"""The virtual environment with the MPI that this one does not have, where there is one."""
+"""The virtual environment with the other MPI library, if configured."""
 
 LIMIT = 180.0
-"""Seconds after which a job is killed: many times what one takes, since a busy machine is no defect of the package."""
+"""Seconds after which a job is killed: many times the usual duration, so that a busy machine does not fail a test."""
 
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "SLURM_CONF")
-_MARK = "TESTS_JOB"  # is inherited by every process of a job, and so finds them all
-_TERM_SECONDS = 3.0  # a launcher that is asked to end may take its ranks along
-_GONE_SECONDS = 3.0  # processes of a job may outlive the launcher by so much
-# Hydra may print this on standard output when a rank is killed: it depends on which process ends first. MPICH's prints
-# it once, with the last lines; Intel MPI's prints it for each rank that was killed.
+_MARK = "TESTS_JOB"  # inherited by every process of a job, to find all of them
+_TERM_SECONDS = 3.0  # after SIGTERM, for the launcher to end its ranks
+_GONE_SECONDS = 3.0  # for which processes of a job may outlive the launcher
+# Hydra may print this on standard output when a rank is killed, depending on which process ends first. MPICH's Hydra
+# prints it once, with the last lines; Intel MPI's Hydra prints it for each killed rank.
 _BANNER = re.compile(
     r"^\n=+\n=   BAD TERMINATION [^\n]*\n(?:=   [^\n]*\n)*=+\n"
     r"(?:YOUR APPLICATION .*?^Please see the FAQ page [^\n]*\n)?",
     re.DOTALL | re.MULTILINE,
 )
 
-# Open MPI refuses root, and more ranks than cores; other MPIs do not read these.
+# By default Open MPI refuses root, and more ranks than cores. Other MPIs ignore these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4's name for it
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the name in Open MPI 4
 }
 
-# The files that ranks write when a job fails are for tests that ask for them.
+# Dump files of failed jobs are written only in tests that enable them.
 _MPICOMM = {"MPICOMM_DUMP_DIR": "none"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """The result of a command."""
 
     status: int | None
     """None if it was killed at its time limit."""
 
     stdout: str
-    """Without Hydra's banner."""
+    """The output without Hydra's banner."""
 
     stderr: str
     seconds: float
     ended: float
-    """When the command ended, as `time.time()` has it."""
+    """The time at which the command ended, as of `time.time()`."""
 
     left: tuple[str, ...] = ()
-    """Processes that outlived it, and were killed."""
+    """Leftover processes, which were killed."""
 
     def __str__(self) -> str:
         return f"status {self.status} after {self.seconds:.1f} s\n-- stdout\n{self.stdout}\n-- stderr\n{self.stderr}"
@@ -79,13 +79,13 @@ def run_ranks(
     timeout: float = LIMIT,
     mpiexec: str | None = None,
 ) -> Outcome:
-    """Run Python on `n` ranks, as a user would from a shell.
+    """Run Python on `n` ranks, like a user from a shell.
 
     Args:
-        code_or_args: Code for `python -c`, or the arguments of python.
+        code_or_args: Code for `python -c`, or the arguments of Python.
         env: Variables to add.
-        timeout: Seconds after which the job is killed, and the test fails with its output.
-        mpiexec: The launcher; that of the MPI library which this Python loads, if left out.
+        timeout: Seconds after which the job is killed; the test then fails with the output of the job.
+        mpiexec: The launcher; by default that of the MPI library that this Python loads.
     """
     return run_command([mpiexec or _own_mpiexec(), "-n", str(n), *python(code_or_args)], env=env, timeout=timeout)
 
@@ -98,7 +98,7 @@ def run_alone(
 
 
 def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = LIMIT) -> Outcome:
-    """Run a command; fail if it runs out of time, or leaves processes behind."""
+    """Run a command; fail if it exceeds its time limit, or leaves processes behind."""
     outcome = run_within(timeout, args, env=env)
     assert outcome.status is not None, f"killed after {timeout:.0f} s: {' '.join(args)}\n{outcome}"
     assert not outcome.left, f"the job left processes behind: {outcome.left}\n{outcome}"
@@ -108,9 +108,9 @@ def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, ti
 def run_within(
     seconds: float, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Outcome:
-    """Run a command, and kill all its processes after so many seconds."""
+    """Run a command, and kill all its processes after `seconds`."""
     mark = uuid.uuid4().hex
-    # A job that is started by another one's process has the marks of both.
+    # A job that a process of another job starts has the marks of both.
     marks = f"{os.environ.get(_MARK, '')},{mark}"
     environ = almost_empty_environment() | dict(env or {}) | {_MARK: marks}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -130,19 +130,19 @@ def run_within(
 
 
 def python(code_or_args: str | Sequence[str]) -> list[str]:
-    """Return the command that runs `code` or a Python with these arguments."""
+    """Return the command that runs Python with code or arguments."""
     arguments = ["-c", code_or_args] if isinstance(code_or_args, str) else list(code_or_args)
     return [sys.executable, *arguments]
 
 
 def almost_empty_environment() -> dict[str, str]:
-    """Return what a process needs to find its programs and this checkout, and nothing else."""
+    """Return only the variables that a process needs to find its programs and this checkout."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **_MPICOMM}
 
 
 def _own_mpiexec() -> str:
-    beside = Path(sys.executable).parent / "mpiexec"  # of a wheel
+    beside = Path(sys.executable).parent / "mpiexec"  # installed by a wheel
     return str(beside) if beside.exists() else mpi.library().mpiexec
 
 
@@ -155,7 +155,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 def _survivors(mark: str) -> list[str]:
-    """Return the command lines of the processes that do not end by themselves."""
+    """Return the command lines of the processes that are still running after `_GONE_SECONDS`."""
     deadline = time.monotonic() + _GONE_SECONDS
     while (pids := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -166,14 +166,14 @@ def _kill_job(process: subprocess.Popen[bytes], mark: str) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         _wait(process, _TERM_SECONDS)
-    # Launchers put ranks in process groups and sessions of their own, which outlive a launcher that is killed.
+    # Launchers start ranks in new process groups and sessions, which survive a launcher that is killed.
     for pid in _marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the living processes that have the mark in their environment; a zombie's is empty."""
+    """Return the running processes that have the mark in their environment; the environment of a zombie is empty."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [pid for pid in pids if mark in _read(pid, "environ")]
 
@@ -181,7 +181,7 @@ def _marked(mark: str) -> list[int]:
 def _read(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # the process has ended, or belongs to another user
         return ""
 
 

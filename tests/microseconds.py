@@ -1,4 +1,4 @@
-"""Where each microsecond of a small all_reduce goes: `mpirun -n 2 python -m tests.microseconds` writes docs/results."""
+"""Latency breakdown of a small all_reduce: `mpirun -n 2 python -m tests.microseconds` writes docs/results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpicomm.watchdog import flight_recorder
 from tests import figures
 
 ROUNDS, CALLS = 21, 3000
-_TORCH = "of it torch, with a group that does nothing"
-_RECORDER = "of that the recorder"
+_TORCH = "of it torch, with a no-op group"
+_RECORDER = "of that the flight recorder"
 
 
 def main() -> None:
-    """Measure each part by itself, in turn, and write the fastest rounds' means."""
+    """Measure each part separately, in interleaved rounds, and write the mean time per call of the fastest rounds."""
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
     parts = _parts(world.comm)
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     group: Any = dist.group.WORLD
-    lane = group._at_once
+    lane = group._fast_path
     idle: Any = dist.new_group()
     tensor, tensors, opts = torch.zeros(1), [torch.zeros(1)], AllreduceOptions()
     opts.asyncOp = False
@@ -79,9 +79,9 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
         "of it the group's own method": lambda: group.allreduce(tensors, opts),
         "of that torch's options": options,
         "of that the tensor's properties": checks,
-        "of that whether it is its turn": turn,
+        "of that the check whether the queue is empty": turn,
         "of that torch's Work": CompletedWork,
-        _RECORDER: lambda: dist.all_reduce(tensor, group=noting),  # less what torch takes
+        _RECORDER: lambda: dist.all_reduce(tensor, group=noting),  # minus the time of torch
     }
 
 

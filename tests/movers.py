@@ -1,4 +1,4 @@
-"""A device on the host that copies as late as it may: what does not wait for a copy reads garbage."""
+"""A simulated GPU in host memory that delays its copies: code that does not wait for a copy reads garbage."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mpicomm.backend.staging import DeviceEvent, HostMover, Staged, Use
 Copy = Callable[[], None]
 
 CHUNK_BYTES = 24
-"""Few enough that small tensors have several chunks; three elements of most dtypes."""
+"""Small enough that small tensors have several chunks; three elements of most dtypes."""
 _MOST_CHUNKS = 20
 
 
 class FewChunks(Staged):
-    """Cuts small tensors into chunks of a few elements, and large ones into a few chunks."""
+    """Splits small tensors into chunks of a few elements, and large tensors into a few chunks."""
 
     def __init__(self, size: int, all_ranks: Callable[[bool], bool], *, is_on_gpu: bool = True) -> None:
-        """Let this rank's tensors count as those of a GPU, or as what they are."""
+        """Treat this rank's tensors as GPU tensors, or as host tensors if `is_on_gpu` is false."""
         super().__init__(size, CHUNK_BYTES, all_ranks, lambda _: LateMover() if is_on_gpu else HostMover())
         if is_on_gpu:
             self.whole_bytes = 0
@@ -35,7 +35,7 @@ class FewChunks(Staged):
 
 
 class Stream:
-    """Copies that end in the order in which they were started, when somebody waits for one, or at once."""
+    """Copies that complete in the order in which they were started, when a thread waits for one, or immediately."""
 
     def __init__(self, is_late: Callable[[], bool]) -> None:
         self._is_late = is_late
@@ -68,15 +68,17 @@ class _End:
 
 
 class LateMover:
-    """Stands in for a GPU whose tensors are on the host."""
+    """Simulates a GPU with tensors in host memory."""
 
     is_host = False
 
     def __init__(self, seed: int = 0) -> None:
-        """Choose at random, but as the seed says, which copies are late."""
+        """Choose the delayed copies at random, reproducibly by the seed."""
         draws = random.Random(seed)
         self._fetching, self._putting = (Stream(lambda: draws.random() < 0.8) for _ in range(2))
-        self._here = threading.local()  # `has_followed`: has this thread followed a mark since its own last one
+        self._here = (
+            threading.local()
+        )  # `has_followed`: whether this thread has followed a mark since its own last mark
         self.allocations = 0
 
     def mark(self) -> object:
@@ -99,11 +101,11 @@ class LateMover:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no copy is on its way."""
+        """Whether no copy is pending."""
         return self._fetching.is_empty and self._putting.is_empty
 
     def _start(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        assert getattr(self._here, "has_followed", False), "a copy does not come after what the caller had queued"
+        assert getattr(self._here, "has_followed", False), "a copy is not ordered after the caller's queued work"
         pairs = list(pairs)
 
         def copy() -> None:

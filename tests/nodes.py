@@ -1,4 +1,4 @@
-"""Groups whose tensors go through the memory of a node, however small they are."""
+"""Groups whose tensors use the shared memory of a node regardless of their size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 KINDS = ("direct", "segment", "two nodes")
-"""The ranks read each other's memory, or share some; or every two of them are as if on a node of their own."""
+"""The ranks read each other's memory (CMA), or use a shared segment; or every two ranks form a simulated node."""
 
 # A child process runs this. The kernel treats it like another rank: neither is an ancestor of this process.
 _READER = """
@@ -32,14 +32,14 @@ print(value.value)
 
 @functools.cache
 def may_read() -> bool:
-    """Ask the kernel, without this package's help, whether other processes may read this one's memory."""
+    """Check, without using this package, whether the kernel allows other processes to read this one's memory."""
     value = ctypes.c_int64(1 + secrets.randbits(62))
     command = [sys.executable, "-ISc", _READER, str(os.getpid()), str(ctypes.addressof(value))]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip() == str(value.value)
 
 
 def require(kind: str) -> None:
-    """Skip the test of a kind that the kernel does not allow here."""
+    """Skip the test if the kernel does not allow this kind of group."""
     import pytest
 
     if kind == "direct" and not may_read():
@@ -47,8 +47,8 @@ def require(kind: str) -> None:
 
 
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
-    """Make the tensors of a new group go a certain way; operations fail where that is not possible."""
-    handle._at_once.all_reduce = lambda _tensors, _opts: None  # type: ignore[attr-defined]
+    """Force the tensors of a new group to use one transport; operations fail if it is not available."""
+    handle._fast_path.all_reduce = lambda _tensors, _opts: None  # type: ignore[attr-defined]
     path: Any = handle._operations.node  # type: ignore[attr-defined]
     path.is_worth_it = lambda _operation, _nbytes: True
     if kind == "direct":

@@ -1,4 +1,4 @@
-"""Ports that no other job takes between a test that chooses one and its job that listens on it."""
+"""Reserves ports, so that no other job takes a port before the test's own job listens on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Keep a port of this machine for a server that binds it with SO_REUSEADDR, as torch and mpicomm do.
+    """Reserve a port of this machine for a server that binds it with SO_REUSEADDR, as torch and mpicomm do.
 
-    Linux lets such a server bind the port of a socket that has the option too and does not listen, but gives the port
-    to nobody who asks for any free one.
+    Linux allows such a server to bind the port of a socket that also has the option and does not listen, but does not
+    assign the port to processes that request any free port.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What differs between the versions of torch: names, and which functions are differentiable."""
+"""Differences between versions of torch: names, and which functions are differentiable."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def _either(module: types.ModuleType, name: str, older_name: str) -> Callable:
 
 
 have_gradients = torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::all_reduce", "Autograd")
-"""Whether functional collectives are differentiable under their own names, and not as `..._autograd` alone."""
+"""Whether functional collectives are differentiable under their own names, and not only as `..._autograd`."""
 
 # Torch 2.13 renamed these.
 all_gather_single = _either(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _either(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
-# Functional collectives return the result.
+# Functional collectives, which return the result.
 gathered = _either(funcol, "all_gather_single", "all_gather_tensor")
 gathered_autograd = _either(funcol, "all_gather_single_autograd", "all_gather_tensor_autograd")
 gathered_coalesced = _either(funcol, "all_gather_single_coalesced", "all_gather_into_tensor_coalesced")

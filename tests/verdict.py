@@ -1,9 +1,9 @@
 """A pytest plugin for tests that run on every rank: a failure on one rank fails the test on all, and nothing hangs.
 
-After the set-up and after the body of a test marked `mpi`, the ranks exchange one flag each. A rank that failed waits a
-few seconds for the others; if they do not come, they are stuck in a collective that this rank left, and it prints its
-own error and ends the job. A hang in which no rank fails is ended by `faulthandler_timeout` in pyproject.toml, with the
-stacks of every rank.
+After the set-up and after the body of a test marked `mpi`, the ranks exchange one flag each. A rank that failed waits
+a few seconds for the others. If they do not arrive, they are blocked in a collective that this rank has left; the rank
+then prints its own error and ends the job. A hang without a failed rank ends at `faulthandler_timeout` in
+pyproject.toml, with the stacks of every rank.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import pytest
 
 from mpicomm import mpi
 
-WAIT_LIMIT = 5.0  # seconds that a failed rank waits for the others
+WAIT_LIMIT = 5.0  # seconds for which a failed rank waits for the others
 PASSED_HERE = "passed here, but failed"
 
 
 class CollectiveVerdict:
-    """Lets all ranks fail together."""
+    """Fails a test on all ranks if it fails on one."""
 
     def __init__(self, config: pytest.Config) -> None:
-        # Duplicating is itself collective; every rank starts its session here, and may hang anywhere else.
+        # Dup is collective: every rank calls it here, at the start of its session, where it cannot hang.
         self.comm = mpi.job_comm().Dup()
         self.capture = config.pluginmanager.getplugin("capturemanager")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Agree on whether the fixtures of a test could be made."""
+        """Agree on whether the set-up of a test succeeded."""
         return (yield from self._judge(item, "set-up"))
 
     @pytest.hookimpl(wrapper=True)
@@ -63,7 +63,7 @@ class CollectiveVerdict:
     def _failed_ranks(self, nodeid: str, error: BaseException | None) -> list[int]:
         has_failed = error is not None and not isinstance(error, pytest.skip.Exception)
         here = zlib.crc32(nodeid.encode())
-        flags = array("q", [0, 0] * self.comm.size)  # of each rank: has it failed, and in which test
+        flags = array("q", [0, 0] * self.comm.size)  # for each rank: whether it failed, and the hash of its test
         request = self.comm.Iallgather(array("q", [has_failed, here]), flags)
         deadline = time.monotonic() + WAIT_LIMIT
         while not request.Test():
@@ -71,7 +71,7 @@ class CollectiveVerdict:
                 self._abort(nodeid, error)
             time.sleep(0.001)
         if any(test != here for test in flags[1::2]):
-            pytest.exit(f"rank {self.comm.rank} is in {nodeid}, others are in another test: is the order fixed?")
+            pytest.exit(f"rank {self.comm.rank} is in {nodeid}, others are in another test: the order must not vary")
         return [rank for rank, flag in enumerate(flags[0::2]) if flag]
 
     def _abort(self, nodeid: str, error: BaseException | None) -> None:
@@ -83,7 +83,7 @@ class CollectiveVerdict:
 
 
 class QuietRank:
-    """Holds back the output of a rank other than 0, and shows it at the end if something failed on it."""
+    """Withholds the output of a rank other than 0, and prints it at the end if a test failed on that rank."""
 
     def __init__(self, config: pytest.Config, rank: int) -> None:
         self.rank = rank
@@ -93,12 +93,12 @@ class QuietRank:
         reporter._tw._file = self.held
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note whether something failed here, and not only on another rank."""
+        """Record whether a test failed on this rank, and not only on another rank."""
         self.has_failed |= report.failed and PASSED_HERE not in report.longreprtext
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config: pytest.Config) -> None:
-        """Show what was held back, if this rank failed by itself."""
+        """Print the withheld output, if a test failed on this rank."""
         if self.has_failed:
             lines = self.held.getvalue().splitlines()
             sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""A pytest plugin: the world and the groups that the tests under mpirun share, one of each for the whole session."""
+"""A pytest plugin: the world and the groups of the tests under mpirun, created once per session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 BY_MPI = ("world", "alone", "parity", "staged", "debug")
-"""The groups whose tensors go to MPI. What does not reduce, gather for all or broadcast needs no others."""
+"""The groups whose tensors are sent by MPI: sufficient for operations other than reductions, all_gather, broadcast."""
 
 KINDS = [*BY_MPI, *nodes.KINDS]
 """The groups on which the tests of the backend run."""
@@ -24,7 +24,7 @@ KINDS = [*BY_MPI, *nodes.KINDS]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group that this rank is in: for torch's `group=`, with this rank's place and the global ranks of all."""
+    """A group that contains this rank: its handle for torch's `group=`, this rank in the group, all global ranks."""
 
     handle: dist.ProcessGroup
     rank: int
@@ -33,13 +33,13 @@ class Group:
 
 
 def on_groups(*kinds: str) -> pytest.MarkDecorator:
-    """Run a test on groups of these kinds, in place of all `KINDS`."""
+    """Run a test on groups of these kinds, instead of all `KINDS`."""
     return pytest.mark.parametrize("group", kinds, indirect=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests without the mark are left out
+@pytest.hookimpl(tryfirst=True)  # before tests without the mark are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need a world."""
+    """Mark the tests that use the fixture `groups`."""
     for item in items:
         if "groups" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.mpi)
@@ -47,11 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[dict[str, Group]]:
-    """Make one group of each kind.
+    """Create one group of each kind.
 
-    The world is as users have it. `copy` has the same ranks; `alone` one rank; `parity` the even or the odd ranks. The
-    ranks of `debug` compare their calls (MPICOMM_DEBUG=1). Tensors of `staged` go to MPI as those on GPUs do, those of
-    `nodes.KINDS` through the memory of a node.
+    `world` is the default group, as `bootstrap()` creates it. `copy` has the same ranks; `alone` one rank; `parity` the
+    even or the odd ranks. The ranks of `debug` compare their calls (MPICOMM_DEBUG=1). Tensors of `staged` are staged
+    like GPU tensors; those of `nodes.KINDS` use the shared memory of a node.
     """
     import torch.distributed as dist
 
@@ -85,22 +85,39 @@ def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
 
 
 def _in_debug_mode(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Make a group whose ranks compare their calls."""
+    """Create a group whose ranks compare their calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPICOMM_DEBUG", "1")
         return make()
 
 
 def _stage(handle: dist.ProcessGroup) -> None:
-    """Let a group's tensors go to MPI as those on GPUs do."""
+    """Stage a group's tensors like GPU tensors."""
     from mpicomm.backend import gpu_transport
     from tests.movers import FewChunks
 
     operations = handle._operations  # type: ignore[attr-defined]
-    operations.route = FewChunks(handle.size(), functools.partial(gpu_transport.on_all_ranks, operations.comm))
+    operations.transport = FewChunks(handle.size(), functools.partial(gpu_transport.on_all_ranks, operations.comm))
 
 
 def _describe(handle: dist.ProcessGroup) -> Group:
     import torch.distributed as dist
 
     return Group(handle, dist.get_rank(handle), dist.get_world_size(handle), dist.get_process_group_ranks(handle))
+
+
+@pytest.fixture
+def equal_numbers_of_groups(world: mpicomm.World) -> Iterator[None]:
+    """Let every rank be in the same number of groups.
+
+    torch derives the name of a group with `use_local_synchronization=True` from its ranks and from the number of groups
+    that the calling rank is in: with different numbers the members wait for groups of different names.
+    """
+    import torch.distributed as dist
+
+    number = len(dist.distributed_c10d._world.pg_names)
+    missing = max(mpicomm.all_gather(number)) - number
+    added = [dist.new_group([world.rank], use_local_synchronization=True) for _ in range(missing)]
+    yield
+    for group in added:
+        dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""What `mpicomm bench` measures: results that it knows, on every back end, and wrong ones that it notices."""
+"""`mpicomm bench` compares the results of every backend with known ones, and detects wrong results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.bench.sweep import Found, Sweep
 from mpicomm.bench.timing import Bench
 
 CPU = torch.device("cpu")
-ODD_SIZE = 4 * 1025  # neither a multiple of the ranks nor of the patterns
+ODD_SIZE = 4 * 1025  # a multiple neither of the number of ranks nor of the pattern's length
 
 
 @pytest.fixture(scope="module", name="compared")
@@ -24,7 +24,7 @@ def _compared(world: mpicomm.World) -> dict[str, Any]:
 
 
 def loads(size: int) -> dict[str, float]:
-    """Return bus bandwidth over algorithm bandwidth, as nccl-tests has it."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it."""
     shared = (size - 1) / size
     return {
         "all_reduce": 2 * shared, "reduce": 1, "broadcast": 1, "all_gather": shared, "reduce_scatter": shared,
@@ -38,11 +38,11 @@ def measured(world: mpicomm.World, plan: Sweep, compared: dict[str, Any]) -> Fou
 
 
 @pytest.mark.mpi
-@pytest.mark.filterwarnings("error")  # such as torch's, of names that it has replaced
+@pytest.mark.filterwarnings("error")  # such as torch's deprecation warnings
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in OPERATIONS for dtype in (torch.float32, torch.bfloat16)]
-    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces],  # otherwise bytes are moved
+    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces],  # the others move bytes
     ids=str,
 )
 def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
-    """Also where the result of the backend before would be right."""
+    """Also if the memory holds the correct result of the previous backend."""
 
     class Idle:
         def call(self, _: MeasuredOperation) -> Any:
@@ -94,7 +94,7 @@ def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
     found = measured(world, plan, compared)
     assert [row.backend for row in found.rows] == ["mpi", "gloo"]
     assert all(row.overlap is not None for row in found.rows)  # how much: tests/unit/test_benchmarks.py
-    assert list(found.refusals) == ["all_reduce, float32, in place, raw"]
+    assert list(found.refusals) == ["all_reduce, float32, in place, mpi4py"]
 
 
 @pytest.mark.mpi
@@ -156,7 +156,7 @@ def test_what_belongs_to_others_is_seen(size: int) -> None:
 @pytest.mark.parametrize("nbytes", [4096, 4**8])
 def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbytes: int) -> None:
     class Shifts:
-        """Does the operation, and then moves every part of the result by one."""
+        """Runs the operation, and then shifts every part of the result by one."""
 
         def call(self, operation: MeasuredOperation) -> Any:
             def call() -> None:

@@ -78,7 +78,7 @@ def test_slurm_takes_the_job_scripts(cluster: Cluster, path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("slurm_p2p", "rank 3: had 3, has 2 from rank 2"),
+        ("slurm_p2p", "rank 3: had 3, received 2 from rank 2"),
         ("slurm_ddp", "parameters identical on all ranks"),  # on CPUs: the GPUs are ones that Slurm alone sees
     ],
 )

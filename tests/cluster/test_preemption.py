@@ -20,7 +20,7 @@ LIMIT = 240.0
 # Slurm may warn half a minute early, and looks as often: 35 to 65 s after the start. The trainer asks for the time that
 # is left by itself, and leaves after the half of it.
 WARNED = ["--time", "2", "--signal", "USR1@55"]
-REASON = re.compile(r"SIGUSR1|\d+ s are left of the allocation")
+REASON = re.compile(r"SIGUSR1|\d+ s remaining in the allocation")
 LONG = ["--time", "30"]
 Jobs = dict[str, Path]
 """The directories of the jobs, by name."""

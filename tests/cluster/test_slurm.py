@@ -42,9 +42,9 @@ def test_p2p_on_two_nodes(cluster: Cluster, flavour: Flavour) -> None:
         "-- blocking send and recv in pairs, 8 MiB",
         "-- isend and irecv in pairs, 8 MiB",
         "-- isend and irecv around the ring, 8 MiB",
-        "-- a dict around the ring, by a verb, 8 MiB",
+        "-- a dict around the ring with mpicomm.sendrecv, 8 MiB",
     ]
-    ring = [f"rank {rank}: had {rank}, has {(rank - 1) % 4} from rank {(rank - 1) % 4}" for rank in range(4)]
+    ring = [f"rank {rank}: had {rank}, received {(rank - 1) % 4} from rank {(rank - 1) % 4}" for rank in range(4)]
     assert sorted(lines[-4:]) == ring
 
 
@@ -52,7 +52,7 @@ def test_without_pmi_an_error_says_the_right_command(cluster: Cluster, flavour: 
     outcome = cluster.run("srun", "-N2", "-n2", "--mpi=none", flavour.python, *PLACE)
     assert outcome.status != 0, outcome
     assert not places(outcome), outcome
-    assert "srun started 2 tasks, but MPI says rank 0 of 1 in this one" in outcome.stderr, outcome
+    assert "srun started 2 tasks, but MPI reports rank 0 of 1 in this one" in outcome.stderr, outcome
     remedy = re.search(r"^  (srun --mpi=.*)$", outcome.stderr, re.MULTILINE)
     assert remedy is not None, outcome
     assert remedy[1] == f"srun --mpi={flavour.srun_type} python -m tests.cluster.place"

@@ -1,7 +1,7 @@
 """Run the compatibility suite with a version of torch: `python -m tests.compat --torch 2.10.0`, or `make compat`.
 
-It makes an environment, .venv-compat/NAME, of the interpreter that runs this, which needs no package. `--write` writes
-a file in docs/results/compat, and its row in docs/compatibility.md.
+It creates the environment .venv-compat/NAME with the interpreter that runs this module, which needs no packages.
+`--write` writes a file in docs/results/compat, and its row in docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", default="newest", help="a version, newest or oldest (%(default)s)")
+    parser.add_argument("--torch", default="newest", help="version of torch, newest or oldest (%(default)s)")
     parser.add_argument("--mpi", default="openmpi", choices=MPIS, help="the MPI library (%(default)s)")
-    parser.add_argument("--mpi4py", default="", metavar="VERSION", help="of mpi4py (the newest)")
-    parser.add_argument("--numpy", default="", metavar="VERSION", help="of NumPy (the newest that torch accepts)")
+    parser.add_argument("--mpi4py", default="", metavar="VERSION", help="version of mpi4py (the newest)")
+    parser.add_argument(
+        "--numpy", default="", metavar="VERSION", help="version of NumPy (the newest that torch accepts)"
+    )
     parser.add_argument("--source", action="store_true", help="compile mpi4py with the MPI library")
-    parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for the tests (%(default)s)")
-    parser.add_argument("--remove", action="store_true", help="remove the environment, several GB, afterwards")
+    parser.add_argument(
+        "--limit", type=float, default=900, metavar="S", help="time limit of the tests in seconds (%(default)s)"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove the environment (several GB) afterwards")
     parser.add_argument("--write", action="store_true", help="write the results and the table")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Environments of the suite: .venv-compat/NAME, made with the standard library and pip."""
+"""Environments of the suite: .venv-compat/NAME, created with the standard library and pip."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class Environment:
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The directory of the environment."""
         return _DIRECTORY / self.request.name
 
     @property
     def python(self) -> str:
-        """Its interpreter."""
+        """The Python interpreter of the environment."""
         return str(self.path / "bin" / "python")
 
     @property
     def mpiexec(self) -> str:
-        """The launcher of its MPI."""
+        """The launcher of the environment's MPI."""
         return self._mpi.command("mpiexec", self.path)
 
     def environ(self) -> dict[str, str]:
-        """Return the variables that a process in it needs."""
+        """Return the variables that a process in the environment needs."""
         path = f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
         libraries = {"LD_LIBRARY_PATH": str(self.path / "lib")} if self._mpi.library else {}
         return {"PATH": path, "VIRTUAL_ENV": str(self.path), **self._mpi.environ, **libraries}
 
     def install(self) -> None:
-        """Make it, or change the packages whose versions differ.
+        """Create the environment, or install the packages whose versions differ.
 
         Raises:
             subprocess.CalledProcessError: If pip fails.
@@ -66,11 +66,11 @@ class Environment:
         self._install_mpi4py()
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the environment."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return the machine and the versions that are loaded in it."""
+        """Return the machine and the versions that the environment loads."""
         command = [self.python, "-m", "tests.compat.facts"]
         found = subprocess.run(command, env=self._with_own(), cwd=ROOT, check=True, capture_output=True, text=True)
         return json.loads(found.stdout)
@@ -80,11 +80,11 @@ class Environment:
         return MPIS[self.request.mpi]
 
     def _install_mpi4py(self) -> None:
-        """Install it anew, with the MPI that is there now; it may be older than the package allows."""
+        """Reinstall mpi4py with the current MPI; its version may be lower than the package allows."""
         options = ["--force-reinstall", "--no-deps", self.request.requirement("mpi4py")]
         if self.request.builds_mpi4py:
             mpicc = self._mpi.command("mpicc", self.path)
-            quickly = {"MPICC": mpicc, "CFLAGS": "-O0 -g0"}  # minutes less than the flags that Python was built with
+            quickly = {"MPICC": mpicc, "CFLAGS": "-O0 -g0"}  # saves minutes compared with the flags of the Python build
             self._pip("--no-binary=mpi4py", *options, **quickly)
         else:
             self._pip("--only-binary=mpi4py", *options)
@@ -92,17 +92,17 @@ class Environment:
     def _pip(self, *arguments: str, **variables: str) -> None:
         """Run `pip install`, with constraints.txt for the packages whose versions are not chosen."""
         environ = self._with_own() | variables
-        if self.request.torch == NEWEST:  # a configuration of pip may cap its version
+        if self.request.torch == NEWEST:  # pip's configuration may limit the version
             environ["PIP_CONFIG_FILE"] = os.devnull
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(request.constraints((ROOT / "constraints.txt").read_text()))
             file.flush()
-            # no cache: it would hold the same gigabytes, or a wheel compiled with another MPI
+            # no cache: it would store the same gigabytes again, or a wheel that was compiled with another MPI
             command = [self.python, "-m", "pip", "install", "-qq", "--no-cache-dir", "-c", file.name, *arguments]
             subprocess.run(command, env=environ, check=True, cwd=ROOT)
 
     def _link_library(self) -> None:
-        """Give the library the name under which wheels of mpi4py look for it: Debian's MPICH has it under its own."""
+        """Link the library to the name that wheels of mpi4py search for; Debian's MPICH has another file name."""
         link = self.path / "lib" / "libmpi.so.12"
         if self._mpi.library and not link.is_symlink():
             (found,) = Path("/").glob(f"{_SYSTEM_LIBRARIES[1:]}/{self._mpi.library}")

@@ -1,6 +1,6 @@
 """The MPI libraries of the suite: from wheels, and from Debian's packages.
 
-`python -m tests.compat.mpis` installs the packages by apt-get, if a launcher is missing.
+`python -m tests.compat.mpis` installs the packages with apt-get, if a launcher is missing.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES = ("openmpi-bin", "libopenmpi-dev", "mpich", "libmpich-dev")
-"""Debian's packages of the two."""
+"""Debian's packages of Open MPI and MPICH."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MPI:
-    """Where one MPI library is."""
+    """The location of one MPI library."""
 
     extra: str = ""
-    """The extra of mpicomm that installs it; empty for that of the system."""
+    """The extra of mpicomm that installs the library; empty for a library of the system."""
 
     suffix: str = ""
-    """What the system's commands end in."""
+    """The suffix of the system's commands."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What ranks and mpi4py need to find it."""
+    """The variables with which ranks and mpi4py find the library."""
 
     library: str = ""
-    """The file that wheels of mpi4py look for as libmpi.so.12; empty if they find it."""
+    """The library file to link as libmpi.so.12 for wheels of mpi4py; empty if no link is needed."""
 
     def command(self, name: str, environment: Path) -> str:
         """Return the path of a command such as mpiexec.
 
         Raises:
-            FileNotFoundError: If the system has none.
+            FileNotFoundError: If the system does not have the command.
         """
         if self.extra:
             return str(environment / "bin" / name)
@@ -58,7 +58,7 @@ MPIS = {
 
 
 def install() -> None:
-    """Install Debian's packages, unless both launchers are there."""
+    """Install Debian's packages, unless both launchers are installed."""
     if all(shutil.which(f"mpiexec{mpi.suffix}") for mpi in MPIS.values() if mpi.suffix):
         return
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}

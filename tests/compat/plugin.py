@@ -1,7 +1,7 @@
-"""A pytest plugin that runs the tests marked `each_torch`, and notes their verdicts in a journal.
+"""A pytest plugin that runs the tests marked `each_torch`, and writes their verdicts into a journal.
 
-Rank 0 writes each test's start and verdict under the name of its part. Tests that are in the journal already are left
-out, so that a job that a test has ended can be started again.
+Rank 0 writes each test's start and verdict under the name of its part. Tests that are already in the journal are
+skipped, so that a job that a test has ended can be started again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tests.conformance.journal import Journal
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict, in_one_line
 
 UNREADABLE = "import of the tests"
-"""The part of test modules that cannot be imported."""
+"""The part name of test modules that cannot be imported."""
 
 _OUTCOMES = {"passed": PASS, "failed": FAIL, "skipped": SKIP}
 
 
-@pytest.hookimpl(tryfirst=True)  # before MPI starts, which waits for all ranks: no test of theirs is in the journal yet
+@pytest.hookimpl(tryfirst=True)  # before MPI_Init, which waits for all ranks: no rank has written to the journal yet
 def pytest_configure(config: pytest.Config) -> None:
     journal = Journal(Path(os.environ[JOURNAL]))
     done = {name for label in journal.labels() for name in journal.names(label)}
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Recorder:
-    """Chooses the tests on all ranks, and writes the journal on rank 0."""
+    """Selects the tests on all ranks, and writes the journal on rank 0."""
 
     def __init__(self, journal: Journal, done: set[str]) -> None:
         self._journal = journal
@@ -39,7 +39,7 @@ class _Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Choose the marked tests that have not been run."""
+        """Select the marked tests that have not run yet."""
         for item in items:
             if mark := item.get_closest_marker("each_torch"):
                 (self._parts[item.nodeid],) = mark.args
@@ -48,29 +48,29 @@ class _Recorder:
         items[:] = chosen
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a module that cannot be imported."""
+        """Record a module that cannot be imported."""
         if report.failed and self._is_first():
             self._journal.start(UNREADABLE, report.nodeid)
             self._journal.end(UNREADABLE, report.nodeid, _verdict(report))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note that a test begins."""
+        """Record the start of a test."""
         self._worst = Verdict(PASS)
         if self._is_first():
             self._journal.start(self._parts[nodeid], nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the verdict of a phase that did not pass; the first failure counts."""
+        """Keep the verdict of a phase that did not pass; the first failure takes precedence."""
         if report.failed or (report.skipped and self._worst.outcome == PASS):
             self._worst = self._worst if self._worst.outcome == FAIL else _verdict(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Note what came of it."""
+        """Record the verdict on a test."""
         if self._is_first():
             self._journal.end(self._parts[nodeid], nodeid, self._worst)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Note that all tests have been run, unless pytest stopped before."""
+        """Record that all tests have run, unless pytest stopped early."""
         stopped = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
         if exitstatus not in stopped and self._is_first():
             self._journal.finish()
@@ -83,7 +83,7 @@ class _Recorder:
 
 
 def _verdict(report: pytest.TestReport | pytest.CollectReport) -> Verdict:
-    """Return a report's outcome with the last line that says why, or the reason of a skip."""
+    """Return a report's outcome with the message of the failure, or the reason of a skip."""
     if isinstance(report.longrepr, tuple):
         return Verdict(_OUTCOMES[report.outcome], in_one_line(str(report.longrepr[2])))
     crash = getattr(report.longrepr, "reprcrash", None)

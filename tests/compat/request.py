@@ -1,4 +1,4 @@
-"""The versions that a run of the suite is asked for, and what pip is told about them. Pure."""
+"""The requested versions of a run of the suite, and their requirements for pip. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHOSEN = ("torch", "numpy", "mpi4py")  # the packages whose versions a request 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What one environment has."""
+    """The versions of one environment."""
 
     torch: str
     """A version, or `NEWEST`."""
@@ -21,35 +21,35 @@ class Request:
     """A key of `mpis.MPIS`."""
 
     mpi4py: str = ""
-    """A version; the newest that the package accepts if empty."""
+    """A version; if empty, the newest that the package accepts."""
 
     numpy: str = ""
-    """A version; the newest that torch accepts if empty."""
+    """A version; if empty, the newest that torch accepts."""
 
     builds_mpi4py: bool = False
-    """Whether mpi4py is compiled with this MPI, and no wheel is used."""
+    """Whether mpi4py is compiled with this MPI, instead of installed from a wheel."""
 
     @property
     def name(self) -> str:
-        """The name of the environment; other versions of mpi4py and NumPy replace those in it."""
+        """The name of the environment, which does not contain the replaceable versions of mpi4py and NumPy."""
         return "torch-{}-python-{}.{}-{}".format(self.torch, *sys.version_info[:2], self.mpi)
 
     def requirement(self, package: str) -> str:
-        """Return pip's requirement of torch, mpi4py or numpy."""
+        """Return the requirement for pip of torch, mpi4py or numpy."""
         version: str = getattr(self, package)
         return package if version in ("", NEWEST) else f"{package}=={version}"
 
 
 def has_wheels(mpi4py: str) -> bool:
-    """Tell whether the package index has wheels of a version of mpi4py: from 4.1 on."""
+    """Return whether the package index has wheels of a version of mpi4py: from 4.1 on."""
     return not mpi4py or tuple(map(int, mpi4py.split(".")[:2])) >= (4, 1)
 
 
 def version(text: str, pyproject: str) -> str:
-    """Return the version of torch for `--torch`: the lowest that pyproject.toml allows, for `oldest`.
+    """Return the version of torch for `--torch`; for `oldest`, the lowest that pyproject.toml allows.
 
     Raises:
-        ValueError: If pyproject.toml names no lowest version.
+        ValueError: If pyproject.toml has no lowest version.
     """
     if text != OLDEST:
         return text

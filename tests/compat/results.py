@@ -1,4 +1,4 @@
-"""The files of results, docs/results/compat/*.json: one for each combination of versions."""
+"""The result files docs/results/compat/*.json: one for each combination of versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(facts: Mapping[str, Any], parts: Mapping[str, Part], command: str) -> 
 
     Args:
         facts: The machine and the versions, as `facts.py` prints them.
-        command: What was run.
+        command: The command that was run.
     """
     found = {
         "command": command,
@@ -41,7 +41,7 @@ def read_all() -> list[dict[str, Any]]:
 
 
 def name_of(versions: Mapping[str, str]) -> str:
-    """Return what the file of these versions is called."""
+    """Return the file name for these versions."""
     mpi = mpi_of(versions)
     python = ".".join(versions["Python"].split(".")[:2])
     words = ["torch", versions["torch"].partition("+")[0], "python", python, *mpi]
@@ -50,14 +50,14 @@ def name_of(versions: Mapping[str, str]) -> str:
 
 
 def order(result: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what sorts results: by torch, Python and MPI."""
+    """Return the sort key of a result: torch, Python, MPI."""
     versions = result["versions"]
     numbers = [tuple(map(int, re.findall(r"\d+", versions[name]))) for name in ("torch", "Python")]
     return *numbers, *mpi_of(versions), versions["mpi4py"], versions["NumPy"]
 
 
 def outcome(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what a table says of the parts: how many passed, and of those that failed how many tests did."""
+    """Return the table's result cell: the number of passed parts, and the failed tests of the other parts."""
     failed = [name for name, part in parts.items() if part["failures"] or not part["passed"]]
     counts = [
         f"{name} ({len(part['failures'])} of {len(part['failures']) + part['passed']})"

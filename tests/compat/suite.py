@@ -17,27 +17,27 @@ from tests.launching import ROOT, run_within
 
 RANKS = 2
 EXAMPLES = ("p2p", "collectives", "ddp", "trainer")
-_LABELS = ("mpicomm", "mpi", "gloo")  # each opens tests of PyTorch's that the others do not
-_TEST_SECONDS, _EXAMPLE_SECONDS = 60, 240  # that one may take; a busy machine must not fail it
+_LABELS = ("mpicomm", "mpi", "gloo")  # each enables tests of PyTorch that the others do not
+_TEST_SECONDS, _EXAMPLE_SECONDS = 60, 240  # time limits of one test; a busy machine must not exceed them
 _MARK = "each_torch"
 JOURNAL = "COMPAT_JOURNAL"
 """The variable that names the journal of the marked tests."""
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # torch's wheels bring CUDA; the suite compares what all machines have
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # torch's wheels include CUDA; the suite tests only features of all machines
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What became of the tests of a part."""
+    """The results of the tests of a part."""
 
     passed: int
     skipped: int
     seconds: float
     failures: Mapping[str, str]
-    """Why, by test."""
+    """The reasons, by test."""
 
     @classmethod
     def of(cls, found: Mapping[str, Verdict], seconds: float) -> Part:
-        """Count verdicts."""
+        """Return the part with the counts of verdicts."""
         counts = verdicts.count(found.values())
         failures = {name: verdict.reason for name, verdict in found.items() if verdict.outcome == FAIL}
         return cls(counts[PASS], counts[SKIP], round(seconds, 1), failures)
@@ -54,14 +54,14 @@ class Part:
 
 
 class Suite:
-    """Runs the parts in an environment, each within the time that is left."""
+    """Runs the parts in an environment, within one time limit for all."""
 
     def __init__(self, environment: Environment, seconds: float) -> None:
         self._environment = environment
         self._end = time.monotonic() + seconds
 
     def run(self) -> Iterator[tuple[str, Part]]:
-        """Run all parts, and yield each with its name."""
+        """Run all parts, and yield their names and results."""
         with tempfile.TemporaryDirectory(prefix="compat-") as directory:
             yield from self._tests(Path(directory))
             yield from self._conformance(Path(directory))
@@ -69,7 +69,7 @@ class Suite:
                 yield f"example {name}", self._example(name, Path(directory))
 
     def _tests(self, directory: Path) -> Iterator[tuple[str, Part]]:
-        """Run the marked tests in one job, as long as none of them ends it."""
+        """Run the marked tests in one job, or in several if a test ends the job."""
         journal = Journal(directory / "tests")
         command = [*pytest_command(_TEST_SECONDS), *marked_files()]
         failure = self._until_finished(journal, command, {JOURNAL: str(journal.path)})
@@ -79,7 +79,7 @@ class Suite:
             yield "tests", Part(0, 0, 0.0, {"job": failure})
 
     def _conformance(self, directory: Path) -> Iterator[tuple[str, Part]]:
-        """Run a sample of PyTorch's tests; one passes if it does under a name of the backend, and fails under none."""
+        """Run a sample of PyTorch's tests; a test passes if it passes under one backend name and fails under none."""
         journal = Journal(directory / "conformance")
         options = ["--journal", str(journal.path), "--scratch", str(directory), "--limit", str(_TEST_SECONDS)]
         command = ["-m", "tests.conformance.ranks", "--sample", *options, *_LABELS]
@@ -102,12 +102,12 @@ class Suite:
         return Part.of({name: verdict}, time.monotonic() - start)
 
     def _until_finished(self, journal: Journal, arguments: list[str], environ: Mapping[str, str]) -> str:
-        """Run a job until its journal is finished, show what it prints if a test fails, and return why it cannot be."""
+        """Run a job until its journal is finished, and return why it failed; show its output if a test fails."""
         outputs = []
 
         def start() -> str:
             if time.monotonic() > self._end:
-                raise RuntimeError("the time limit of the suite is reached")
+                raise RuntimeError("the suite timed out")
             outputs.append(self._start(arguments, environ, self._end - time.monotonic())[1])
             return outputs[-1]
 
@@ -121,7 +121,7 @@ class Suite:
         return ""
 
     def _start(self, arguments: list[str], environ: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
-        """Run Python on the ranks, and return its status, None at its time limit, and its output."""
+        """Run Python on the ranks, and return its exit status (None at its time limit) and its output."""
         command = [self._environment.mpiexec, "-n", str(RANKS), self._environment.python, *arguments]
         variables = {**self._environment.environ(), **_NO_GPU, **environ}
         outcome = run_within(max(1.0, seconds), command, env=variables, cwd=ROOT)
@@ -129,13 +129,13 @@ class Suite:
 
 
 def pytest_command(seconds: float) -> list[str]:
-    """Return the arguments with which Python runs marked tests, each within a time limit."""
+    """Return the Python arguments that run the marked tests, each with a time limit."""
     limits = ["-o", f"faulthandler_timeout={seconds}", "-o", "faulthandler_exit_on_timeout=true"]
     recording = ["-p", "tests.compat.plugin", "--continue-on-collection-errors"]
     return ["-m", "pytest", "--with-mpi", "--color=no", *limits, *recording]
 
 
 def marked_files() -> list[str]:
-    """Return the test modules with marked tests: others may need packages that the environment does not have."""
+    """Return the test modules with marked tests: other modules may need packages that the environment lacks."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if f"mark.{_MARK}(" in path.read_text()]

@@ -1,1 +1,1 @@
-"""PyTorch's own tests of `torch.distributed` back ends, run on this one under mpirun."""
+"""PyTorch's own tests of `torch.distributed` backends, run on this backend under mpirun."""

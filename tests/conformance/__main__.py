@@ -1,7 +1,7 @@
-"""Run PyTorch's own tests of back ends on this one: `python -m tests.conformance --at-least 100`.
+"""Run PyTorch's own backend tests on this backend: `python -m tests.conformance --at-least 100`.
 
-`--write` runs them at 3 and 4 ranks, Gloo beside, writes docs/results/conformance-<mpi>.json for the MPI of this
-environment, and makes docs/conformance.md of these files. `--page` makes the page alone.
+`--write` runs them on 3 and 4 ranks, also with torch's Gloo for comparison, writes docs/results/conformance-<mpi>.json
+for the MPI of this environment, and generates docs/conformance.md from these files. `--page` only generates the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.conformance.results import Results, Run, measure
 
 
 def main() -> int:
-    """Do what the command line asks for, and return the exit status."""
+    """Run the command line, and return the exit status."""
     args = _parse()
     if args.page:
         page.write()
@@ -35,18 +35,18 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (4; with --write 3 and 4)")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="fail if fewer tests pass")
-    parser.add_argument("--gloo", action="store_true", help="run torch's own Gloo beside")
+    parser.add_argument("--gloo", action="store_true", help="also run torch's own Gloo, for comparison")
     parser.add_argument("--write", action="store_true", help="write the results and the page")
-    parser.add_argument("--page", action="store_true", help="make the page of the results that are there")
-    parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds that a test may take (60)")
-    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain this")
-    parser.add_argument("--sample", action="store_true", help="run some tests of each kind only (sample.py)")
-    parser.add_argument("-s", action="store_true", help="show what the ranks print")
+    parser.add_argument("--page", action="store_true", help="only generate the page from the existing results")
+    parser.add_argument("--limit", type=float, default=60, metavar="S", help="time limit of a test in seconds (60)")
+    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
+    parser.add_argument("--sample", action="store_true", help="run only some tests of each kind (sample.py)")
+    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
     return parser.parse_args()
 
 
 def _show(size: int, run: Run) -> None:
-    """Print how many tests passed, and which fall short."""
+    """Print how many tests passed, and the shortfalls."""
     for column, counts in run.counts().items():
         _print(f"{size} ranks, {column:8} " + ", ".join(f"{n:3} {outcome}" for outcome, n in counts.items()))
     for name in page.shortfalls(run):

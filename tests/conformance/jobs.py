@@ -1,4 +1,4 @@
-"""Starts the ranks, again and again until every test has a verdict, and reads what they found."""
+"""Starts the ranks, repeatedly until every test has a verdict, and reads the verdicts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
 from tests.launching import run_ranks
 
-_JOB_LIMIT = 900.0  # seconds for all the tests of a job
+_JOB_LIMIT = 900.0  # seconds for all tests of a job
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONHASHSEED": "0",  # some reasons show sets; all ranks are to say the same
+    "PYTHONHASHSEED": "0",  # some reasons contain sets, which all ranks must print in the same order
     "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
 }
 """The variables that the ranks need."""
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What came of the tests under some labels."""
+    """The verdicts on the tests under some labels."""
 
     by_label: dict[str, dict[str, Verdict]]
     seconds: float
@@ -46,12 +46,12 @@ def run(
     """Run PyTorch's tests on `size` ranks.
 
     Args:
-        labels: The names of back ends under which to run them.
-        of_torch: Run torch's own back ends, for comparison.
-        limit: Seconds that a test may take.
-        pattern: Run the tests whose names contain this.
-        sample: Run the tests of `sample.NAMES` only.
-        shows: Show what the ranks print.
+        labels: The backend names under which to run them.
+        of_torch: Run torch's own backends, for comparison.
+        limit: The time limit of a test in seconds.
+        pattern: Run the tests whose names contain this text.
+        sample: Run only the tests of `sample.NAMES`.
+        shows: Show the output of the ranks.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
@@ -64,11 +64,11 @@ def run(
 
 
 def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = False) -> None:
-    """Start a job again and again until its journal is finished; the test in which a job ended has failed.
+    """Start a job repeatedly until its journal is finished; the test in which a job ended has failed.
 
     Args:
-        start: Runs the job, which leaves out the tests in the journal, and returns what it printed.
-        shows: Show what the job printed, also where it finished.
+        start: Runs the job, which skips the tests in the journal, and returns its output.
+        shows: Show the output of the job even if it finished.
 
     Raises:
         RuntimeError: If a job ends before its first test or after its last.
@@ -83,28 +83,28 @@ def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = 
 
 
 def _start(size: int, command: list[str]) -> str:
-    """Run a job, and return what it printed.
+    """Run a job, and return its output.
 
-    How it ends is not asked: MPI is left as it is where a test has abandoned a call, as tests of timeouts do, and the
-    launcher calls that a failure.
+    The exit status is ignored: MPI is not finalised after a test that abandons a call, as tests of timeouts do, and the
+    launcher reports that as a failure.
     """
     try:
         outcome = run_ranks(size, command, env=ENVIRONMENT, timeout=_JOB_LIMIT, mpiexec=mpi.library().mpiexec)
-    except AssertionError as error:  # it was killed, or left processes behind
+    except AssertionError as error:  # the job was killed, or left processes behind
         return str(error)
     return outcome.stderr
 
 
 def _blame(journal: Journal, before: tuple[str, str, bool] | None, output: str) -> None:
-    """Write down as failed the test in which a job ended.
+    """Record the test in which a job ended as failed.
 
     Raises:
         RuntimeError: If it ended before or after the tests.
     """
     last = journal.last()
     if last is None or last == before:
-        raise RuntimeError("the ranks do not come to the tests, or not beyond them; see what they print")
+        raise RuntimeError("the job ended before its first test or after its last; see its output")
     label, name, has_verdict = last
     if not has_verdict:
-        how = "took too long" if "Timeout (" in output else "ended the job"
+        how = "timed out" if "Timeout (" in output else "ended the job"
         journal.end(label, name, Verdict(verdicts.FAIL, how))

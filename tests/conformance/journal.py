@@ -1,4 +1,4 @@
-"""The file in which rank 0 writes what was started and what came of it, so that a job that dies names its last test."""
+"""The journal: rank 0 records each started test and its verdict, so that the last test of a dead job is known."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Journal:
     path: Path
 
     def start(self, label: str, name: str) -> None:
-        """Note that a test begins."""
+        """Record the start of a test."""
         self._write({"label": label, "start": name})
 
     def end(self, label: str, name: str, verdict: Verdict) -> None:
-        """Note what came of it."""
+        """Record the verdict on a test."""
         self._write({"label": label, "end": name, "verdict": str(verdict)})
 
     def finish(self) -> None:
-        """Note that all tests have been run."""
+        """Record that all tests have run."""
         self._write({"is_finished": True})
 
     def names(self, label: str) -> set[str]:
@@ -34,7 +34,7 @@ class Journal:
         return {line["start"] for line in self._lines() if line.get("label") == label and "start" in line}
 
     def verdicts(self, label: str) -> dict[str, Verdict]:
-        """Return the verdicts under a label; the first on a test counts."""
+        """Return the verdicts under a label; the first verdict on a test counts."""
         found: dict[str, Verdict] = {}
         for line in self._lines():
             if line.get("label") == label and "end" in line:
@@ -42,22 +42,22 @@ class Journal:
         return found
 
     def labels(self) -> list[str]:
-        """Return the labels under which tests have been started or judged."""
+        """Return the labels of all entries."""
         return list(dict.fromkeys(line["label"] for line in self._lines() if "label" in line))
 
     def seconds(self, label: str) -> float:
-        """Return how long the tests under a label took, from the start of each to its verdict."""
+        """Return the total seconds of the tests under a label, from the start of each to its verdict."""
         lines = [line for line in self._lines() if line.get("label") == label]
         starts = {line["start"]: line["time"] for line in lines if "start" in line}
         ends = {line["end"]: line["time"] for line in reversed(lines) if "end" in line}
         return sum(ends[name] - start for name, start in starts.items() if name in ends)
 
     def is_finished(self) -> bool:
-        """Tell whether all tests have been run."""
+        """Return whether all tests have run."""
         return any("is_finished" in line for line in self._lines())
 
     def last(self) -> tuple[str, str, bool] | None:
-        """Return label and name of the test started last, and whether it has a verdict."""
+        """Return label and name of the most recently started test, and whether it has a verdict."""
         started = [line for line in self._lines() if "start" in line]
         if not started:
             return None

@@ -1,4 +1,4 @@
-"""docs/conformance.md, made of the results' files."""
+"""Generates docs/conformance.md from the result files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from tests.launching import ROOT
 PATH = ROOT / "docs" / "conformance.md"
 
 _INTRODUCTION = """\
-# PyTorch's own tests, run on this back end
+# Conformance: PyTorch's own backend tests
 
-PyTorch tests its back ends with `DistributedTest`, which its wheels carry
+PyTorch tests its backends with `DistributedTest`, which is part of its wheels
 (`torch.testing._internal.distributed.distributed_test`). `python -m tests.conformance` runs it unchanged under
-`mpirun`, every test on all ranks, in a default group of its own.
+`mpirun`, every test on all ranks, in a new default group.
 
-The tests ask for the back end's name, and reserve some tests for some names: all_to_all for `mpi`, sparse tensors and
-deadlines for `gloo`. So they are run three times, as `mpicomm`, `mpi` and `gloo`, and each time a group of that name is
-ours; a group that is not fails its test. A test **passes** if it passes under at least one name and fails under none.
-It must pass on every rank. **Gloo** is torch's own, with the same tests on the same machine. GPUs are hidden.
+The tests check the backend's name, and restrict some tests to some names: all_to_all to `mpi`, sparse tensors and
+timeouts to `gloo`. The suite therefore runs three times, as `mpicomm`, `mpi` and `gloo`, and each time the groups of
+that name use the mpicomm backend; a group of another backend fails its test. A test **passes** if it passes under at
+least one name and fails under none. It must pass on every rank. **Gloo** is torch's own backend, with the same tests on
+the same machine. GPUs are hidden.
 
-`python -m tests.conformance --write` measures and makes this page; `python -m tests.conformance --at-least N` only
-measures, and fails if a test fails or fewer than N pass.
+`python -m tests.conformance --write` runs the tests and generates this page; `python -m tests.conformance --at-least N`
+only runs the tests, and fails if a test fails or fewer than N pass.
 """
 _NOTE = """\
-Where the MPIs agree, one word stands for both. "Small world size" are fewer than 8 ranks; `mpi` is exempt from that.
+A cell has one outcome if both MPI libraries give the same. "Small world size" means fewer than 8 ranks; the label `mpi`
+is exempt from that restriction.
 """
 
 
@@ -51,7 +53,7 @@ def _described(each: Results) -> str:
 
 
 def _summary(measured: Sequence[Results]) -> str:
-    """Return how many tests passed, failed and were skipped."""
+    """Return the section with the numbers of tests that passed, failed and were skipped."""
     rows = []
     for each in measured:
         for size, run in each.runs.items():
@@ -66,11 +68,11 @@ def _shown_counts(counts: dict[str, int] | None) -> str:
     return " / ".join(str(counts[outcome]) for outcome in (PASS, FAIL, SKIP)) if counts else ""
 
 
-# -- what falls short --------------------------------------------------------------------------------------------------
+# -- shortfalls --------------------------------------------------------------------------------------------------------
 
 
 def _shortfalls(measured: Sequence[Results]) -> str:
-    """Return the tests that fail, and those that Gloo passes and ours does not."""
+    """Return the section of the tests that fail, and of those that Gloo passes and mpicomm does not."""
     rows = [
         [
             f"`{name}`",
@@ -84,12 +86,12 @@ def _shortfalls(measured: Sequence[Results]) -> str:
         for name in shortfalls(run)
     ]
     if not rows:
-        return "## Shortfalls\n\nNone: no test fails, and Gloo passes none that ours does not.\n"
-    return "## Shortfalls\n\n" + _table(["test", "on", "ours", GLOO, "why"], rows)
+        return "## Shortfalls\n\nNo test fails, and mpicomm passes every test that Gloo passes.\n"
+    return "## Shortfalls\n\n" + _table(["test", "on", "mpicomm", GLOO, "reason"], rows)
 
 
 def shortfalls(run: Run) -> list[str]:
-    """Return the names of the tests that fail, and of those that Gloo passes and ours does not."""
+    """Return the names of the tests that fail, and of those that Gloo passes and mpicomm does not."""
     passed_by_gloo = {name for name, verdict in run.gloo.items() if verdict.outcome == PASS}
     return [
         name
@@ -106,7 +108,7 @@ def _why(run: Run, name: str) -> str:
 
 
 def _tests(measured: Sequence[Results]) -> str:
-    """Return every test, those that need a GPU by name alone."""
+    """Return the section of all tests; of those that need a GPU, only the names."""
     names = sorted({name for each in measured for run in each.runs.values() for name in run.names()})
     need_gpu = [name for name in names if all(verdict.needs_gpu for verdict in _of_test(measured, name).values())]
     sizes = sorted({size for each in measured for size in each.runs})
@@ -115,7 +117,7 @@ def _tests(measured: Sequence[Results]) -> str:
         "test",
         *(f"{size} ranks" for size in sizes),
         *(f"Gloo, {size} ranks" for size in sizes),
-        "why it is skipped",
+        "reason for skipping",
     ]
     return (
         f"## Every test\n\n{_NOTE}\n{_table(head, rows)}\n"
@@ -125,7 +127,7 @@ def _tests(measured: Sequence[Results]) -> str:
 
 
 def _of_test(measured: Sequence[Results], name: str) -> dict[tuple[str, int], Verdict]:
-    """Return what ours says of a test, by MPI and number of ranks."""
+    """Return mpicomm's verdicts on a test, by MPI and number of ranks."""
     return {
         (each.mpi, size): run.verdict(name)
         for each in measured
@@ -149,7 +151,7 @@ def _cell(measured: Sequence[Results], size: int, of: Callable[[Run], Verdict | 
 
 
 def _reasons(measured: Sequence[Results], name: str, sizes: Sequence[int]) -> str:
-    """Return why ours skips a test; where that is not so at all numbers of ranks, with those at which it is."""
+    """Return why mpicomm skips a test; if not with all numbers of ranks, with the numbers for which it does."""
     where: dict[str, set[int]] = {}
     for (_, size), verdict in _of_test(measured, name).items():
         if verdict.outcome == SKIP:
@@ -161,8 +163,8 @@ def _reasons(measured: Sequence[Results], name: str, sizes: Sequence[int]) -> st
 
 
 def _explained(reason: str) -> str:
-    """Say what PyTorch means where it gives nothing but an issue's address."""
-    return f"PyTorch has switched it off: {reason}" if reason.startswith("https:") else _escaped(reason)
+    """Explain reasons of PyTorch that consist only of the address of an issue."""
+    return f"disabled by PyTorch: {reason}" if reason.startswith("https:") else _escaped(reason)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""What each rank runs: `mpirun -n 4 python -m tests.conformance.ranks --journal FILE --scratch DIR mpicomm mpi gloo`.
+"""The ranks' program: `mpirun -n 4 python -m tests.conformance.ranks --journal FILE --scratch DIR mpicomm mpi gloo`.
 
-The ranks run every test in the same order, in a default group of its own, and agree on its verdict over MPI. Rank 0
-writes each test's start and verdict into the journal; tests that are in it already are left out. A test in which a
-rank fails while others wait, or that takes too long, ends the job: its name is the last in the journal.
+The ranks run every test in the same order, in a new default group, and agree on its verdict over MPI. Rank 0 writes
+each test's start and verdict into the journal; tests that are already in the journal are skipped. A test in which a
+rank fails while others wait, or that exceeds its time limit, ends the job: its name is the last in the journal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.conformance.journal import Journal
 from tests.conformance.upstream import Suite
 from tests.conformance.verdicts import Verdict
 
-_PATIENCE = 15.0  # seconds that a failed rank waits for the others; PyTorch's own barrier gives up after 10
+_PATIENCE = 15.0  # seconds for which a failed rank waits for the others; PyTorch's own barrier times out after 10
 
 
 class Ranks:
-    """The ranks of the job, which run the tests together."""
+    """Runs the tests on all ranks of the job."""
 
     def __init__(self, comm: Any, journal: Journal, scratch: Path, *, is_ours: bool, limit: float) -> None:
         self._comm = comm
@@ -41,7 +41,7 @@ class Ranks:
         self._limit = limit
 
     def run(self, label: str, is_chosen: Callable[[str], bool]) -> None:
-        """Run the chosen tests that are not in the journal yet, on all ranks."""
+        """Run the selected tests that are not in the journal yet, on all ranks."""
         suite = Suite(label, self._comm.rank, self._comm.size)
         done = self._comm.bcast(self._journal.names(label))
         for name in suite.names():
@@ -56,7 +56,7 @@ class Ranks:
             self._journal.end(suite.label, name, verdict)
 
     def _judge(self, suite: Suite, name: str) -> Verdict:
-        """Run a test, and return what all ranks say of it."""
+        """Run a test, and return the verdict of all ranks."""
         scratch = self._new_scratch()
         with self._time_limit(), _as_it_was():
             verdict = self._agree(suite.label, name, suite.run(name, scratch, self._check_engine))
@@ -64,11 +64,11 @@ class Ranks:
             return verdict if end.outcome == verdicts.PASS or verdict.outcome == verdicts.FAIL else end
 
     def _agree(self, label: str, name: str, mine: Verdict) -> Verdict:
-        """Return the verdict of all ranks, once all have theirs."""
+        """Return the combined verdict, after all ranks have theirs."""
         arrival = self._comm.Ibarrier()
         has_failed = mine.outcome == verdicts.FAIL
         if not mpi.poll(arrival.Test, _PATIENCE if has_failed else self._limit):
-            reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks stand still)"
+            reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks wait)"
             self._journal.end(label, name, Verdict(verdicts.FAIL, reason))
             self._comm.Abort(1)
         return verdicts.of_ranks(self._comm.allgather(mine))
@@ -85,7 +85,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _time_limit(self) -> Iterator[None]:
-        """End the process, with the stacks of its threads, when a test takes too long."""
+        """End the process, and print the stacks of its threads, if a test exceeds its time limit."""
         faulthandler.dump_traceback_later(self._limit, exit=True)
         try:
             yield
@@ -95,7 +95,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Undo what a test leaves in the process: PyTorch gives each a process of its own."""
+    """Restore the process after a test: PyTorch runs each test in a new process."""
     environ, hook = dict(os.environ), sys.excepthook
     try:
         with warnings.catch_warnings():
@@ -108,25 +108,25 @@ def _as_it_was() -> Iterator[None]:
 
 
 def _close_groups() -> Verdict:
-    """Destroy the groups of a test: to end well is part of it."""
+    """Destroy the groups of a test; an error there fails the test."""
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001  whatever it raises is the verdict
+    except Exception as error:  # noqa: BLE001  any exception is the verdict
         return Verdict(verdicts.FAIL, verdicts.in_one_line(f"destroy_process_group: {error!r}"))
     return Verdict(verdicts.PASS)
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the tests of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("labels", nargs="+")
     parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True, help="a directory that the ranks share")
-    parser.add_argument("--of-torch", action="store_true", help="run torch's own back end, for comparison")
-    parser.add_argument("--limit", type=float, default=60, help="seconds that a test may take")
-    parser.add_argument("--pattern", default="", help="run the tests whose names contain this")
-    parser.add_argument("--sample", action="store_true", help="run the tests of sample.py only")
+    parser.add_argument("--scratch", type=Path, required=True, help="a directory that all ranks can access")
+    parser.add_argument("--of-torch", action="store_true", help="run torch's own backend, for comparison")
+    parser.add_argument("--limit", type=float, default=60, help="time limit of a test in seconds")
+    parser.add_argument("--pattern", default="", help="run the tests whose names contain this text")
+    parser.add_argument("--sample", action="store_true", help="run only the tests of sample.py")
     args = parser.parse_args()
     world = mpicomm.bootstrap(None)
     assert world.comm is not None

@@ -1,4 +1,4 @@
-"""What was measured on one MPI, and the file that keeps it."""
+"""The results with one MPI library, and their file."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from tests.launching import ROOT
 
 DIRECTORY = ROOT / "docs" / "results"
 LABELS = ("mpicomm", "mpi", "gloo")
-"""The names of back ends under which PyTorch's tests are run on ours: each opens tests that the others do not."""
+"""The backend names under which PyTorch's tests run on mpicomm: each enables tests that the others do not."""
 GLOO = "Gloo"
 """The column of torch's own Gloo."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The verdicts on all tests at one number of ranks."""
+    """The verdicts on all tests with one number of ranks."""
 
     ours: dict[str, dict[str, Verdict]]
-    """By label, by test."""
+    """The verdicts by label and test."""
 
     gloo: dict[str, Verdict]
-    """Of torch's own Gloo; empty if it was not asked."""
+    """The verdicts of torch's own Gloo by test; empty if it was not run."""
 
     seconds: float
-    """For ours."""
+    """The duration with mpicomm."""
 
     def names(self) -> list[str]:
         """Return the names of all tests."""
         return sorted(set[str]().union(*self.ours.values()))
 
     def verdict(self, name: str) -> Verdict:
-        """Return what all labels together say of a test."""
+        """Return the verdict on a test under all labels."""
         return verdicts.of_labels({label: found[name] for label, found in self.ours.items() if name in found})
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Return that of every test."""
+        """Return the verdicts on all tests."""
         return {name: self.verdict(name) for name in self.names()}
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return how many tests passed, failed and were skipped, in all and by column."""
+        """Return the numbers of passed, failed and skipped tests, in total and by column."""
         columns = {"all": self.verdicts(), **self.ours, **({GLOO: self.gloo} if self.gloo else {})}
         return {column: verdicts.count(found.values()) for column, found in columns.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return this as JSON has it."""
+        """Return the run as a JSON object."""
         columns = {**self.ours, GLOO: self.gloo}
         tests = {
             name: {
@@ -68,7 +68,7 @@ class Run:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Run:
-        """Read what `to_json` wrote."""
+        """Return the run that `to_json` wrote."""
 
         def column(name: str) -> dict[str, Verdict]:
             return {test: Verdict.parse(row[name]) for test, row in raw["tests"].items() if name in row}
@@ -77,7 +77,7 @@ class Run:
 
 
 def measure(size: int, *, with_gloo: bool, **options: Any) -> Run:
-    """Run the tests on `size` ranks under all labels; for the options see `jobs.run`."""
+    """Run the tests on `size` ranks under all labels; `jobs.run` describes the options."""
     found = jobs.run(size, LABELS, **options)
     gloo = jobs.run(size, ["gloo"], of_torch=True, **options).by_label["gloo"] if with_gloo else {}
     return Run(found.by_label, gloo, found.seconds)
@@ -85,7 +85,7 @@ def measure(size: int, *, with_gloo: bool, **options: Any) -> Run:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """The runs on one MPI, and what they were made with."""
+    """The runs with one MPI, and their date, command and versions."""
 
     mpi: str
     """The library's name."""
@@ -96,7 +96,7 @@ class Results:
 
     @classmethod
     def of(cls, runs: dict[int, Run], command: str) -> Results:
-        """Describe runs that were made just now, in this environment."""
+        """Describe runs that were made now, in this environment."""
         import mpi4py
         import torch
 

@@ -1,4 +1,4 @@
-"""Points the names of PyTorch's own back ends at ours, in this process only."""
+"""Redirects the names of PyTorch's own backends to mpicomm, in this process only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX = "conformance_"
 
 
 def route() -> None:
-    """Make every group that is asked for as `mpi` or `gloo` one of ours, which still answers to that name."""
+    """Create every group requested as `mpi` or `gloo` with the mpicomm backend, under the requested name."""
     plugin.register()
     for label in BUILT_IN:
         create = functools.partial(_create, label)
@@ -33,15 +33,15 @@ def route() -> None:
 
 
 def declare_features() -> None:
-    """Say in the table of PyTorch's tests what a back end of our name can do, as it asks of those from outside."""
+    """Enter mpicomm's features into the table of PyTorch's tests, as it requires of third-party backends."""
     for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
         DistTestCases.backend_feature[feature].add(OURS)
 
 
 def check_engine(group: Any, *, is_ours: bool) -> None:
-    """Fail if a group is not of the back end that is to be measured."""
+    """Fail if a group does not use the backend under test."""
     if isinstance(group, MPIProcessGroup) != is_ours:
-        raise AssertionError(f"the group is a {type(group).__name__}, which is not the back end to be measured")
+        raise AssertionError(f"the group is a {type(group).__name__}, which is not the backend under test")
 
 
 def _create(label: str, options: Any, _backend_options: Any) -> MPIProcessGroup:
@@ -62,16 +62,16 @@ def _routed(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rename(group: Any, label: str, store: Any) -> None:
-    """Let torch know a group by the name under which it was asked for."""
+    """Enter a group into torch's tables under the requested name."""
     backend = dist.Backend(label)
     distributed_c10d._world.pg_map[group] = (backend, store)
     distributed_c10d._world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(backend))
     if label == "gloo":
-        # DDP's log asks a group of this name for Gloo's threads. A device without data keeps it from all else.
+        # DDP's logger queries Gloo's threads of a group of this name. On the meta device Gloo gets no other operations.
         dist.ProcessGroup._register_backend(group, torch.device("meta"), dist.ProcessGroup.BackendType.GLOO, _alone())
 
 
 @functools.cache
 def _alone() -> Any:
-    """Return a Gloo that can reach no other rank."""
+    """Return a Gloo backend that is connected to no other rank."""
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=1))

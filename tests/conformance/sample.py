@@ -1,4 +1,4 @@
-"""The tests that `--sample` runs: one or two of each kind, quick ones, which torch 2.8 has as well as 2.15."""
+"""The tests that `--sample` runs: one or two fast tests of each kind, which exist in torch 2.8 and 2.15."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's test module under a label, and one of its tests on this rank."""
+"""Imports PyTorch's test module under a label, and runs single tests on this rank."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.conformance import verdicts
 from tests.conformance.verdicts import Verdict
 
 _SHOWS_ASYNC_SPANS = (2, 12)
-"""The first torch whose profiler keeps spans that end on another thread, which PyTorch's tests look for."""
+"""The first torch whose profiler keeps spans that end on another thread, which PyTorch's tests check."""
 
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 _SKIPS = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
 
 
 class Suite:
-    """PyTorch's tests, as they are for a back end of one name."""
+    """PyTorch's tests for a backend of one name."""
 
     def __init__(self, label: str, rank: int, size: int) -> None:
-        """Import the test module; it decides then, by these variables, which of its tests it skips."""
+        """Import the test module; at import it decides by these variables which tests it skips."""
         os.environ.update(BACKEND=label, WORLD_SIZE=str(size), INIT_METHOD="file:///set/for/each/test")
         sys.modules.pop(_MODULE, None)
         self.label = label
@@ -42,26 +42,26 @@ class Suite:
         self._module: Any = importlib.import_module(_MODULE)
         if versions.of_torch() < _SHOWS_ASYNC_SPANS:
             self._module.PROFILING_SUPPORTED_BACKENDS = []
-        # What PyTorch's own runner, test_distributed_spawn.py, calls TestDistBackendWithSpawn.
+        # The class that PyTorch's own runner, test_distributed_spawn.py, names TestDistBackendWithSpawn.
         bases = (self._module.TestDistBackend, self._module.DistributedTest._DistTestBase)
         self._case = types.new_class("Case", bases)
 
     def names(self) -> list[str]:
-        """Return the names of the tests, in the order in which all ranks run them."""
+        """Return the names of the tests, in the order of execution on all ranks."""
         return sorted(name for name in dir(self._case) if name.startswith("test_"))
 
     def skip(self, name: str) -> Verdict | None:
-        """Return the verdict on a test that was decided at its import; None if it must be run."""
+        """Return the verdict on a test that is skipped at import; None if it must be run."""
         test = getattr(self._case, name)
         if not getattr(test, "__unittest_skip__", False):
             return None
         return Verdict(verdicts.SKIP, verdicts.in_one_line(test.__unittest_skip_why__))
 
     def run(self, name: str, scratch: Path, check: Callable[[Any], None]) -> Verdict:
-        """Run one test on this rank, in a default group of its own, as `TestDistBackend._run` does in a process.
+        """Run one test on this rank, in a new default group, as `TestDistBackend._run` does in a new process.
 
         Args:
-            scratch: An empty directory that the ranks share.
+            scratch: An empty directory that all ranks can access.
             check: Called with the default group.
         """
         case = self._prepare(name, scratch)
@@ -74,7 +74,7 @@ class Suite:
             return Verdict(verdicts.SKIP, verdicts.in_one_line(str(skip)))
         except SystemExit as end:
             return _of_exit(end)
-        except Exception as error:  # noqa: BLE001  whatever a test raises is its verdict
+        except Exception as error:  # noqa: BLE001  any exception of a test is its verdict
             traceback.print_exc()
             return _of_error(error, self._module.__file__)
         if "cuda" in name and not torch.cuda.is_available():
@@ -82,7 +82,7 @@ class Suite:
         return Verdict(verdicts.PASS)
 
     def _prepare(self, name: str, scratch: Path) -> Any:
-        """Do what `TestDistBackend.setUp` and the start of a process do."""
+        """Do the set-up of `TestDistBackend.setUp` and of the start of a process."""
         os.environ["TEMP_DIR"] = str(scratch)
         os.environ["INIT_METHOD"] = self._module.INIT_METHOD = f"file://{scratch}/init"
         os.environ["MASTER_ADDR"] = self._module.MASTER_ADDR
@@ -106,20 +106,20 @@ class Suite:
 
 
 def make_scratch(scratch: Path) -> None:
-    """Make the directories that PyTorch's tests meet in."""
+    """Create the directories through which PyTorch's tests synchronise."""
     for name in ("barrier", "test_dir"):
         (scratch / name).mkdir(parents=True)
 
 
 def _of_error(error: Exception, file: str) -> Verdict:
-    """Return the verdict of a test that raised, with the test's own line: "False is not true" alone says little."""
+    """Return the verdict of a test that raised, with the line of the test: "False is not true" alone is not enough."""
     said = "".join(traceback.format_exception_only(error))
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
     return Verdict(verdicts.FAIL, verdicts.in_one_line(f"{said} in `{lines[-1]}`" if lines else said))
 
 
 def _of_exit(end: SystemExit) -> Verdict:
-    """Return the verdict of a test that called `sys.exit`: PyTorch's tests skip by exit codes."""
+    """Return the verdict of a test that called `sys.exit`: PyTorch's tests use exit codes to skip."""
     if end.code in _SKIPS:
         return Verdict(verdicts.SKIP, _SKIPS[end.code])
     return Verdict(verdicts.FAIL, f"sys.exit({end.code})")

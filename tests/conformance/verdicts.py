@@ -1,4 +1,4 @@
-"""What became of a test: on one rank, on all ranks, and under all labels. Pure."""
+"""Verdicts on a test: of one rank, of all ranks, and under all labels. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 
-# What `TEST_SKIPS` of PyTorch's tests says where a GPU is missing, and where the ranks are too few.
+# The reasons in `TEST_SKIPS` of PyTorch's tests for a missing GPU, and for too few ranks.
 _NEEDS_GPU = re.compile(r"CUDA is not available|Need at least \d+ CUDA device|accelerator is not available")
 _TOO_SMALL = "Skipped due to small world size"
 _LONGEST_REASON = 300
@@ -17,14 +17,14 @@ _LONGEST_REASON = 300
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How a test ended, and why if it did not pass."""
+    """The outcome of a test, and the reason if it did not pass."""
 
     outcome: str
     reason: str = ""
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether the test was skipped for want of a GPU."""
+        """Whether the test was skipped because it needs a GPU."""
         return self.outcome == SKIP and _NEEDS_GPU.match(self.reason) is not None
 
     def __str__(self) -> str:
@@ -32,13 +32,13 @@ class Verdict:
 
     @classmethod
     def parse(cls, text: str) -> Verdict:
-        """Read what `str` wrote."""
+        """Return the verdict that `str` wrote."""
         outcome, _, reason = text.partition(": ")
         return cls(outcome, reason)
 
 
 def of_ranks(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all ranks: all must have passed the test, or have skipped it for the same reason."""
+    """Return the combined verdict: all ranks must pass the test, or skip it for the same reason."""
     failed = [(f"rank {rank}", each.reason) for rank, each in enumerate(verdicts) if each.outcome == FAIL]
     if failed:
         return Verdict(FAIL, _grouped(failed))
@@ -48,10 +48,10 @@ def of_ranks(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def of_labels(verdicts: Mapping[str, Verdict]) -> Verdict:
-    """Return the verdict under all labels: passed under at least one, and failed under none.
+    """Return the verdict under all labels: passed if it passed under at least one, and failed under none.
 
-    What is skipped under all of them is skipped for the reason that says the most: that the label is not the right one
-    is none if it goes further under another.
+    A test that is skipped under all labels gets the most specific reason: a wrong label does not count if the test gets
+    further under another label.
     """
     failed = [(label, each.reason) for label, each in verdicts.items() if each.outcome == FAIL]
     if failed:
@@ -62,19 +62,19 @@ def of_labels(verdicts: Mapping[str, Verdict]) -> Verdict:
 
 
 def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """Return how many passed, failed and were skipped."""
+    """Return the numbers of passed, failed and skipped tests."""
     counted = collections.Counter(each.outcome for each in verdicts)
     return {outcome: counted[outcome] for outcome in (PASS, FAIL, SKIP)}
 
 
 def in_one_line(text: str) -> str:
-    """Return a reason that fits into a table, without paths."""
+    """Return a reason as one short line, without paths."""
     line = " ".join(re.sub(r"(?<![\w:/])(/[\w.+-]+){2,}", "...", text).split())
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
 
 
 def _grouped(said: Iterable[tuple[str, str]]) -> str:
-    """Say once what several say: "rank 0, rank 2: barrier timeout; rank 1: ..."."""
+    """Merge equal reasons: "rank 0, rank 2: barrier timeout; rank 1: ..."."""
     by_reason: dict[str, list[str]] = {}
     for who, reason in said:
         by_reason.setdefault(reason, []).append(who)

@@ -1,17 +1,17 @@
-"""What is in a document that is run, and what the blocks in it mean.
+"""The executable parts of a document, and the meaning of its blocks.
 
-- A `python` block whose first line is `# name.py` is a file, and a `bash` block whose first line but `#!` is `# name`,
-  too: the document's commands find them in their working directory.
+- A `python` block whose first line is `# name.py` is a file, and so is a `bash` block whose first line after `#!` is
+  `# name`: the document's commands find these files in their working directory.
 - The first other `python` block of a document is its start: every section begins with it.
-- The other `python` blocks of a `##` section are one program, in their order. All ranks run it: two, or as many as the
-  comment `<!-- ranks: N -->` says below the section's heading. `<!-- debug mode -->` there: with `MPICOMM_DEBUG=1`.
-- A `text` block right after `python` blocks is what all ranks together print in them, their lines in any order.
-- `<!-- raises -->` before a `python` block: it raises on every rank, and the `text` block that follows has the message.
-- The commands of a `console` block are run in one working directory, in their order; their output is shown as the
-  README's is. `<!-- fails -->` before it: the command fails, and every line that is shown is among its output.
-  `<!-- elsewhere -->`: it needs a cluster.
+- The other `python` blocks of a `##` section form one program, in their order. All ranks run it: two, or the number in
+  the comment `<!-- ranks: N -->` below the section's heading. `<!-- debug mode -->` there: with `MPICOMM_DEBUG=1`.
+- A `text` block directly after `python` blocks is the output of all ranks together, with the lines in any order.
+- `<!-- raises -->` before a `python` block: it raises on every rank, and the next `text` block contains the message.
+- The commands of a `console` block run in one working directory, in their order, and their output must match the output
+  shown. `<!-- fails -->` before it: the command fails, and its output contains every line shown.
+  `<!-- elsewhere -->`: the commands need a cluster, and tests do not run them.
 
-In what is shown, `...` stands for anything.
+In the output shown, `...` matches any text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from tests.launching import ROOT
 
 GUIDE = ROOT / "docs" / "guide.md"
 SHARP_BITS = ROOT / "docs" / "sharp-bits.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 DOCUMENTS = (GUIDE, SHARP_BITS)
 
-RANKS = 2  # of a section that does not say how many
+RANKS = 2  # of a section without the comment
 _FENCE = re.compile(r"^```(\w*)$")
 _COMMENT = re.compile(r"^<!-- (.*) -->$")
 _DEBUG_MODE = "debug mode"
@@ -36,24 +37,24 @@ MARKS = ("raises", "fails", "elsewhere")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block."""
+    """A fenced code block."""
 
     language: str
     lines: tuple[str, ...]
     first_line: int
-    """The number of its first line in the document, from 1."""
+    """The line number of its first line in the document, from 1."""
 
     mark: str = ""
-    """What the comment before it says."""
+    """The comment before it."""
 
     @property
     def text(self) -> str:
-        """The lines."""
+        """The content, with line ends."""
         return "".join(f"{line}\n" for line in self.lines)
 
     @property
     def file_name(self) -> str | None:
-        """What the file is called that the block is; None if it is none."""
+        """The name of the file that the block contains; None if it is not a file."""
         lines = [line for line in self.lines if not line.startswith("#!")]
         found = re.fullmatch(r"# ([\w-]+\.\w+)", lines[0]) if lines else None
         return found[1] if found and self.language in ("python", "bash") else None
@@ -61,20 +62,20 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A part of a section's program, and what is shown of it."""
+    """A part of a section's program, and its shown output."""
 
     code: Block
     shown: tuple[str, ...] = ()
 
     @property
     def raises(self) -> bool:
-        """Whether it is shown how this fails."""
+        """Whether the code must raise."""
         return self.code.mark == "raises"
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command and what is shown of its output."""
+    """A command and its shown output."""
 
     line: str
     shown: tuple[str, ...]
@@ -83,7 +84,7 @@ class Command:
 
 @dataclasses.dataclass
 class Section:
-    """What is below one heading of the second level."""
+    """The content below one heading of the second level."""
 
     title: str
     ranks: int = RANKS
@@ -101,25 +102,25 @@ class Section:
             if block.language == "python" and block.file_name is None:
                 steps.append(Step(block))
             elif block.language == "text":
-                assert steps, f"line {block.first_line}: the output of nothing"
+                assert steps, f"line {block.first_line}: output without a program"
                 steps[-1] = Step(steps[-1].code, block.lines)
         return steps
 
 
 @dataclasses.dataclass
 class Document:
-    """A document in its sections."""
+    """A document, split into sections."""
 
     path: Path
     sections: list[Section]
 
     @property
     def start(self) -> Step:
-        """What every section begins with."""
+        """The first step of every section."""
         return next(step for section in self.sections for step in section.snippets())
 
     def files(self) -> dict[str, str]:
-        """Return the files that are in the document, by name."""
+        """Return the content of the document's files, by name."""
         named = {block.file_name: block.text for section in self.sections for block in section.blocks}
         return {name: text for name, text in named.items() if name is not None}
 
@@ -128,16 +129,16 @@ class Document:
         return [console for section in self.sections for console in section.consoles()]
 
     def commands(self) -> list[Command]:
-        """Return the commands in their order."""
+        """Return all commands, in order."""
         return [command for console in self.consoles() for command in console]
 
     def with_snippets(self, ranks: int, *, in_debug_mode: bool) -> list[Section]:
-        """Return the sections whose programs run on so many ranks, in debug mode or not."""
+        """Return the sections whose programs run on `ranks` ranks, with or without debug mode."""
         way = ranks, in_debug_mode
         return [each for each in self.sections if (each.ranks, each.in_debug_mode) == way and self.program(each)]
 
     def program(self, section: Section) -> list[Step]:
-        """Return a section's own steps: those after the document's start."""
+        """Return a section's own steps, without the document's start."""
         return [step for step in section.snippets() if step != self.start]
 
 
@@ -155,9 +156,9 @@ def read(path: Path) -> Document:
                 lines.append(line)
         elif fence := _FENCE.match(line):
             language, first_line, lines = fence[1], number + 1, []
-            assert mark in ("", *MARKS), f"{here}: {mark} means nothing"
+            assert mark in ("", *MARKS), f"{here}: unknown comment `{mark}`"
         else:
-            assert mark not in MARKS, f"{here}: `{mark}` is to be right before a block"
+            assert mark not in MARKS, f"{here}: `{mark}` must be directly before a block"
             comment = _COMMENT.match(line)
             mark = comment[1] if comment else ""
             if line.startswith("## "):
@@ -166,12 +167,12 @@ def read(path: Path) -> Document:
                 sections[-1].in_debug_mode = True
             elif ranks := _RANKS.match(mark):
                 sections[-1].ranks = int(ranks[1])
-    assert language is None, f"{path.name}: the block at line {first_line} has no end"
+    assert language is None, f"{path.name}: the block at line {first_line} is not closed"
     return Document(path, sections)
 
 
 def is_like(shown: str, real: str) -> bool:
-    """Tell whether a line is as it is shown; `...` stands for anything."""
+    """Return whether a line equals the shown line, in which `...` matches any text."""
     return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), real) is not None
 
 

@@ -1,12 +1,13 @@
 """The tables of figures in the documents: `python -m tests.docs.figures` writes them from docs/results.
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
+Each table is between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ _LIBRARIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 
 
 def written(text: str) -> str:
-    """Return a document with its tables as the results have them."""
+    """Return a document with its tables generated from the results."""
     return _PLACE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
@@ -57,7 +58,7 @@ def _ratios() -> str:
             f"{'≥' if ours['is_least'] else '≤'} {ours['target']:g}")
         for ours, theirs in zip(*found.values(), strict=True)
     ]  # fmt: skip
-    return _table(("what", *found, "aim"), *rows)
+    return _table(("what", *found, "target"), *rows)
 
 
 def _steps() -> str:
@@ -68,7 +69,7 @@ def _steps() -> str:
             *(f"{ms[model, strategy, backend]['ms']:.2f}" for backend in ("mpi", "gloo", "none")))
         for model, strategy in kinds
     ]  # fmt: skip
-    return _table(("a step, milliseconds", "mpicomm", "Gloo", "no communication"), *rows)
+    return _table(("milliseconds per step", "mpicomm", "Gloo", "no communication"), *rows)
 
 
 def _microseconds() -> str:
@@ -77,6 +78,19 @@ def _microseconds() -> str:
     return _table(
         ("4 B, microseconds", *found), *((part, *(f"{us[part]:.2f}" for us in found.values())) for part in parts)
     )
+
+
+def _status() -> str:
+    """Return an item of a list: the versions with which the compatibility suite ran without a failure."""
+    found = sorted(results.read_all(), key=results.order)
+    passed = [each["versions"] for each in found if all(not part["failures"] for part in each["parts"].values())]
+    mpis = ", ".join(" ".join(each) for each in sorted({results.mpi_of(versions) for versions in passed}))
+    others = (
+        f"{name} {', '.join(dict.fromkeys(versions[name].partition('+')[0] for versions in passed))}"
+        for name in ("torch", "Python", "mpi4py")
+    )
+    text = f"The compatibility suite passes with {mpis}; {'; '.join(others)}."
+    return "".join(f"{line}\n" for line in textwrap.wrap(text, 118, initial_indent="- ", subsequent_indent="  "))
 
 
 def _compatibility() -> str:
@@ -95,6 +109,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": _ratios,
     "steps": _steps,
     "microseconds": _microseconds,
+    "status": _status,
     "compatibility": _compatibility,
 }
 

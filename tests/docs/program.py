@@ -1,7 +1,7 @@
-"""The program that a document's snippets are: `mpirun -n 2 python -m tests.docs.program docs/guide.md`.
+"""Runs a document's snippets: `mpirun -n 2 python -m tests.docs.program docs/guide.md`.
 
-Runs, on each rank, the sections that are meant for so many ranks and for this value of MPICOMM_DEBUG. Each has names of
-its own; the job is the same. Tracebacks name the document and its lines.
+Each rank runs the sections for the number of ranks of the job and for the value of MPICOMM_DEBUG. Each section has its
+own namespace; all run in the same job. Tracebacks name the document and its lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(path: Path) -> None:
 
 
 def run(document: Document, section: Section) -> None:
-    """Run what is in a section (collective)."""
+    """Run the program of a section (collective)."""
     names: dict[str, object] = {"__name__": "__main__"}
     execute(document, document.start, names)
     for step in document.program(section):
@@ -35,7 +35,7 @@ def run(document: Document, section: Section) -> None:
 
 
 def execute(document: Document, step: Step, names: dict[str, object]) -> None:
-    # Blank lines before it, so that line numbers are the document's.
+    # Prepend blank lines, so that line numbers are those of the document.
     code = "\n" * (step.code.first_line - 1) + step.code.text
     exec(compile(code, str(document.path), "exec"), names)
 
@@ -43,14 +43,14 @@ def execute(document: Document, step: Step, names: dict[str, object]) -> None:
 def expect_failure(document: Document, step: Step, names: dict[str, object]) -> None:
     try:
         execute(document, step, names)
-    except Exception as error:  # noqa: BLE001  which it is to be is in the document
+    except Exception as error:  # noqa: BLE001  the document shows the expected error
         real = f"{type(error).__name__}: {error}".splitlines()
         where = f"{document.path.name}:{step.code.first_line}"
         for shown in step.shown:
             assert any(documents.is_like(shown, line) for line in real), f"{where}: {shown!r} is not in {real}"
         assert step.shown, f"{where}: no message is shown"
     else:
-        raise AssertionError(f"{document.path.name}:{step.code.first_line}: does not fail")
+        raise AssertionError(f"{document.path.name}:{step.code.first_line}: does not raise")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the documents show is so: their snippets and commands are run, and their links lead somewhere.
+"""The documents' snippets and commands run, and print the output shown.
 
-What the comments in a document mean is said in `tests.docs.documents`.
+`tests.docs.documents` describes the comments in a document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.docs import documents
 from tests.docs.documents import DOCUMENTS, Command
 from tests.examples.test_examples import PROGRAMS, form
-from tests.launching import ROOT, Outcome, run_command, run_ranks
+from tests.launching import Outcome, run_command, run_ranks
 
 READ = {path.name: documents.read(path) for path in DOCUMENTS}
 each_document = pytest.mark.parametrize("name", READ)
@@ -26,12 +26,10 @@ SETTING = re.compile(r"(\w+)=(\S+)")
 
 
 def jobs() -> list[object]:
-    """Return each document with the numbers of ranks and the modes in which its sections run."""
+    """Return the combinations of document, number of ranks and debug mode of all sections."""
     ways = {(name, each.ranks, each.in_debug_mode) for name, document in READ.items() for each in document.sections}
-    return [
-        pytest.param(*way, marks=pytest.mark.each_mpi if way[0] == "sharp-bits.md" else ())  # shows what MPI does
-        for way in sorted(ways)
-    ]
+    # sharp-bits.md shows the behaviour of the MPI library.
+    return [pytest.param(*way, marks=pytest.mark.each_mpi if way[0] == "sharp-bits.md" else ()) for way in sorted(ways)]
 
 
 @pytest.mark.parametrize(("name", "ranks", "in_debug_mode"), jobs())
@@ -51,7 +49,7 @@ def test_the_snippets_do_what_they_say(name: str, ranks: int, in_debug_mode: boo
 
 
 def consoles(*, elsewhere: bool) -> list[tuple[str, list[Command]]]:
-    """Return each document with the commands of one block."""
+    """Return pairs of a document and the commands of one of its blocks."""
     found = [(name, console) for name, each in READ.items() for console in each.consoles()]
     return [(name, console) for name, console in found if (console[0].mark == "elsewhere") == elsewhere]
 
@@ -63,14 +61,14 @@ def run(line: str) -> Outcome:
     while setting := SETTING.fullmatch(words[0]):
         env[setting[1]] = setting[2]
         words = words[1:]
-    to_run = words.index("--") if "--" in words else len(words)  # what follows is only written into a script
+    to_run = words.index("--") if "--" in words else len(words)  # the words after it are only written into a script
     words = [each for word in words[:to_run] for each in PROGRAMS.get(word, [word])] + words[to_run:]
     return run_command(words, env=env, timeout=120)
 
 
 @pytest.fixture
 def files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document's files, in the working directory."""
+    """Write the document's files into a new working directory."""
     for file, text in READ[name].files().items():
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -97,7 +95,7 @@ def _check(command: Command) -> None:
 
 
 def anywhere(line: str) -> str:
-    """Return what is equal in every run of what is shown: not the machine, the directory, the time, who was first."""
+    """Replace the parts of a shown line that differ between runs: host, directory, time, first rank."""
     line = re.sub(r"(rank \d+ of \d+ on) \S+", r"\1 ...", line)
     line = re.sub(r'File "/[^"]*/', 'File "...', line)
     return re.sub(r"\b(rank )?\d+ (s\b|has waited)", r"\1... \2", line)
@@ -107,7 +105,7 @@ def test_the_rest_needs_a_cluster() -> None:
     found = [(name, command) for name, console in consoles(elsewhere=True) for command in console]
     assert {command.line.split()[0] for _, command in found} <= OF_CLUSTERS
     for name, command in found:
-        assert not command.shown, "nothing has seen this output"
+        assert not command.shown, "output of a command that no test runs"
         if command.line.startswith(("sbatch", "qsub")):
             assert command.line.split()[1] in READ[name].files()
 
@@ -128,28 +126,9 @@ def test_the_job_scripts_are_scripts(file: str, text: str, tmp_path: Path) -> No
     outcome = run_command(["bash", "-n", str(tmp_path / file)])
     assert (outcome.status, outcome.stderr) == (0, ""), outcome
     lines = text.splitlines()
-    # Slurm and PBS look for directives until the first command, and PBS takes a comment behind one for a part of it.
+    # Slurm and PBS read directives up to the first command, and PBS takes a comment after a directive as part of it.
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     directives = [number for number, line in enumerate(lines) if line.startswith(("#SBATCH -", "#PBS -"))]
     assert directives
     assert max(directives) < first_command
     assert not [lines[number] for number in directives if "#" in lines[number][1:]]
-
-
-# -- links -----------------------------------------------------------------------------------------------------------
-
-
-def anchors(path: Path) -> set[str]:
-    """Return the names that headings have in links."""
-    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@each_document
-def test_links_lead_somewhere(name: str) -> None:
-    path = ROOT / "docs" / name
-    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)]*)\)", path.read_text()):
-        to = (path.parent / target).resolve() if target else path
-        assert to.exists(), target
-        assert not anchor or anchor in anchors(to), f"{target}#{anchor}"

@@ -1,4 +1,4 @@
-"""The tables of figures in the documents are those that the results make."""
+"""The tables of figures in the documents equal those generated from the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/installing.md: its commands, in an environment that sees the packages of this one as a site's."""
+"""docs/installing.md: its commands, in an environment that sees the packages of this environment as a site's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.launching import ROOT, run_command
 
 DOCUMENT = documents.read(ROOT / "docs" / "installing.md")
 COMMANDS = DOCUMENT.commands()
-# What needs a cluster, an index that CI cannot reach, or minutes: `make compat-system` compiles mpi4py so.
+# Commands that need a cluster, an index that CI cannot reach, or minutes: `make compat-system` compiles mpi4py.
 ELSEWHERE = re.compile(
     r"module load .*|which mpicc|srun .*|pip install --no-cache-dir --no-binary mpi4py mpi4py|.*--index-url.*"
 )
@@ -25,7 +25,7 @@ GENERATED = (".*", "venv", "build", "dist", "*.egg-info", "__pycache__", "mpicom
 
 
 def elsewhere() -> list[str]:
-    """Return the commands of the blocks that are marked so."""
+    """Return the commands of the blocks with the mark `elsewhere`."""
     return [each.line for console in DOCUMENT.consoles() if console[0].mark == "elsewhere" for each in console]
 
 
@@ -44,15 +44,15 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_commands_work_and_keep_the_sites_torch(checkout: Path) -> None:
     lines = [each.line for each in COMMANDS if each.line not in elsewhere()]
     assert lines.count(MAKES_ENVIRONMENT) == 1
-    # As the option does with the packages of the interpreter: those of this environment are the site's.
+    # --system-site-packages adds the interpreter's packages; this adds those of this environment as the site's.
     (checkout / "site.pth").write_text(sysconfig.get_path("purelib") + "\n")
     lines.insert(lines.index(MAKES_ENVIRONMENT) + 1, "cp site.pth venv/lib/python3*/site-packages")
     shown = "cd venv; python -c 'import torch, mpicomm; print(torch.__file__, mpicomm.__file__)'"
     script = "\n".join(["set -e", *lines, shown])
-    libraries = Path(mpi.library().path).parent  # as a module sets it
+    libraries = Path(mpi.library().path).parent  # as an environment module sets it
     environ = ["PYTHONPATH=", f"PATH={Path(sys.executable).parent}:/usr/bin:/bin", f"LD_LIBRARY_PATH={libraries}"]
     outcome = run_command(["env", *environ, "bash", "-c", script], timeout=300)
     assert outcome.status == 0, str(outcome)
     torch, mpicomm = outcome.stdout.splitlines()[-1].split()
-    assert torch.startswith(sysconfig.get_path("purelib")), "torch was installed anew"
+    assert torch.startswith(sysconfig.get_path("purelib")), "torch was installed again"
     assert mpicomm.startswith(str(checkout / "venv")), outcome

@@ -1,4 +1,4 @@
-"""The guide's table of launchers' variables is made of the tables that the library reads, and says what is so."""
+"""The table of launchers' variables in docs/reference.md matches the package's tables, and what launchers set."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import mpicomm
 from mpicomm.launch.detect import OPEN_MPI, PMI, TORCHRUN, Launcher
 from tests.docs import launcher_table
-from tests.docs.documents import GUIDE
+from tests.docs.documents import REFERENCE
 from tests.launching import Outcome, run_command, run_ranks
 
 SIZE = 2
-# Prints the environment, a line for each rank.
+# Prints the environment, one line per rank.
 PROGRAM = "import json, os, sys; sys.stdout.write(json.dumps(dict(os.environ)) + chr(10))"
 
 
-def test_the_guide_has_the_table() -> None:
-    guide = GUIDE.read_text()
-    assert guide == launcher_table.inserted(guide), "python -m tests.docs.launcher_table --write"
+def test_the_reference_has_the_table() -> None:
+    reference = REFERENCE.read_text()
+    assert reference == launcher_table.inserted(reference), "python -m tests.docs.launcher_table --write"
 
 
 def test_it_has_what_a_world_has() -> None:
@@ -53,7 +53,7 @@ def test_torchrun_sets_what_the_table_says(tmp_path: Path) -> None:
 
 
 def check(outcome: Outcome, launcher: Launcher) -> list[dict[str, str]]:
-    """Compare what the ranks of one node were told with what the launcher's variables are said to be."""
+    """Compare the environment of the ranks of one node with the launcher's variables in the table."""
     assert outcome.status == 0, outcome
     environs = [json.loads(line) for line in outcome.stdout.splitlines()]
     told = {

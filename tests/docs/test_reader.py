@@ -1,4 +1,4 @@
-"""The reader of documents and the program of their snippets: what is wrong in a document is found, and where."""
+"""The reader of documents and the program of their snippets: mistakes in a document are reported with their line."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_section_runs_with_the_start_and_without_the_others(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("-number", "number", "text.md:27: does not fail"),
+        ("-number", "number", "text.md:27: does not raise"),
         ("ValueError: ...", "TypeError: ...", "text.md:27: 'TypeError: ...' is not in"),
         ("\n```text\nValueError: ...\n```\n", "", "text.md:27: no message is shown"),
     ],
@@ -131,9 +131,9 @@ def test_tracebacks_name_the_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<!-- raise -->\n```python\n```\n", "line 2: raise means nothing"),
-        ("<!-- raises -->\n\n```python\n```\n", "line 2: `raises` is to be right before a block"),
-        ("```python\n", "the block at line 2 has no end"),
+        ("<!-- raise -->\n```python\n```\n", "line 2: unknown comment `raise`"),
+        ("<!-- raises -->\n\n```python\n```\n", "line 2: `raises` must be directly before a block"),
+        ("```python\n", "the block at line 2 is not closed"),
     ],
 )
 def test_what_is_written_wrong_is_found(tmp_path: Path, text: str, message: str) -> None:

@@ -126,12 +126,12 @@ def test_all_end_well(size):
 def test_messages_arrive(size):
     outcome = run_all(size)
     assert lines(outcome, "-- .*, (16 B|8 MiB)") == 7, outcome
-    assert lines(outcome, r"rank \d: (had|sits out)\b.*") == 7 * size, outcome
+    assert lines(outcome, r"rank \d: (had|sent|idle)\b.*") == 7 * size, outcome
     for rank in range(size):
         sender = (rank - 1) % size
-        assert lines(outcome, f"rank {rank}: had {rank}, has {sender} from rank {sender}") >= 2, outcome
+        assert lines(outcome, f"rank {rank}: had {rank}, received {sender} from rank {sender}") >= 2, outcome
     sitting_out = 4 if size % 2 else 0
-    assert lines(outcome, f"rank {size - 1}: sits out, the number of ranks is odd") == sitting_out, outcome
+    assert lines(outcome, f"rank {size - 1}: idle, the number of ranks is odd") == sitting_out, outcome
 
 
 @pytest.mark.each_mpi
@@ -169,8 +169,8 @@ def test_a_task_that_fails_loses_no_other(size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_network_in_parts_is_the_network_in_one_piece(size):
     outcome = run_all(size)
-    assert lines(outcome, "the parts together are the network that one rank trains alone") == 1, outcome
-    assert lines(outcome, "the stages together are the network that one rank trains alone") == 1, outcome
+    assert lines(outcome, "parameters of all parts equal those of a network trained on one rank") == 1, outcome
+    assert lines(outcome, "parameters of all stages equal those of a network trained on one rank") == 1, outcome
     assert lines(outcome, r"step +\d+: loss 0\.\d+") == 10, outcome
 
 
@@ -191,20 +191,21 @@ def test_every_worker_pushes_and_the_loss_becomes_small(size):
 
 def test_one_rank_says_what_makes_no_sense():
     outcome = run_all(1)
-    for beginning in (
-        "rank 0: nobody to talk to",
-        "nobody to talk to",
-        "nobody to communicate with",
-        "a server without workers",
+    for beginning, name in (
+        ("rank 0: ", "p2p"),
+        ("", "ring_all_reduce"),
+        ("", "overlap"),
+        ("", "parameter_server"),
     ):
-        assert lines(outcome, f"{beginning}; start me with `mpirun -n 4 .*") == 1, outcome
+        said = f"{beginning}needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.{name}`"
+        assert lines(outcome, said) == 1, outcome
 
 
 @pytest.mark.parametrize("rank", [0, 6])
 def test_too_many_ranks_for_the_layers_is_said_once(rank, monkeypatch, capsys):
     monkeypatch.setattr("mpicomm.bootstrap", lambda: types.SimpleNamespace(rank=rank, size=7), raising=False)
     model_parallel.main()
-    said = "6 layers are too few for 7 ranks; start me with `mpirun -n 6`\n"
+    said = "expected at most 6 ranks, got 7; start with `mpirun -n 6`\n"
     assert capsys.readouterr().out == ("" if rank else said)
 
 

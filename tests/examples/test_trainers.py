@@ -28,7 +28,7 @@ def held_out_loss(outcome: Outcome) -> float:
 
 
 def written(outcome: Outcome) -> str:
-    return outcome.stdout.partition("It writes:")[2].strip()
+    return outcome.stdout.partition("Generated text:")[2].strip()
 
 
 # -- char_lm ---------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_char_lm_fails_if_it_has_not_learnt_and_goes_on_with_more_epochs():
     assert first.status != 0, first
     assert held_out_loss(first) > 2.6, first
     second = run_ranks(RANKS, [*command, "2"], timeout=240)
-    assert "going on from step 5: epoch 2" in second.stdout, second
+    assert "resuming from step 5: epoch 2" in second.stdout, second
     assert held_out_loss(second) < held_out_loss(first), second
 
 

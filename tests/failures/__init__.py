@@ -1,1 +1,1 @@
-"""Ranks that leave a job, in every way there is: `ways` has them, `python -m tests.failures` runs them."""
+"""Fault injection: `ways` lists how a rank can exit or fail, `python -m tests.failures` runs each case."""

@@ -1,7 +1,7 @@
-"""Ranks that leave a job: `table` runs every way and writes docs/faults.md, `random 50` runs random faults.
+"""Fault injection: `table` runs all fault cases and writes docs/faults.md, `random 50` runs random faults.
 
-`OTHER_MPI_ENV=path python -m tests.failures table` runs the ways on both MPIs, and with `--srun` as steps of a Slurm
-cluster with two nodes, such as `python -m tests.cluster up` makes, where TMPDIR must be a directory that they share.
+`OTHER_MPI_ENV=path python -m tests.failures table` runs the cases with both MPI libraries, and with `--srun` as steps
+of a Slurm cluster with two nodes, such as `python -m tests.cluster up` starts, where TMPDIR must be a shared directory.
 `python -m tests.failures random 50 [--seed S] [--only K]` repeats all faults of that seed, or the K-th.
 """
 
@@ -32,15 +32,15 @@ _WHO = 2
 
 
 def main() -> int:
-    """Do what the command line asks for, and return the exit status."""
+    """Run the subcommand, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.failures", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    table = commands.add_parser("table", help="run every way and write docs/faults.md")
-    table.add_argument("--srun", action="store_true", help="by srun on two nodes, instead of mpiexec")
+    table = commands.add_parser("table", help="run all fault cases and write docs/faults.md")
+    table.add_argument("--srun", action="store_true", help="start ranks with srun on two nodes, instead of mpiexec")
     faults = commands.add_parser("random", help="run random faults")
-    faults.add_argument("count", type=int, help="how many")
+    faults.add_argument("count", type=int, help="the number of faults")
     faults.add_argument("--seed", type=int, default=None)
-    faults.add_argument("--only", type=int, default=None, metavar="K", help="run only the K-th of them")
+    faults.add_argument("--only", type=int, default=None, metavar="K", help="run only the K-th fault")
     args = parser.parse_args()
     if args.command == "table":
         return write_tables(by_srun=args.srun)
@@ -55,35 +55,35 @@ def _print(text: str) -> None:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 _INTRODUCTION = f"""\
-# How a rank leaves, and what becomes of the job
+# Rank failures and early exits
 
-A rank that fails, leaves early or stands still must not leave the others waiting for ever. With mpicomm
+If a rank fails, exits early or hangs, the other ranks must not wait for it forever. With mpicomm
 
-- an exception that nobody catches, on any thread, is printed once, with its rank, and ends the job at once;
-- a rank that dies without a word, or calls `os._exit`, is named by rank 0 as soon as its connection breaks
-  (MPICH's launcher ends the others too when a rank is killed, on a busy machine before rank 0 has said so);
-- a rank that has left in good order, by `sys.exit` or at the end of its program, ends the job once another has waited
-  for it for 5 s;
-- what stands still in any other way is shown in a table of where every rank is, after `MPICOMM_HANG_SECONDS`, and
-  ends the job when the timeout of the operation passes;
-- a rank that is only slow ends nothing.
+- an uncaught exception, on any thread, is printed once, with its rank, and ends the job immediately;
+- rank 0 reports a rank that is killed, crashes or calls `os._exit` as soon as its connection breaks
+  (MPICH's launcher also ends the other ranks when a rank is killed, on a busy machine before rank 0 prints the report);
+- a rank that exits normally, by `sys.exit` or at the end of its program, ends the job after another rank has waited for
+  it for 5 s;
+- any other hang is reported after `MPICOMM_HANG_SECONDS`, in a table of the position of every rank, and ends the job at
+  the timeout of the operation;
+- a slow rank does not end the job.
 
-The tables show what was measured: rank {_WHO} of {ways.SIZE} leaves in each of these ways while the others are in
-`all_reduce`, once with mpicomm (`bootstrap(timeout={ways.TIMEOUT})`, `MPICOMM_HANG_SECONDS=3`) and once with mpi4py
-alone. The seconds are those from the fault to the end of the launcher, whose exit status follows. HANG: the job was
-still there {ways.PLAIN_LIMIT} s after its start, and was killed. `python -m tests.failures table` makes this page, with
-`--srun` the tables for srun, on two hosts of `make cluster-up`.
+The tables show measurements: the fault occurs on rank {_WHO} of {ways.SIZE} while the others are in `all_reduce`,
+once with mpicomm (`bootstrap(timeout={ways.TIMEOUT})`, `MPICOMM_HANG_SECONDS=3`) and once with mpi4py alone.
+"seconds" is the time from the fault to the end of the launcher, "status" the launcher's exit status. HANG: the job was
+still running {ways.PLAIN_LIMIT} s after its start, and was killed. `python -m tests.failures table` generates this
+page, with `--srun` the tables for srun, on two hosts of `make cluster-up`.
 """
 _HEAD = """\
-| rank {who} leaves by | with mpicomm: ended | seconds | status | named | without: ended | seconds | status |
+| fault on rank {who} | with mpicomm: ended | seconds | status | named | without: ended | seconds | status |
 |---|---|---|---|---|---|---|---|
 """
 
 
 def write_tables(*, by_srun: bool) -> int:
-    """Run every way with and without mpicomm, on the MPIs there are, and write the page and the raw results.
+    """Run every case with and without mpicomm, on the available MPIs, and write the page and the raw results.
 
-    What was measured with other launchers and MPIs stays.
+    Tables of other launchers and MPIs are kept.
     """
     tables: list[dict[str, Any]] = json.loads(MPI4PY.read_text()) if MPI4PY.exists() else []
     is_well = True
@@ -141,11 +141,11 @@ def _cells(raw: dict[str, Any]) -> list[str]:
 def _named(raw: dict[str, Any]) -> str:
     if raw["named"]:
         return hang_report.called(raw["named"])
-    return "nobody: the launcher was faster" if raw["status"] else "nobody"
+    return "no rank: the launcher was faster" if raw["status"] else "no rank"
 
 
 def _code(name: str) -> str:
-    """Set calls and variables in code."""
+    """Mark calls and variables as code."""
     return re.sub(r"((?:raise )?[\w.]+\(\d*\)|MPICOMM_\w+=\d|all_reduce)", r"`\1`", name)
 
 
@@ -181,7 +181,7 @@ def _described(machine: dict[str, Any]) -> str:
 
 
 def _public(text: str) -> str:
-    """Take the machine's name and its paths out."""
+    """Remove the machine's name and its paths."""
     text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "host", text)
     for path in (str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())):
         text = text.replace(path, "...")
@@ -207,20 +207,19 @@ def ring():
         receive((rank - 1) % size)
 """
 _MOST_OPERATIONS = 30
-_TAG = 99  # of a message that nobody sends
+_TAG = 99  # of a message that no rank sends
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault at a moment in a program of random operations."""
+    """A fault at a random position in a program of random operations."""
 
     way: Way
     who: int
     before: list[str]
-    """What all ranks run before."""
+    """The operations that all ranks run before the fault."""
 
     def run(self) -> Result:
-        """Run the program."""
         return ways.run(self.way, self.who, before=_RING + "\n".join(self.before))
 
     def __str__(self) -> str:
@@ -249,14 +248,14 @@ def _os_exit(rng: random.Random) -> Way:
 def _standstill(rng: random.Random) -> Way:
     if rng.random() < 0.5:
         return Way(
-            "recv of what nobody sends",
+            "recv of a message that no rank sends",
             f"receive((rank - 1) % size, {_TAG})",
             ways.DEADLINE,
             r"\n  rank {who} +in recv from rank \d, ",
-            named=ways.ANYBODY,  # who waits may be in several places
+            named=ways.ANYBODY,  # the waiting ranks may be in several operations
         )
     return Way(
-        "barrier where the others all_reduce, MPICOMM_DEBUG=1",
+        "barrier while the others call all_reduce, MPICOMM_DEBUG=1",
         "barrier()",
         ways.AT_ONCE,
         r"MismatchError: [\s\S]*?\n *rank {who}: .*barrier",
@@ -266,7 +265,7 @@ def _standstill(rng: random.Random) -> Way:
 
 
 _KINDS: dict[str, Callable[[random.Random], Way]] = {
-    "exception": _known("exception", "exception, while a thread lives"),
+    "exception": _known("exception", "exception, while another thread runs"),
     "sys.exit": _sys_exit,
     "os._exit": _os_exit,
     "SIGKILL": _known("SIGKILL"),
@@ -279,7 +278,7 @@ _OF_EACH = 5
 
 
 def _draw(count: int, seed: int) -> list[Fault]:
-    """Return random faults, all kinds alike often, up to so many of each; the rest at random."""
+    """Return random faults: an equal number of each kind, up to `_OF_EACH`, and the rest of random kinds."""
     rng = random.Random(seed)
     kinds = list(_KINDS) * min(_OF_EACH, count // len(_KINDS))
     kinds += rng.choices(list(_KINDS), k=count - len(kinds))
@@ -291,13 +290,13 @@ def _draw_one(kind: str, rng: random.Random) -> Fault:
     way = _KINDS[kind](rng)
     program = [rng.choice(_OPERATIONS).format(root=rng.randrange(ways.SIZE)) for _ in range(_MOST_OPERATIONS)]
     moment = rng.randrange(len(program))
-    first = [way.others] if way.env else []  # what the calls are to differ in
+    first = [way.others] if way.env else []  # the call that must mismatch
     others = "\n".join([*first, *program[moment:], "all_reduce()", "all_reduce()"])
     return Fault(dataclasses.replace(way, others=others), rng.randrange(ways.SIZE), program[:moment])
 
 
 def run_random(count: int, seed: int | None, only: int | None) -> int:
-    """Run random faults, and return 1 if any did not end as it is to."""
+    """Run random faults, and return 1 if a job did not end as specified."""
     seed = random.randrange(1_000_000) if seed is None else seed
     _print(f"seed {seed}: {count} faults at {ways.SIZE} ranks on {ways.mpi_of(ways.programs_of(None))}")
     bad: list[int] = []
@@ -306,7 +305,7 @@ def run_random(count: int, seed: int | None, only: int | None) -> int:
             continue
         result = fault.run()
         bad += [number] if result.problems else []
-        _print(f"{number:3} {fault}: {_end(result)}, {_who_is_named(result)}: {'; '.join(result.problems) or 'well'}")
+        _print(f"{number:3} {fault}: {_end(result)}, {_who_is_named(result)}: {'; '.join(result.problems) or 'ok'}")
         if result.problems:
             _print("\n".join(f"      {line}" for line in result.stderr.splitlines()))
     _print(f"{len(bad)} violations{f', in {bad}' if bad else ''}; seed {seed}")
@@ -314,7 +313,7 @@ def run_random(count: int, seed: int | None, only: int | None) -> int:
 
 
 def _who_is_named(result: Result) -> str:
-    return f"{hang_report.called(result.named)} named" if result.named else "nobody named"
+    return f"{hang_report.called(result.named)} named" if result.named else "no rank named"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What the recorder, the watchdog and `MPICOMM_ON_TIMEOUT=raise` cost: `mpirun -n 2 python -m tests.failures.overhead`.
+"""The overhead of the flight recorder, the watchdog and `MPICOMM_ON_TIMEOUT=raise`.
+
+Run it with `mpirun -n 2 python -m tests.failures.overhead`.
 
 Rank 0 writes docs/results/overhead-<ranks>-<MPI>.json.
 
-Rounds with and without take turns in one run, since the machine is noisy; the figures are the medians of the rounds.
+Rounds with and without them alternate in one run, because the machine is noisy; the figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ ROUNDS, CALLS = 101, 500
 
 
 class Unrecorded:
-    """Takes the place of an operation and notes nothing."""
+    """A no-op replacement for a recorded operation."""
 
     def finish(self) -> None:
-        """Do nothing."""
+        pass
 
 
 UNRECORDED = Unrecorded()
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, float]:
-    """Return the median microseconds of a call in each state, and of the differences to the bare one."""
+    """Return the median microseconds of a call in each state, and of the differences to the state "off"."""
     states = {"off": _off, "on": _on, "on, timeouts raise": _on_and_raising}
     times: dict[str, list[float]] = {state: [] for state in states}
     for _ in range(rounds):

@@ -1,7 +1,7 @@
-"""Every way in which a rank can leave a job while the others wait for it, once, and what is then to happen.
+"""The fault cases: every way in which a rank can fail or exit while the others wait for it, and the expected outcome.
 
-The code of a way runs on one rank, `who`, while the others are in `all_reduce`. It is the same with mpicomm and with
-mpi4py alone: the preambles give it the same names.
+The code of a case runs on one rank, `who`, while the others are in `all_reduce`. It is the same with mpicomm and with
+mpi4py alone: the preambles define the same names.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tests.launching import run_command
 
 SIZE = 4
 TIMEOUT = 8
-"""Seconds that an operation may take: longer than the watchdog waits for a rank that has left."""
+"""The timeout of operations, in seconds: longer than the watchdog waits for a rank that has exited."""
 
 PLAIN_LIMIT = 15
-"""Seconds after which a job without mpicomm counts as one that hangs."""
+"""Seconds after which a job without mpicomm counts as hanging."""
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
@@ -37,15 +37,15 @@ AT_ONCE, WAIT_LIMIT, DEADLINE, GOOD = (
     "never: the job ends well",
 )
 
-# Between which seconds after the fault the job must be over. The machine may be busy: the upper bounds only tell an end
-# from none, but "at once" must be before the deadline.
+# The bounds, in seconds after the fault, between which the job must end. The machine may be busy: the upper bounds only
+# distinguish an end from a hang, but "at once" must be before the deadline.
 BOUNDS = {
     AT_ONCE: (0.0, TIMEOUT - 0.5),
     WAIT_LIMIT: (4.5, 30.0),
     DEADLINE: (TIMEOUT - 0.5, 30.0),
     GOOD: (0.0, 30.0),
 }
-_WITHOUT_RANK_0 = 4.0  # seconds more, where the others have to find out that rank 0 does not answer
+_WITHOUT_RANK_0 = 4.0  # additional seconds if the others must detect that rank 0 does not answer
 _LIMIT = 180.0
 
 _ENV = {"MPICOMM_HANG_SECONDS": "3"}
@@ -56,47 +56,47 @@ WHO, OTHERS, EVERYBODY, NOBODY, ANYBODY = "who", "others", "everybody", "nobody"
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to leave a job, or to keep the others waiting."""
+    """One fault: a way to fail, to exit, or to keep the others waiting."""
 
     name: str
     code: str
-    """What rank `who` runs while the others are in `all_reduce`."""
+    """The code that rank `who` runs while the others are in `all_reduce`."""
 
     when: str
-    """When the job ends: AT_ONCE, WAIT_LIMIT, DEADLINE, or GOOD if it is not to end."""
+    """When the job must end: AT_ONCE, WAIT_LIMIT, DEADLINE, or GOOD if the fault must not end it."""
 
     words: str
-    """A pattern for what mpicomm says of it."""
+    """A regular expression for the lines that mpicomm must print."""
 
     named: str = WHO
-    """Which ranks mpicomm names as the cause."""
+    """The ranks that mpicomm must name as the cause."""
 
     trace: str = ""
-    """The last line of the one traceback; empty if there is none."""
+    """The last line of the single traceback; empty without a traceback."""
 
     open_mpi_status: int | None = None
-    """With which status Open MPI's mpiexec ends; None for any but 0."""
+    """The exit status of Open MPI's mpiexec; None for any status except 0."""
 
     is_sudden: bool = False
-    """The rank says nothing; some launchers kill the others before they can."""
+    """The rank prints nothing; some launchers kill the other ranks before they can report it."""
 
     others: str = "for _ in range(3):\n    all_reduce()"
-    """What the other ranks run."""
+    """The code that the other ranks run."""
 
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def bounds(self, who: int) -> tuple[float, float]:
-        """Return between which seconds after the fault the job must be over."""
+        """Return the bounds, in seconds after the fault, between which the job must end."""
         low, high = BOUNDS[self.when]
         return low, high + (_WITHOUT_RANK_0 if who == 0 else 0.0)
 
 
 _HOLD = "threading.Thread(target=time.sleep, args=(600,)).start()\n"
-_DIED = r"died: its process has ended without a word"
-_LEFT = r"has left, but others wait for it; the job cannot go on\.[\s\S]*?\n  rank {who} +left \d+ s ago "
+_DIED = r"died: its process ended without reporting an error"
+_LEFT = r"has exited, but other ranks wait for it; aborting the job[\s\S]*?\n  rank {who} +exited \d+ s ago "
 _STATE = r".*: process \d+ is "
-_NO_ANSWER = rf"(rank {{who}} +not answering for \d+ s|rank {{who}} .*has not answered for \d+ s){_STATE}"
-_FAILED = "failed and ends the job:"
+_NO_ANSWER = rf"(rank {{who}} +not responding for \d+ s|rank {{who}} .*has not responded for \d+ s){_STATE}"
+_FAILED = "failed; aborting the job:"
 _IN_A_THREAD = """
 def check():
     assert False, "in a thread"
@@ -109,7 +109,7 @@ _BROADCAST = "broadcast((rank + 1) % size)\nall_reduce()"
 WAYS = [
     Way("exception", 'raise ValueError("a bad batch")', AT_ONCE, _FAILED, trace="ValueError: a bad batch"),
     Way(
-        "exception, while a thread lives",
+        "exception, while another thread runs",
         _HOLD + 'raise ValueError("a bad batch")',
         AT_ONCE,
         _FAILED,
@@ -118,7 +118,7 @@ WAYS = [
     Way("sys.exit(0)", "sys.exit(0)", WAIT_LIMIT, _LEFT + "with status 0"),
     Way("sys.exit(3)", "sys.exit(3)", WAIT_LIMIT, _LEFT + "with status 3", open_mpi_status=3),
     Way(
-        "sys.exit(3), while a thread lives",
+        "sys.exit(3), while another thread runs",
         _HOLD + "sys.exit(3)",
         WAIT_LIMIT,
         _LEFT + "with status 3",
@@ -132,7 +132,7 @@ WAYS = [
         "failed assertion in a thread",
         _IN_A_THREAD,
         AT_ONCE,
-        r"thread Thread-1.*, failed and ends the job:",
+        r"thread Thread-1.*, failed; aborting the job:",
         trace="AssertionError: in a thread",
     ),
     Way("MPI error", 'comm.Send(b"x", dest=99)', AT_ONCE, _FAILED, trace="mpi4py.MPI.Exception: "),
@@ -143,21 +143,21 @@ WAYS = [
         "SIGTERM",
         "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)",
         AT_ONCE,
-        "was ended by SIGTERM",
+        "was terminated by SIGTERM",
         is_sudden=True,
     ),
     Way("SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)", DEADLINE, _NO_ANSWER + r"stopped by a signal \(SIGSTOP\)"),
     Way(
-        "call in C that keeps the GIL",
+        "C call that holds the GIL",
         "ctypes.PyDLL(None).sleep(600)",
         DEADLINE,
-        _NO_ANSWER + "asleep, in code that keeps the GIL",
+        _NO_ANSWER + "sleeping in code that holds the GIL",
     ),
     Way(
-        "end of the program, with an all_reduce that nobody joins",
+        "end of the program, with an unmatched all_reduce",
         "start_all_reduce()",
         WAIT_LIMIT,
-        r"have left, but others wait for them[\s\S]*?\n  rank {who} +in all_reduce #4, ",
+        r"have exited, but other ranks wait for them[\s\S]*?\n  rank {who} +in all_reduce #4, ",
         named=OTHERS,
         others="pass",
     ),
@@ -165,18 +165,18 @@ WAYS = [
         "deadlock of receives",
         _RECEIVE,
         DEADLINE,
-        r"has waited in recv from rank \d[\s\S]*?\n  rank {who} +in recv from rank \d, ",
+        r"timed out after \d+ s in recv from rank \d[\s\S]*?\n  rank {who} +in recv from rank \d, ",
         named=EVERYBODY,
         others=_RECEIVE,
     ),
     Way(
-        "broadcast where the others all_reduce",
+        "broadcast while the others call all_reduce",
         _BROADCAST,
         DEADLINE,
-        r"has waited in [\s\S]*?\n  rank {who} +in broadcast #4, root rank \d, ",
+        r"timed out after \d+ s in [\s\S]*?\n  rank {who} +in broadcast #4, root rank \d, ",
     ),
     Way(
-        "broadcast where the others all_reduce, MPICOMM_DEBUG=1",
+        "broadcast while the others call all_reduce, MPICOMM_DEBUG=1",
         _BROADCAST,
         AT_ONCE,
         r"MismatchError: [\s\S]*?\n *rank {who}: .*broadcast",
@@ -237,11 +237,11 @@ _BEFORE = "for _ in range(3):\n    all_reduce()"
 
 
 def script(way: Way, who: int, *, before: str = _BEFORE, is_plain: bool = False) -> str:
-    """Return the program of a way.
+    """Return the program of a case.
 
     Args:
-        before: What all ranks run before.
-        is_plain: With mpi4py alone, instead of mpicomm.
+        before: The code that all ranks run first.
+        is_plain: Use mpi4py alone, instead of mpicomm.
     """
     parts = [_COMMON, _PLAIN if is_plain else _MPICOMM, before, f"if rank == {who}:", _indented("now()\n" + way.code)]
     return "\n".join([*parts, "else:", _indented(way.others)]) + "\n"
@@ -253,39 +253,39 @@ def _indented(code: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a job ended in which a rank left."""
+    """How a job with a fault ended."""
 
     way: Way
     who: int
     size: int
     mpi: str
     ended: bool
-    """Whether it ended by itself."""
+    """Whether the job ended before it was killed at its time limit."""
 
     seconds: float | None
-    """From the fault to the end of the job; None if it did not end."""
+    """Seconds from the fault to the end of the job; None if it did not end."""
 
     status: int | None
     lines: list[str]
-    """What mpicomm said: its `[mpicomm]` lines and the tables below them."""
+    """The output of mpicomm: its `[mpicomm]` lines and the tables below them."""
 
     causes: list[str]
-    """Those lines that name the cause of the job's end."""
+    """The lines that name the cause of the job's end."""
 
     named: list[int]
-    """The ranks that are named there."""
+    """The ranks that these lines name."""
 
     left: list[str]
-    """Processes and files that the job left. The package makes no file in /dev/shm: it uses memfd_create."""
+    """Leftover processes and files of the job. mpicomm creates no file in /dev/shm: it uses memfd_create."""
 
     stderr: str
-    """All that was written to stderr; what happened, if the job did not end."""
+    """The content of stderr; if the job did not end, a description of the failure."""
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it is to be; empty if the job with mpicomm ended as its way says."""
+        """The deviations from the specified outcome; empty if the job with mpicomm ended as specified."""
         if not self.ended:
-            return [f"has not ended after {_LIMIT:.0f} s", *self.left]
+            return [f"timed out after {_LIMIT:.0f} s", *self.left]
         checks = [self._wrong_status(), self._wrong_moment(), self._wrong_names(), self._wrong_trace(), *self.left]
         return [problem for problem in checks if problem]
 
@@ -294,38 +294,38 @@ class Result:
         if self.way.when == GOOD:
             wanted = 0
         if self.status == 0 if wanted is None else self.status != wanted:
-            return f"status {self.status}, not {'another than 0' if wanted is None else wanted}"
+            return f"status {self.status}, expected {'any except 0' if wanted is None else wanted}"
         return ""
 
     def _wrong_moment(self) -> str:
         low, high = self.way.bounds(self.who)
         if self.seconds is None:
             return "the fault did not happen"
-        return "" if low <= self.seconds <= high else f"{self.seconds:.1f} s, not {low:g} to {high:g} s"
+        return "" if low <= self.seconds <= high else f"{self.seconds:.1f} s, expected {low:g} to {high:g} s"
 
     def _wrong_names(self) -> str:
         others = sorted(set(range(self.size)) - {self.who})
         named = {WHO: [self.who], OTHERS: others, EVERYBODY: list(range(self.size)), NOBODY: []}.get(self.way.named)
         if self.is_silent_by_launcher or self.way.when == GOOD:
-            return "" if not self.causes else f"a cause is told: {self.causes}"
+            return "" if not self.causes else f"a cause is reported: {self.causes}"
         if named is not None and self.named != named:
-            return f"names {self.named}, not {named}"
+            return f"names {self.named}, expected {named}"
         if len(self.causes) != 1:
-            return f"{len(self.causes)} causes are told: {self.causes}"
+            return f"{len(self.causes)} causes are reported: {self.causes}"
         words = self.way.words.replace("{who}", str(self.who))
-        return "" if re.search(words, "\n".join(self.lines)) else f"does not say {words!r}"
+        return "" if re.search(words, "\n".join(self.lines)) else f"does not print {words!r}"
 
     def _wrong_trace(self) -> str:
         is_timed_out = self.way.when == DEADLINE and any(line.startswith(_TIMED_OUT) for line in self.lines)
         times = 1 if self.way.trace or is_timed_out else 0
         for text in filter(None, ["Traceback (most recent call last)", self.way.trace]):
             if (count := self.stderr.count(text)) != times:
-                return f"{text!r} is there {count} times, not {times}"
+                return f"{text!r} occurs {count} times, expected {times}"
         return ""
 
     @property
     def is_silent_by_launcher(self) -> bool:
-        """Whether MPICH's launcher has killed the others before they could tell that a rank had died."""
+        """Whether MPICH's launcher killed the other ranks before they could report the dead rank."""
         return self.way.is_sudden and self.mpi == MPICH and not self.named
 
     def __str__(self) -> str:
@@ -343,16 +343,17 @@ def run(
     environment: Path | None = None,
     launcher: Sequence[str] = (),
 ) -> Result:
-    """Run a way, in a directory of its own.
+    """Run a case in a new temporary directory.
 
     Args:
-        before: What all ranks run before.
-        is_plain: With mpi4py alone, instead of mpicomm.
-        environment: The virtual environment with the MPI; this Python's if left out.
-        launcher: The command that starts the ranks; the MPI's own mpiexec if left out.
+        before: The code that all ranks run first.
+        is_plain: Use mpi4py alone, instead of mpicomm.
+        environment: The virtual environment with the MPI; by default this Python's.
+        launcher: The command that starts the ranks; by default the MPI's own mpiexec.
     """
     programs = programs_of(environment)
-    if launcher:  # which has a status of its own for ranks that fail; and rank 0 sees its own host's processes alone
+    # The launcher has its own exit status for failed ranks, and rank 0 sees only the processes of its own host.
+    if launcher:
         way = dataclasses.replace(way, open_mpi_status=None, words=way.words.partition(_STATE)[0])
     with tempfile.TemporaryDirectory() as folder:
         at, cwd = Path(folder, "at"), Path(folder, "cwd")
@@ -365,7 +366,7 @@ def run(
                 env={**_ENV, **way.env, _AT: str(at)},
                 timeout=PLAIN_LIMIT if is_plain else _LIMIT,
             )
-        except AssertionError as error:  # it was killed, or left processes
+        except AssertionError as error:  # the job was killed, or left processes
             return _of_failure(way, who, size, mpi_of(programs), str(error))
         left = [f"file {path.name}" for path in sorted(cwd.iterdir())]
         seconds = outcome.ended - float(at.read_text()) if at.exists() else None
@@ -378,13 +379,13 @@ def run(
 
 
 def programs_of(environment: Path | None) -> Path:
-    """Return the directory with an environment's `mpiexec` and `python`; this Python's if there is none."""
+    """Return the directory with an environment's `mpiexec` and `python`; by default this Python's."""
     return Path(sys.executable).parent if environment is None else environment.absolute() / "bin"
 
 
 @functools.cache
 def mpi_of(programs: Path) -> str:
-    """Return which MPI an environment has."""
+    """Return the name of the MPI library of an environment."""
     said = subprocess.run([programs / "mpiexec", "--version"], capture_output=True, text=True, timeout=30, check=True)
     return OPEN_MPI if "Open MPI" in said.stdout else MPICH
 
@@ -399,23 +400,23 @@ def _of_failure(way: Way, who: int, size: int, mpi: str, error: str) -> Result:
     return Result(way, who, size, mpi, not is_hang, None, known, lines, causes, _named(lines), left, error)
 
 
-# -- what mpicomm said -------------------------------------------------------------------------------------------------
+# -- output of mpicomm -------------------------------------------------------------------------------------------------
 
 _CAUSE = re.compile(
     r"\[mpicomm\] (ranks? [\d, -]+) of \d+ on [\w.-]+(?:, (?!thread )[\w.-]+)*(?:, thread .*,)? "
-    r"(failed and ends the job|died:|called os|was ended by|has left|have left|has waited in|has not answered)"
+    r"(failed; aborting|died:|called os|was terminated by|has exited|have exited|timed out after|has not responded)"
     r"|mpicomm\.MismatchError: "
 )
-_ROW = re.compile(r" +(ranks? [\d, -]+?)(?: +|: #\d+ )(not answering|died|left|(?:in )?[a-z_]+)")
-_TIMED_OUT = "TimeoutError: barrier #"  # how a barrier tells that its deadline has passed; the others end the job
-_IS_ELSEWHERE = {"not answering", "died", "left", "in no"}
+_ROW = re.compile(r" +(ranks? [\d, -]+?)(?: +|: #\d+ )(not responding|died|exited|(?:in )?[a-z_]+)")
+_TIMED_OUT = "TimeoutError: barrier #"  # the error of a barrier that timed out; the other ranks end the job
+_IS_ELSEWHERE = {"not responding", "died", "exited", "in no"}
 
 
 def _lines_of_ours(stderr: str) -> list[str]:
-    """Return the lines of mpicomm's and the indented ones below them."""
+    """Return the lines that mpicomm printed and the indented lines below them."""
     lines: list[str] = []
     is_ours = False
-    # Open MPI's own words may end in the middle of a line.
+    # Open MPI's own output may end in the middle of a line.
     for line in re.sub(r"[^\S\n]*(?=\[mpicomm\] )", "\n", stderr).splitlines():
         starts = line.startswith(("[mpicomm]", "mpicomm.", _TIMED_OUT))
         is_ours = starts or (is_ours and line.startswith("  "))
@@ -425,7 +426,7 @@ def _lines_of_ours(stderr: str) -> list[str]:
 
 
 def _named(lines: Sequence[str]) -> list[int]:
-    """Return the ranks that are told as the cause: in the line itself, or by the table below it."""
+    """Return the ranks that are reported as the cause: in the line itself, or in the table below it."""
     named: set[int] = set()
     for number, line in enumerate(lines):
         if (cause := _CAUSE.match(line)) is None:
@@ -433,7 +434,7 @@ def _named(lines: Sequence[str]) -> list[int]:
         below = lines[number + 1 :]
         if below and below[0].startswith(_TIMED_OUT):
             named |= _odd_ones(below[1:])
-        elif cause[2] == "has waited in" or cause[1] is None:
+        elif cause[2] == "timed out after" or cause[1] is None:
             named |= _odd_ones(below)
         else:
             named |= _ranks(cause[1])
@@ -441,12 +442,12 @@ def _named(lines: Sequence[str]) -> list[int]:
 
 
 def _odd_ones(lines: Sequence[str]) -> set[int]:
-    """Return the ranks that a table shows not to be where most are; all if they are all in the same operation."""
+    """Return the ranks that a table shows outside the most frequent place; all if all are in the same operation."""
     places: dict[int, str] = {}
     for line in lines:
         if not line.startswith(" "):
             break
-        if (row := _ROW.match(line)) and "its hub, which does not answer" not in line:
+        if (row := _ROW.match(line)) and ": its hub, rank " not in line:
             places |= dict.fromkeys(_ranks(row[1]), row[2])
     elsewhere = {rank for rank, place in places.items() if place in _IS_ELSEWHERE}
     most = collections.Counter(places.values()).most_common(1)
@@ -458,7 +459,7 @@ def _ranks(text: str) -> set[int]:
 
 
 def described_status(status: int | None) -> str:
-    """Return a launcher's status, with the signal that it may stand for."""
+    """Return a launcher's exit status, with the name of the signal that it may represent."""
     if status is None:
         return ""
     number = -status if status < 0 else status - 128
@@ -466,5 +467,5 @@ def described_status(status: int | None) -> str:
 
 
 def environments(other: str | None = os.environ.get("OTHER_MPI_ENV")) -> list[Path | None]:
-    """Return the environments with an MPI: this one and, where there is one, the other."""
+    """Return the environments with an MPI: this one and, if configured, the other one."""
     return [None, Path(other)] if other else [None]

@@ -1,4 +1,4 @@
-"""Tests of what PyTorch builds on a back end: all of them run on every rank of a world."""
+"""Tests of what PyTorch builds on a backend: all of them run on every rank of a world."""
 
 from __future__ import annotations
 

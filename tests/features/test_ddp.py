@@ -1,4 +1,4 @@
-"""DistributedDataParallel on the back end gives the gradients of the same computation in one process."""
+"""DistributedDataParallel on the backend gives the gradients of the same computation in one process."""
 
 from __future__ import annotations
 

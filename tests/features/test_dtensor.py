@@ -1,4 +1,4 @@
-"""Distributed tensors and device meshes on the back end: placements change, contents do not."""
+"""Distributed tensors and device meshes on the backend: placements change, contents do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded training on the back end gives the parameters of the same training in one process.
+"""Fully sharded training on the backend gives the parameters of the same training in one process.
 
 FSDP2 averages float32 and bf16 gradients by AVG, and float64 ones by SUM with a division before and after.
 """

@@ -189,6 +189,7 @@ def assert_works(group: dist.ProcessGroup, ranks: list[int]) -> None:
     assert gathered.tolist() == ranks
 
 
+@pytest.mark.usefixtures("equal_numbers_of_groups")
 def test_groups_made_by_their_members(world: mpicomm.World) -> None:
     """Pairs of ranks make theirs at the same time; then all make twins of equal members.
 
@@ -236,7 +237,7 @@ def bound_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "split_group"), reason="torch splits off groups of NCCL alone")
-@pytest.mark.usefixtures("bound_device")
+@pytest.mark.usefixtures("bound_device", "equal_numbers_of_groups")
 def test_groups_split_off(world: mpicomm.World) -> None:
     """Torch counts ranks within the group that is split, and gives None to those in no part."""
     first = world.rank - world.rank % 2

@@ -1,4 +1,4 @@
-"""Tensor parallelism on the back end: outputs and gradients are those of the plain module."""
+"""Tensor parallelism on the backend: outputs and gradients are those of the plain module."""
 
 from __future__ import annotations
 

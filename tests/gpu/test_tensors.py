@@ -172,7 +172,7 @@ def test_futures_hold_tensors_of_gpus(group: Group, device: torch.device) -> Non
 def test_a_graph_is_refused(group: Group, device: torch.device, alone: None) -> None:
     tensor = torch.ones(4, device=device)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(MpicommError, match="a CUDA graph is being recorded"), torch.cuda.graph(graph):
+    with pytest.raises(MpicommError, match="a CUDA graph is being captured"), torch.cuda.graph(graph):
         dist.all_reduce(tensor, group=group.handle)
     dist.all_reduce(tensor, group=group.handle)
     assert tensor.tolist() == [group.size] * 4

@@ -101,4 +101,6 @@ def test_torchrun_has_absent_ranks_too(tmp_path: Path) -> None:
         r"  rank 0 on \1 has not called bootstrap\(\): process \d+, \S*python.*\n",
         told,
     ), outcome
-    assert "RendezvousError: bootstrap(): 1 of 2 ranks did not arrive within 6 s: rank 0.\n" in outcome.stderr, outcome
+    assert (
+        "RendezvousError: bootstrap(): timed out after 6 s: 1 of 2 ranks did not arrive: rank 0.\n" in outcome.stderr
+    ), outcome

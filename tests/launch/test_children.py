@@ -63,7 +63,7 @@ def main(how):
     try:
         list(DataLoader(Reducing(), num_workers=1, multiprocessing_context=how))
     except (RuntimeError, ValueError) as error:  # torch knows no process group in a child that is spawned
-        say("refused", "it cannot call operations" in str(error) or how == "spawn")
+        say("refused", "a forked child cannot call operations" in str(error) or how == "spawn")
     context = multiprocessing.get_context(how)
     queue = context.Queue()
     child = context.Process(target=try_bootstrap, args=(queue,))
@@ -134,6 +134,6 @@ def test_children_of_a_rank(tmp_path: Path, how: str) -> None:
         assert said.count("refused in a fork 8") == SIZE, outcome
         assert said.count("status 1") == SIZE, outcome
         assert outcome.stderr.count("KeyError: 'of the child alone'") == SIZE, outcome
-        assert "ends the job" not in outcome.stderr, outcome
+        assert "aborting the job" not in outcome.stderr, outcome
     else:
         assert outcome.stderr == "", outcome

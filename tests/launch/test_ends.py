@@ -66,14 +66,16 @@ def test_the_first_cause_is_told(code: str) -> None:
     outcome = run_ranks(3, IMPORTS + code, timeout=90)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: the first cause") == 1, outcome
-    assert causes(outcome) == ["[mpicomm] rank 1 of 3 on HOST failed and ends the job:"], outcome
+    assert causes(outcome) == ["[mpicomm] rank 1 of 3 on HOST failed; aborting the job:"], outcome
     assert outcome.seconds < 50, outcome  # before the timeout
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named() -> None:
     outcome = run_ranks(3, IMPORTS + NEW_GROUP)
     assert outcome.status != 0, outcome
-    assert causes(outcome) == ["[mpicomm] rank 1 of 3 on HOST has left, but others wait for it; the job cannot go on."]
+    assert causes(outcome) == [
+        "[mpicomm] rank 1 of 3 on HOST has exited, but other ranks wait for it; aborting the job"
+    ]
     assert re.search(r"ranks 0, 2 +in new_group #0, in the group of ranks 0-2, at <string>:\d+", outcome.stderr), (
         outcome
     )
@@ -82,7 +84,9 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_named() -> None:
 def test_a_caught_exit_is_not_the_status_of_the_job() -> None:
     outcome = run_ranks(2, IMPORTS + CAUGHT_EXIT)
     assert outcome.status == 1, outcome
-    assert causes(outcome) == ["[mpicomm] rank 1 of 2 on HOST has left, but others wait for it; the job cannot go on."]
+    assert causes(outcome) == [
+        "[mpicomm] rank 1 of 2 on HOST has exited, but other ranks wait for it; aborting the job"
+    ]
     assert "status 3" not in outcome.stderr, outcome
 
 
@@ -223,4 +227,4 @@ def test_timeouts_do_not_count_a_suspension() -> None:
 def causes(outcome: Outcome) -> list[str]:
     """Return the lines that name the cause of the end."""
     lines = re.findall(r"\[mpicomm\] .*", outcome.stderr)  # Open MPI's own words may end in the middle of a line
-    return [re.sub(r" on \S+", " on HOST", line) for line in lines if "stands still" not in line]
+    return [re.sub(r" on \S+", " on HOST", line) for line in lines if "possible hang" not in line]

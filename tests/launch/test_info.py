@@ -32,7 +32,7 @@ def test_every_rank_is_told_of() -> None:
     assert [row[:5] for row in rows[:3]] == [[str(rank), host, "0", str(rank), "cpu"] for rank in range(3)]
     software = {row[0]: row[1] for row in rows[3:]}
     assert software["Python"] == ".".join(map(str, sys.version_info[:3]))
-    assert software["back end"] == "mpi"
+    assert software["backend"] == "mpi"
     assert software["MPI"].partition(" ")[0] in {"Open", "MPICH"}
 
 
@@ -44,7 +44,7 @@ def test_the_same_as_json() -> None:
     assert [(each["rank"], each["local_rank"], each["uuid"]) for each in found["ranks"]] == [(0, 0, ""), (1, 1, "")]
     for each in found["ranks"]:
         assert (each["environment"]["RANK"], each["environment"]["WORLD_SIZE"]) == (str(each["rank"]), "2")
-        assert set(job_info.report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
+        assert set(job_info.hang_report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
 
 
 @pytest.mark.each_mpi
@@ -84,7 +84,7 @@ def test_alone_and_under_torchrun() -> None:
 def test_a_rank_that_is_none_is_refused() -> None:
     outcome = run_ranks(2, [*INFO, "--env", "2"])
     assert outcome.status == 2, outcome
-    assert "mpicomm info: there is no rank 2: --env takes 0 to 1" in outcome.stderr
+    assert "mpicomm info: --env 2: expected a rank from 0 to 1" in outcome.stderr
 
 
 def test_without_an_mpi_the_remedy_is_printed() -> None:

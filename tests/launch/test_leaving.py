@@ -13,7 +13,7 @@ from tests.launching import Outcome, run_ranks
 
 SIZE, WHO = 3, 2
 OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
-# `raise SystemExit(4)` is as the end of the program, and an exception as the one while a thread lives;
+# `raise SystemExit(4)` ends like the end of the program, and "exception" like the one while another thread runs; only
 # `python -m tests.failures` runs them.
 SAME_AS_ANOTHER = {"raise SystemExit(4)", "exception"}
 
@@ -29,7 +29,7 @@ OF_THE_MPI_LIBRARY = {
     "SIGKILL",
     "SIGTERM",
     "SIGSTOP",
-    "end of the program, with an all_reduce that nobody joins",
+    "end of the program, with an unmatched all_reduce",
 }
 
 
@@ -142,7 +142,7 @@ def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None
     dumps = tmp_path / "dumps"
     outcome = _run(tmp_path, HANG, size=3, env={"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"})
     assert outcome.status == 0, outcome
-    assert outcome.stderr.count("[mpicomm] the job stands still: rank ") == 1, outcome
+    assert outcome.stderr.count("[mpicomm] possible hang: rank ") == 1, outcome
     (folder,) = dumps.iterdir()
     assert f"operations and stacks of every rank: {folder}\n" in outcome.stderr, outcome
     files = {path.name for path in folder.iterdir()}
@@ -161,8 +161,10 @@ def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> Non
     outcome = _run(tmp_path, BEGINNING + LINK + ONE_WAITS, size=2, env=env)
     assert outcome.status == 0, outcome
     assert outcome.stderr.count(" cannot write its operations and stacks: ") == 1, outcome
-    assert outcome.stderr.count("is a link, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a ") == 1, outcome
-    assert "the job stands still: rank 0 has waited" in outcome.stderr, outcome
+    assert outcome.stderr.count("is a symbolic link, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a ") == 1, (
+        outcome
+    )
+    assert "possible hang: rank 0 has waited" in outcome.stderr, outcome
     assert list((dumps / "victim").iterdir()) == []
 
 

@@ -32,7 +32,7 @@ class Alone:
 
 
 def be_rank_0() -> None:
-    """Open the store and the side channel of a thousand ranks, and print how many have connected to each."""
+    """Open the store and the out-of-band channel of a thousand ranks, and print how many have connected to each."""
     from mpicomm.startup import rendezvous, topology
     from mpicomm.watchdog.channel import TOKEN_BYTES, Channel
     from tests.launch.many_watchdogs import Job

@@ -1,4 +1,4 @@
-"""`import mpicomm` is all that torch needs to know the back end by its name."""
+"""`import mpicomm` is all that torch needs to know the backend by its name."""
 
 from __future__ import annotations
 

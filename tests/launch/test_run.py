@@ -297,7 +297,7 @@ def test_hosts_of_pbs_without_ssh(who: str, bin_of_pbs: Path) -> None:
 
 @pytest.mark.each_mpi
 def test_hosts_that_are_named(who: str, bin_of_pbs: Path) -> None:
-    agent = ROOT / "mpicomm" / "startcommand" / "pbs_agent.sh"  # takes what ssh takes
+    agent = ROOT / "mpicomm" / "launch" / "pbs_agent.sh"  # takes what ssh takes
     Path("hosts.txt").write_text(f"{socket.gethostname()} slots=1\nnodeb:1\n")
     environ = {
         "PATH": f"{bin_of_pbs}:{os.environ['PATH']}",
@@ -388,21 +388,21 @@ def test_variables_of_ranks_alone_are_no_job(who: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("", "nothing to run is given"),
-        ("-n 2", "nothing to run is given"),
-        ("-n 0 who.py", "expected a number from 1, got 0"),
-        ("-n two who.py", "expected a number from 1, got two"),
+        ("", "nothing to run.\n"),
+        ("-n 2", "nothing to run.\n"),
+        ("-n 0 who.py", "expected a positive integer, got 0"),
+        ("-n two who.py", "expected a positive integer, got two"),
         ("--oversubscribe who.py", "unrecognized arguments: --oversubscribe"),
         ("--dry who.py", "unrecognized arguments: --dry"),
-        ("gone.py", "there is no file gone.py"),
-        ("-- gone", "there is no command gone"),
+        ("gone.py", "script gone.py does not exist"),
+        ("-- gone", "command gone was not found"),
         ("--hosts a:x who.py", "as in --hosts a:4,b:4"),
         ("--hosts a --hostfile b who.py", "not allowed with argument"),
         ("--hostfile gone who.py", "No such file or directory: 'gone'"),
-        ("--nnodes 2 who.py", "--nnodes, --node-rank and --master-addr belong together"),
-        ("--master-port 5 who.py", "--nnodes, --node-rank and --master-addr belong together"),
+        ("--nnodes 2 who.py", "--nnodes, --node-rank and --master-addr must be given together"),
+        ("--master-port 5 who.py", "--nnodes, --node-rank and --master-addr must be given together"),
         ("--nnodes 2 --node-rank 2 --master-addr a who.py", "expected 0 to 1, since --nnodes is 2"),
-        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b who.py", "leave out --hosts"),
+        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b who.py", "remove --hosts"),
     ],
 )
 def test_a_mistake_is_told_and_starts_nothing(arguments: str, text: str, who: str) -> None:

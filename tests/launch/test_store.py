@@ -148,7 +148,7 @@ def test_address_and_port_of_the_user_are_honoured(outcome: Outcome, ports: list
 
 def test_a_port_in_use_is_refused_on_every_rank(outcome: Outcome, ports: list[int]) -> None:
     said = lines(outcome, "used_port")
-    reasons = [line for line in said if "can listen nowhere" in line]
+    reasons = [line for line in said if "cannot listen on any address" in line]
     assert len(reasons) == SIZE, outcome
     assert all(f"127.0.0.1 port {ports[3]}: Address already in use" in line for line in reasons), outcome
     assert said.count(f"('then', {SIZE})") == SIZE, outcome

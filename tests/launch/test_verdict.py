@@ -60,7 +60,7 @@ def test_failures_and_skips_of_some_ranks(run_tests) -> None:
     assert "1 failed, 3 passed, 2 errors" in outcome.stdout, outcome
     assert "failed on ranks [1]" in outcome.stdout, outcome
     assert "failed on ranks [2]" in outcome.stdout, outcome
-    assert "left environment variables behind" in outcome.stdout, outcome
+    assert "the test changed environment variables or did not remove them" in outcome.stdout, outcome
     said = outcome.stdout + outcome.stderr
     assert re.search(r"\[rank 1\].*this is rank 1", said), outcome
     assert re.search(r"\[rank 2\].*no fixture on rank 2", said), outcome

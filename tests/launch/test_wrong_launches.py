@@ -111,7 +111,7 @@ def test_pals_with_pmix(rank: int) -> None:
 
 def test_variables_left_over_in_a_single_process() -> None:
     outcome = run_alone(BOOTSTRAP, env={"RANK": "1", "WORLD_SIZE": "8"}, timeout=SECONDS)
-    check(outcome, "RANK=1 WORLD_SIZE=8", "MPI says rank 0 of 1", "unset RANK WORLD_SIZE")
+    check(outcome, "RANK=1 WORLD_SIZE=8", "MPI reports rank 0 of 1", "unset RANK WORLD_SIZE")
 
 
 @pytest.mark.each_mpi
@@ -124,7 +124,7 @@ def test_a_program_of_a_rank_without_its_connection_to_the_launcher() -> None:
 
 def test_variables_left_over_on_one_rank_end_all() -> None:
     code = f"import os; {OWN_RANK}\nif rank == 2: os.environ['RANK'] = '7'\n{BOOTSTRAP}"
-    said = ["rank 2: ", "RANK=7", "MPI says rank 2 of 3", "unset RANK WORLD_SIZE"]
+    said = ["rank 2: ", "RANK=7", "MPI reports rank 2 of 3", "unset RANK WORLD_SIZE"]
     check(run_ranks(3, code, timeout=SECONDS), *said)
 
 
@@ -142,8 +142,8 @@ except mpicomm.LaunchError as error:
     outcome = run_ranks(2, code, timeout=SECONDS)
     assert outcome.status == 0, outcome
     assert sorted(line for line in outcome.stdout.splitlines() if line) == [
-        "rank 0: rank 1: the environment says WORLD_SIZE=3, but MPI says rank 1 of 2.",
-        "rank 1: rank 1: the environment says WORLD_SIZE=3, but MPI says rank 1 of 2.",
+        "rank 0: rank 1: the environment has WORLD_SIZE=3, but MPI reports rank 1 of 2.",
+        "rank 1: rank 1: the environment has WORLD_SIZE=3, but MPI reports rank 1 of 2.",
     ], outcome
 
 
@@ -153,7 +153,7 @@ except mpicomm.LaunchError as error:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"MPICOMM_LUANCHER": "mpi"}, ["MPICOMM_LUANCHER is set", "MPICOMM_LAUNCHER"]),
+        ({"MPICOMM_LUANCHER": "mpi"}, ["unknown environment variable MPICOMM_LUANCHER", "MPICOMM_LAUNCHER"]),
         ({"MPICOMM_LAUNCHER": "torchrun"}, ["did not set RANK and WORLD_SIZE", "unset MPICOMM_LAUNCHER"]),
     ],
 )

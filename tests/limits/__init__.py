@@ -1,1 +1,1 @@
-"""What takes too much time or memory to be run with every change: `make limits`."""
+"""Tests that take too much time or memory to run with every change: `make limits`."""

@@ -1,4 +1,4 @@
-"""Tensors beyond what 32 bits can count: `mpirun -n 2 python -m tests.limits.large`, with 16 GiB of memory."""
+"""Tensors with more than 2^31 - 1 elements: `mpirun -n 2 python -m tests.limits.large`, with 16 GiB of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 import mpicomm
 
 COUNT = 2_200_000_000
-PERIOD = 7  # no power of two, so that what is out of place shows
+PERIOD = 7  # not a power of two, so that misplaced parts are detected
 PATTERN = torch.arange(PERIOD, dtype=torch.int8).repeat(10_000_000)
 
 
 def fill(tensor: torch.Tensor, factor: int) -> None:
-    """Write a pattern that tells where each element is."""
+    """Write a pattern that depends on the position of each element."""
     for part in tensor.split(len(PATTERN)):
         torch.mul(PATTERN[: len(part)], factor, out=part)
 
@@ -61,7 +61,7 @@ def main() -> None:
                 raise SystemExit(f"rank {world.rank}: {case.__name__} of {COUNT} int8 is wrong")
             dist.barrier()
             if world.rank == 0:
-                print(f"{case.__name__} of {COUNT} int8 is right on all ranks: {time.monotonic() - start:.1f} s")
+                print(f"{case.__name__} of {COUNT} int8 is correct on all ranks: {time.monotonic() - start:.1f} s")
 
 
 if __name__ == "__main__":

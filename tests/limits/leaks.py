@@ -1,4 +1,4 @@
-"""Memory stays flat: `mpirun -n 4 python -m tests.limits.leaks` makes thousands of operations and groups."""
+"""Memory does not grow: `mpirun -n 4 python -m tests.limits.leaks` runs thousands of operations and groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import mpicomm
 
 OPERATIONS, GROUPS, ROUNDS = 10_000, 3_000, 5
-ALLOWED = 4.0  # MiB that the last three rounds may add; Python and malloc are never quite still
+ALLOWED = 4.0  # MiB that the last three rounds may add: memory of Python and malloc varies slightly
 
 
 def resident() -> float:
@@ -25,14 +25,14 @@ def resident() -> float:
 
 
 def some_operations(count: int, seed: int) -> None:
-    """Call operations of all kinds, in an order that all ranks know."""
+    """Call operations of all kinds, in the same order on all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     order = random.Random(seed)
     for _ in range(count):
         kind, elements = order.randrange(12), order.choice([1, 100, 10_000])
         is_async, dtype = order.random() < 0.5, order.choice([torch.float32, torch.bfloat16, torch.int64])
         work = _call(kind, torch.ones(elements, dtype=dtype), is_async, rank, size)
-        if is_async and work is not None and order.random() < 0.9:  # some are dropped
+        if is_async and work is not None and order.random() < 0.9:  # the other works are dropped without wait()
             work.wait()
 
 
@@ -66,7 +66,7 @@ def _ring(tensor: torch.Tensor, right: int, left: int) -> None:
 
 
 def some_groups(count: int) -> None:
-    """Make groups, use them and destroy them."""
+    """Create groups, use them and destroy them."""
     everyone = list(range(dist.get_world_size()))
     for number in range(count):
         group = dist.new_group(everyone)
@@ -75,7 +75,7 @@ def some_groups(count: int) -> None:
 
 
 def watch(title: str, count: int, run: Callable[[int], None]) -> None:
-    """Run in rounds, and end the job if memory grows from the second on."""
+    """Run in rounds, and end the job if memory grows after the second round."""
     start = time.monotonic()
     sizes = []
     for round_ in range(ROUNDS):
@@ -86,7 +86,7 @@ def watch(title: str, count: int, run: Callable[[int], None]) -> None:
         seen = ", ".join(f"{size:.1f}" for size in sizes)
         print(f"{count} {title}: {seen} MiB after each of {ROUNDS} rounds; {time.monotonic() - start:.0f} s")
     if grown > ALLOWED:
-        raise SystemExit(f"rank {dist.get_rank()}: {title} made memory grow by {grown:.1f} MiB in {ROUNDS - 2} rounds")
+        raise SystemExit(f"rank {dist.get_rank()}: memory grew by {grown:.1f} MiB in {ROUNDS - 2} rounds of {title}")
 
 
 def main() -> None:

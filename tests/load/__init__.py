@@ -1,1 +1,1 @@
-"""Costs of the back end under load, measured: not tests, since a busy machine would fail them."""
+"""Benchmarks of the backend under load. They are not tests, because a busy machine would fail them."""

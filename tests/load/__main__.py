@@ -1,4 +1,4 @@
-"""`mpirun -n 2 --bind-to core python -m tests.load` measures what the back end costs under load, with Gloo beside it.
+"""`mpirun -n 2 --bind-to core python -m tests.load` measures the backend's overhead under load, compared with Gloo.
 
 The figures go to docs/results/load-<ranks>-<cores of each>-<MPI>.json.
 """
@@ -17,7 +17,7 @@ from tests.load import calls, steps
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the figures."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""What asynchronous operations cost: the call, the wait, and how much of them hides behind the caller's own work."""
+"""The overhead of asynchronous operations: call, wait, and the share that overlaps with the caller's own work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = dist.ProcessGroup
 
 
 def measure(ours: Group, gloo: Group) -> dict[str, float]:
-    """Return microseconds of calls, the least of interleaved rounds, and fractions (collective)."""
+    """Return the microseconds of calls, the minimum of interleaved rounds, and overlap shares (collective)."""
     small, large = torch.ones(16), torch.ones(4 * 2**20)
     figures = _least(
         {
@@ -68,7 +68,7 @@ def _in_step(call: Callable[[], object], count: int) -> float:
 
 
 def _overlap(name: str, work: Callable[[int], None], tensor: torch.Tensor, group: Group) -> dict[str, float]:
-    """Return the share of an operation that hides behind equally long work of the caller, by OSU's method."""
+    """Return the share of an operation that overlaps with equally long work of the caller, by OSU's method."""
     rounds = []
     for _ in range(ROUNDS):
         alone = _in_step(lambda: _wait(tensor, group), 3)
@@ -98,7 +98,7 @@ def _amount_for(work: Callable[[int], None], microseconds: float) -> int:
 
 
 def _sleep(amount: int) -> None:
-    """Do what a GPU's work is to the host: nothing, for so many times 10 us."""
+    """Simulate work of a GPU, for which the host is idle: sleep `amount` times 10 us."""
     time.sleep(1e-5 * amount)
 
 

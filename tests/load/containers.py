@@ -1,6 +1,6 @@
-"""A dict of 200 small tensors in one call: `mpirun -n 2 python -m tests.load.containers`.
+"""An all_reduce of a dict of 200 small tensors in one call: `mpirun -n 2 python -m tests.load.containers`.
 
-Beside it are one all_reduce of a tensor as large as all of them, and 200 calls. Rank 0 writes
+It is compared with one all_reduce of a tensor of the total size, and with 200 calls. Rank 0 writes
 docs/results/containers-<ranks>-<MPI>.json.
 """
 
@@ -20,7 +20,7 @@ COUNTS = (16, 256, 1024, 4096)  # elements of each tensor
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the figures."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         found = {f"{TENSORS} x {4 * count} B": _measure(count) for count in COUNTS}
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _measure(count: int) -> dict[str, float]:
-    """Return microseconds, the least of interleaved rounds (collective)."""
+    """Return microseconds, the minimum of interleaved rounds (collective)."""
     small = {f"p{index}": torch.ones(count) for index in range(TENSORS)}
     fused = torch.ones(TENSORS * count)
 

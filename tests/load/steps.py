@@ -1,4 +1,4 @@
-"""Steps of DDP training on the back end and on Gloo, side by side: their time, and whether they come to the same."""
+"""DDP training steps with the backend and with Gloo, in interleaved rounds: times, and whether results are equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = 8
 
 
 def measure(ours: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dict[str, float]:
-    """Return milliseconds of a step, the least of interleaved rounds (collective)."""
+    """Return milliseconds of a step, the minimum of interleaved rounds (collective)."""
     figures = {}
     for name, (width, depth) in WIDTHS.items():
         runs = {"mpicomm": _Run(width, depth, ours), "Gloo": _Run(width, depth, gloo)}
@@ -30,7 +30,7 @@ def measure(ours: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dict[str, float
 
 
 class _Run:
-    """A model in training, with a bucket for every layer or so."""
+    """A model in training, with about one bucket per layer."""
 
     def __init__(self, width: int, depth: int, group: dist.ProcessGroup) -> None:
         torch.manual_seed(1)

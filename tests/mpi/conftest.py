@@ -1,4 +1,4 @@
-"""Tests of the back end itself: all of them run on every rank of a world."""
+"""Tests of the backend itself: all of them run on every rank of a world."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ def test_a_receive_raises_where_it_is_asked_to(world: mpicomm.World, raising: di
     tensor = torch.zeros(2)
     if world.rank == 0:
         work = dist.irecv(tensor, 1, group=raising)
-        with pytest.raises(TimeoutError, match=rf"not ended within {SECONDS} s: rank 1 has not joined it"):
+        with pytest.raises(TimeoutError, match=rf"timed out after {SECONDS} s, waiting for rank 1"):
             work.wait()
-        with pytest.raises(TimeoutError, match=r"not ended within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s"):
             work.wait(datetime.timedelta(seconds=0.05))
         dist.barrier()
         work.wait(datetime.timedelta(seconds=20))

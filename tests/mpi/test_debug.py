@@ -107,7 +107,7 @@ def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGr
 
 def test_a_call_that_is_refused_has_no_number(world: mpicomm.World, group: dist.ProcessGroup) -> None:
     if world.rank == 0:
-        with pytest.raises(ValueError, match="no meaning"):
+        with pytest.raises(ValueError, match="is not defined for float32"):
             dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND, group=group)
     dist.all_reduce(torch.ones(4), group=group)
 

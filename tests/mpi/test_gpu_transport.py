@@ -74,7 +74,7 @@ def test_one_rank_that_fails_stages_on_all(world: mpicomm.World, monkeypatch: py
     found = ["all_reduce of 1 elements"] if world.rank == 0 else []
     pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=found)
     if found:
-        with pytest.warns(UserWarning, match=r"cannot: all_reduce of 1 elements\. GPU tensors go by way of the host"):
+        with pytest.warns(UserWarning, match=r"failed its test: all_reduce of 1 elements\. GPU tensors are staged"):
             transport = gpu_transport.choose(world.comm, Settings())
     else:
         transport = gpu_transport.choose(world.comm, Settings())
@@ -124,8 +124,8 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
     assert isinstance(operations.transport, Staged if says == "staged" else GPUDirect)
     cut: list[torch.Tensor] = []
     monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
-    quick, done = handle._at_once.all_reduce, []
-    monkeypatch.setattr(handle._at_once, "all_reduce", lambda *args: done.append(quick(*args)) or done[-1])
+    quick, done = handle._fast_path.all_reduce, []
+    monkeypatch.setattr(handle._fast_path, "all_reduce", lambda *args: done.append(quick(*args)) or done[-1])
     small, large = torch.full((3,), 1.0 + world.rank), torch.full((4 << 20,), 1.0 + world.rank)
     total = world.size * (world.size + 1) / 2
     for each in (small, large):

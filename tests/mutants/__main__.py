@@ -1,8 +1,8 @@
-"""Do the tests find faults? `python -m tests.mutants`, or `make mutants`.
+"""Mutation tests, which check that the tests detect faults: `python -m tests.mutants`, or `make mutants`.
 
-Each mutant of the table (backend.py and the other modules beside this one) is one fault. It is put into a copy of the
-checkout, alone, and the tests that the table names are run there: at least one of them must fail. Without the fault
-they must pass. Needs the MPI of this environment; docs/results/mutants.json has what was found.
+Each mutant of the table (backend.py and the other modules in this directory) is one fault. It is applied alone to a
+copy of the checkout, and the tests that the table names run there: at least one of them must fail. Without the fault
+they must pass. Needs the MPI of this environment; docs/results/mutants.json has the results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _judge(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mutant, Verdict]]:
-    """Run the mutants' tests, so many at a time, each in a copy of its own."""
+    """Run the mutants' tests, `jobs` mutants at a time, each in a separate copy."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for number in range(jobs):
         copies.put(Copy(directory / str(number)))
@@ -61,8 +61,8 @@ def _judge(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Muta
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Run mutants of the package.")
-    parser.add_argument("only", nargs="?", default="", help="run the mutants whose file or fault contains this")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (%(default)s)")
+    parser.add_argument("only", nargs="?", default="", help="run the mutants whose file or fault contains this text")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants to run at a time (%(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(ROOT)}")
     return parser.parse_args()
 

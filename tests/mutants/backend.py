@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
-    # -- fast_path.py: the short way of synchronous sums ----------------------------------------------------
+    # -- fast_path.py: synchronous all-reduces in place ------------------------------------------------------
     Mutant(
         "backend/fast_path.py",
         old="            or not tensor.is_contiguous()\n",
         new="",
-        fault="The short way adds up the memory of a strided tensor as if its elements lay one after the other.",
+        fault="The fast path reduces the memory of a strided tensor as if its elements were contiguous.",
         tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
         ranks=4,
     ),
@@ -18,7 +18,7 @@ MUTANTS = [
         "backend/fast_path.py",
         old='recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)',
         new='recorder.note(self._record, "all_reduce", dtype, count, None, True, True, 3)',
-        fault="An all_reduce on the short way is recorded as a message and does not count in the group's sequence.",
+        fault="An all_reduce on the fast path is recorded as a message and does not count in the group's sequence.",
         tests="tests/launch/test_deadlines.py -k barrier",
         ranks=0,
     ),
@@ -32,7 +32,7 @@ MUTANTS = [
         new="""        except BaseException:
             raise
 """,
-        fault="A group stays usable after an all_reduce on the short way has failed.",
+        fault="A group remains usable after an all_reduce on the fast path has failed.",
         tests="tests/mpi/test_shm.py -k test_unequal_sizes_are_refused_on_all_ranks",
         ranks=4,
     ),
@@ -45,7 +45,7 @@ MUTANTS = [
         new="""                call()
         except Exception as error:
 """,
-        fault="A group stays usable after a KeyboardInterrupt between two parts of an operation.",
+        fault="A group remains usable after a KeyboardInterrupt between two parts of an operation.",
         tests="tests/launch/test_interrupts.py -k between_two_parts",
         ranks=0,
     ),
@@ -57,7 +57,7 @@ MUTANTS = [
         new="""        if False and _share(outputs[one], outputs[other]):
             raise ValueError(
                 f"{what}: {argument}[{min(one, other)}]""",
-        fault="A tensor that is in a coalesced all_reduce twice is reduced twice.",
+        fault="A tensor that occurs twice in a coalesced all_reduce is reduced twice.",
         tests="tests/mpi/test_misuse.py",
         ranks=4,
     ),
@@ -65,7 +65,7 @@ MUTANTS = [
         "backend/checks.py",
         old="    if not address and value.numel():",
         new="    if False:",
-        fault="A tensor without elements in memory is handed to MPI.",
+        fault="A tensor without elements in memory is passed to MPI.",
         tests="tests/mpi/test_misuse.py",
         ranks=4,
     ),
@@ -73,7 +73,7 @@ MUTANTS = [
         "backend/torch_internals.py",
         old="        if not isinstance(group, kind):\n            return torchs(p2p_op_list)",
         new="        if True:\n            return torchs(p2p_op_list)",
-        fault="NCCL gets the messages of a batch one by one.",
+        fault="NCCL receives the messages of a batch one by one.",
         tests="tests/mpi/test_composite.py -k batch_of_messages_is_one",
         ranks=4,
     ),
@@ -81,16 +81,16 @@ MUTANTS = [
         "backend/staging.py",
         old="            if self._all_ranks(are_on_host):",
         new="            if are_on_host:",
-        fault="A rank with a CPU tensor sends it whole while another sends that of its GPU in chunks.",
+        fault="A rank sends a CPU tensor as a whole while another rank sends its GPU tensor in chunks.",
         tests="tests/mpi/test_gpu_transport.py -k take_part_together",
         ranks=4,
     ),
-    # -- engine.py ------------------------------------------------------------------------------------------
+    # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
         "backend/operations.py",
         old="self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))",
         new="self._put(dense, flat, self.comm.rank * dense.numel())",
-        fault="all_gather of a list puts the own part where it would be if all parts were equally long.",
+        fault="all_gather of a list places the rank's own part as if all parts had the same length.",
         tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
         ranks=4,
     ),
@@ -98,7 +98,7 @@ MUTANTS = [
         "backend/operations.py",
         old='return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))',
         new='return self.executor.track("send", MessageWork([tensor], request, tensor, operation, self.executor))',
-        fault="The dense copy of a tensor that is being sent is freed before the message is through.",
+        fault="The dense copy of a tensor that is being sent is freed before the send has completed.",
         tests="tests/mpi/test_messages.py -k 'test_ring_of_large_messages and staged'",
         ranks=4,
     ),
@@ -116,7 +116,7 @@ MUTANTS = [
         "backend/operations.py",
         old="        result = buffers.without_alias(result, dense)\n",
         new="",
-        fault="reduce_scatter through the memory of a node writes its output while other ranks read it as input.",
+        fault="reduce_scatter within a node writes its output while other ranks read it as input.",
         tests="tests/mpi/test_collectives.py -k 'test_the_output_may_overlap_two_blocks_of_the_input and direct'",
         ranks=4,
     ),
@@ -125,7 +125,7 @@ MUTANTS = [
         "backend/executor.py",
         old="return not is_async and (worker is None or worker.is_idle)",
         new="return not is_async",
-        fault="A synchronous operation runs before the asynchronous ones that were queued earlier.",
+        fault="A synchronous operation runs before asynchronous operations that were queued earlier.",
         tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_comes_after and staged'",
         ranks=4,
     ),
@@ -133,7 +133,7 @@ MUTANTS = [
         "backend/executor.py",
         old="if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or",
         new="if (worker is not None and worker.is_current_thread) or",
-        fault="An all_reduce on the short way runs before the asynchronous operations that were queued earlier.",
+        fault="An all_reduce on the fast path runs before asynchronous operations that were queued earlier.",
         tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_comes_after and world'",
         ranks=4,
     ),
@@ -141,7 +141,7 @@ MUTANTS = [
         "backend/executor.py",
         old="if not self._is_simple or not self._is_open:",
         new="if not self._is_simple:",
-        fault="The short way is open after its group was destroyed, and calls MPI on a freed communicator.",
+        fault="The fast path of a destroyed group remains open, and calls MPI on a freed communicator.",
         tests="tests/mpi/test_groups.py -k test_a_destroyed_group_cannot_be_used",
         ranks=4,
     ),
@@ -159,7 +159,7 @@ MUTANTS = [
         "backend/executor.py",
         old="if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():",
         new="if poller is not None or work.is_completed() or not mpi.serves_threads():",
-        fault="A poller that sleeps is not woken by a new message, which then advances only while somebody waits.",
+        fault="A new message does not wake a sleeping poller, and then advances only while a thread waits for it.",
         tests="tests/mpi/test_messages.py -k test_a_large_message_arrives_while_its_rank_does_something_else",
         ranks=4,
     ),
@@ -167,16 +167,16 @@ MUTANTS = [
         "backend/executor.py",
         old="        operation.limit = None  # TimeoutError is raised instead\n",
         new="",
-        fault="The watchdog ends the job at the group's timeout, though a barrier has a longer timeout of its own.",
+        fault="The watchdog ends the job at the group's timeout, although a barrier has its own longer timeout.",
         tests="tests/launch/test_own_timeouts.py -k barrier",
         ranks=0,
     ),
-    # -- progress.py ----------------------------------------------------------------------------------------
+    # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
         "backend/worker_thread.py",
         old="queue.SimpleQueue[Job | None] = queue.SimpleQueue()",
         new="queue.SimpleQueue[Job | None] = queue.LifoQueue()",
-        fault="The worker runs the operation that was queued last first.",
+        fault="The worker runs the most recently queued operation first.",
         tests="tests/mpi/test_async.py -k test_many_at_once",
         ranks=4,
     ),
@@ -187,7 +187,7 @@ MUTANTS = [
             if not is_given_up:
                 work.finish(error)
         finally:
-            # Only now: what the callbacks call comes before what another thread calls next.
+            # Only now: operations that the callbacks call precede those that another thread calls next.
             with self._count:
                 self._pending -= 1
                 self._count.notify_all()
@@ -198,7 +198,7 @@ MUTANTS = [
         if not is_given_up:
             work.finish(error)
 """,
-        fault="The queue counts as empty while callbacks run, so another thread's operation may come before theirs.",
+        fault="The queue counts as empty while callbacks run, so another thread's operation may run before theirs.",
         tests="tests/mpi/test_async.py -k test_what_a_callback_calls_comes_before",
         ranks=4,
     ),
@@ -216,7 +216,7 @@ MUTANTS = [
         "backend/worker_thread.py",
         old="lambda: self.is_idle or callback in self._awaited",
         new="lambda: self.is_idle",
-        fault="A callback of one group waits for an operation of another that waits for the callback.",
+        fault="A callback of one group waits for an operation of another group that waits for the callback.",
         tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
         ranks=4,
     ),
@@ -224,7 +224,7 @@ MUTANTS = [
         "backend/callbacks.py",
         old="    return [each for each in _pending if each.thread == thread and each.queue is not queue]",
         new="    return [each for each in _pending if each.queue is not queue]",
-        fault="Threads with groups of their own wait for each other's callbacks, in orders that differ between ranks.",
+        fault="Threads with separate groups wait for each other's callbacks, in orders that differ between ranks.",
         tests="tests/mpi/test_async.py -k test_threads_do_not_wait",
         ranks=4,
     ),
@@ -232,7 +232,7 @@ MUTANTS = [
         "backend/callbacks.py",
         old="    return [each for each in _pending if each.thread == thread and each.queue is not queue]",
         new="    return []",
-        fault="Callbacks of two groups have no order among them.",
+        fault="Callbacks of two groups run in arbitrary order.",
         tests="tests/mpi/test_async.py -k test_callbacks_of_two_groups",
         ranks=4,
     ),
@@ -242,7 +242,7 @@ MUTANTS = [
             work.finish()
 """,
         new="",
-        fault="The future of a message that is not through never completes when its group is destroyed or aborted.",
+        fault="The future of an incomplete message never completes when its group is destroyed or aborted.",
         tests="tests/launch/test_aborted_groups.py -k future",
         ranks=0,
     ),
@@ -251,21 +251,21 @@ MUTANTS = [
         "backend/work.py",
         old="        return self._status.source\n",
         new="        return self._operation.group.ranks[self._status.source]\n",
-        fault="source_rank() gives the sender's rank in the job, where torch expects its rank in the group.",
+        fault="source_rank() returns the sender's rank in the job, while torch expects its rank in the group.",
         tests="tests/mpi/test_messages.py -k test_any_source",
         ranks=4,
     ),
     Mutant(
         "backend/work.py",
-        old="""        except Exception as error:  # noqa: BLE001  raised by wait(), on the thread that asks
+        old="""        except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
             self._error = error
         self._memory = None
 """,
-        new="""        except Exception:  # noqa: BLE001  raised by wait(), on the thread that asks
+        new="""        except Exception:  # noqa: BLE001  wait() raises it, on its caller's thread
             pass
         self._memory = None
 """,
-        fault="The error of a message that is shorter than its tensor is swallowed, and the tensor keeps old numbers.",
+        fault="The error of a message that is shorter than its tensor is ignored, and the tensor keeps old values.",
         tests="tests/mpi/test_messages.py -k test_a_message_of_another_size_is_an_error",
         ranks=4,
     ),
@@ -275,7 +275,7 @@ MUTANTS = [
         self._keeper.forget(self)
 """,
         new="        self._operation.finish()\n",
-        fault="Messages that are through are kept for ever, and their tensors with them.",
+        fault="Completed messages and their tensors are never freed.",
         tests="tests/mpi/test_messages.py -k test_what_is_through_is_not_kept",
         ranks=4,
     ),
@@ -286,7 +286,7 @@ MUTANTS = [
             "if not is_dense(each) or each.storage_offset() != place or each.untyped_storage().data_ptr() != storage:"
         ),
         new="if not is_dense(each) or each.untyped_storage().data_ptr() != storage:",
-        fault="Parts of one storage with gaps between them, or in another order, are taken for one dense tensor.",
+        fault="Parts of one storage with gaps between them, or in another order, are treated as one dense tensor.",
         tests="tests/mpi/test_matrix.py -k 'test_reduce_scatter and float32'",
         ranks=4,
     ),
@@ -294,7 +294,7 @@ MUTANTS = [
         "backend/buffers.py",
         old="return tensor.detach().resolve_conj().resolve_neg().contiguous()",
         new="return tensor.detach().contiguous()",
-        fault="A tensor that torch conjugates lazily, as x.conj() is, is sent without the conjugation.",
+        fault="A tensor that torch conjugates lazily, such as x.conj(), is sent without the conjugation.",
         tests="tests/mpi/test_collectives.py -k test_views_that_torch_conjugates",
         ranks=4,
     ),
@@ -313,7 +313,7 @@ MUTANTS = [
         new="""                dense = raw.to(tensor.dtype)
                 interface.divide(dense, self.divisor)
 """,
-        fault="AVG of narrow floats rounds the sum before it divides: two roundings, and float16 overflows.",
+        fault="AVG of narrow floats rounds the sum before the division: it rounds twice, and float16 overflows.",
         tests="tests/mpi/test_narrow_floats.py -k test_an_average_whose_sum_is_beyond_the_range",
         ranks=4,
     ),
@@ -322,7 +322,7 @@ MUTANTS = [
         "backend/dtypes.py",
         old='torch.uint32: "UINT32_T"',
         new='torch.uint32: "INT32_T"',
-        fault="MIN and MAX of uint32 take numbers from 2^31 on for negative ones.",
+        fault="MIN and MAX of uint32 treat numbers from 2^31 on as negative.",
         tests="tests/mpi/test_matrix.py -k 'test_all_reduce_and_reduce and uint32'",
         ranks=4,
     ),
@@ -339,7 +339,7 @@ MUTANTS = [
         "backend/mpi_calls.py",
         old="    mpi.api().Request.Waitall(requests)\n",
         new="",
-        fault="An exchange of parts that are too long for one call returns before the messages are through.",
+        fault="An exchange of parts that are too long for one call returns before its messages have completed.",
         tests="tests/mpi/test_all_to_all.py -k test_even_parts",
         ranks=4,
     ),
@@ -356,7 +356,7 @@ MUTANTS = [
         "backend/process_group.py",
         old="if output_split_sizes or input_split_sizes:",
         new="if output_split_sizes and input_split_sizes:",
-        fault="all_to_all_single ignores split sizes that a rank gives for the output or the input alone.",
+        fault="all_to_all_single ignores split sizes that a rank passes only for the output or only for the input.",
         tests="tests/mpi/test_all_to_all.py -k test_uneven_parts_on_one_side",
         ranks=4,
     ),
@@ -367,7 +367,7 @@ MUTANTS = [
         made.timeout = timeout
 """,
         new="",
-        fault="The timeout that a call is given is ignored; the group's counts instead.",
+        fault="The timeout argument of a call is ignored; the group's timeout applies instead.",
         tests="tests/launch/test_deadlines.py -k own",
         ranks=0,
     ),
@@ -375,7 +375,7 @@ MUTANTS = [
         "backend/torch_internals.py",
         old="        return tensor.wait()\n",
         new="        return tensor.elem\n",
-        fault="A tensor that a functional collective still fills is read before that has ended.",
+        fault="The output tensor of a running functional collective is read before the collective has completed.",
         tests="tests/mpi/test_collectives.py -k test_a_tensor_that_a_functional_collective_still_fills",
         ranks=4,
     ),

@@ -7,19 +7,19 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A fault that is put into a copy of the package."""
+    """A fault that is applied to a copy of the package."""
 
     file: str
-    """The file, below mpicomm/."""
+    """The file, relative to mpicomm/."""
 
     old: str = dataclasses.field(kw_only=True)
     """Text that occurs exactly once in the file."""
 
     new: str = dataclasses.field(kw_only=True)
-    """What replaces it."""
+    """The replacement."""
 
     fault: str = dataclasses.field(kw_only=True)
-    """What is wrong then, in one sentence."""
+    """The resulting misbehaviour, in one sentence."""
 
     tests: str = dataclasses.field(kw_only=True)
     """Arguments of pytest that select the tests expected to fail."""
@@ -28,7 +28,7 @@ class Mutant:
     """The number of ranks under mpirun; 0 for pytest in one process."""
 
     equivalent: str = dataclasses.field(default="", kw_only=True)
-    """Why no test can tell the difference, where that is so; such a mutant is listed, not run."""
+    """Why no test can detect the fault, if so; such a mutant is listed, but not run."""
 
     def applied_to(self, source: str) -> str:
         """Return the source with the fault.

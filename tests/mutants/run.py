@@ -13,19 +13,19 @@ from tests.launching import OTHER_MPI_ENV, ROOT, run_within
 from tests.mutants.mutant import Mutant
 
 _LONGEST = 600.0  # seconds for tests without a fault
-_AT_LEAST, _FACTOR = 30.0, 4.0  # with a fault they get a multiple of what they took without
+_AT_LEAST, _FACTOR = 30.0, 4.0  # the time limit with a fault, in seconds and as a multiple of the time without it
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
-# In pytest's summary, also of a rank other than 0; and where one rank fails while others wait (tests/verdict.py).
+# Lines of pytest's summary, also of ranks other than 0, and of a rank that fails while others wait (tests/verdict.py).
 _FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+\.py(?:::\S+)?)|(tests/\S+) failed here while others wait")
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came of a mutant."""
+    """The result of a mutant."""
 
     kind: str
-    """`found`, `missed`, `equivalent`, or `invalid` where the tests say nothing about the fault."""
+    """`found`, `missed`, `equivalent`, or `invalid` if the tests give no information about the fault."""
 
     by: str
     """The first test that failed, or why the mutant is of another kind."""
@@ -34,10 +34,10 @@ class Verdict:
 
 
 class Copy:
-    """A copy of the checkout, in which faults are made and removed."""
+    """A copy of the checkout, in which faults are applied and removed."""
 
     def __init__(self, directory: Path) -> None:
-        """Copy what the tests need to a new directory."""
+        """Copy the files that the tests need to a new directory."""
         self._root = directory
         shutil.copytree(ROOT, self._root, symlinks=True, ignore=_LEFT_OUT)
         self._seconds: dict[tuple[str, int], float | None] = {}
@@ -65,7 +65,7 @@ class Copy:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
         said = _COLORS.sub("", outcome.stdout + outcome.stderr)
         if "during collection" in said:
-            return Verdict("invalid", f"the tests cannot even be imported: {mutant.tests}", outcome.seconds)
+            return Verdict("invalid", f"the tests cannot be imported: {mutant.tests}", outcome.seconds)
         if found := _FAILED.search(said):
             return Verdict("found", found[1] or found[2], outcome.seconds)
         if outcome.status is None:
@@ -77,7 +77,7 @@ class Copy:
         return Verdict("invalid", f"status {outcome.status}, no failed test: {outcome.stdout[-500:]}", outcome.seconds)
 
     def _usual_seconds(self, mutant: Mutant) -> float | None:
-        """Return how long a mutant's tests take without the fault; None if they do not pass."""
+        """Return the seconds of a mutant's tests without the fault; None if they do not pass."""
         key = mutant.tests, mutant.ranks
         if key not in self._seconds:
             outcome = run_within(_LONGEST, self._command(mutant), env=self._environment(), cwd=self._root)

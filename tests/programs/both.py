@@ -15,7 +15,7 @@ Program = Callable[[int, int, GroupSet], Results]
 
 
 class Both:
-    """The two back ends in one process, with a hard limit on every program."""
+    """The two backends in one process, with a hard limit on every program."""
 
     def __init__(self, seconds: float) -> None:
         """Make the groups of both (collective)."""

@@ -251,7 +251,7 @@ class _Data:
         return self._laid_out(torch.full((parts * self._operation.count,), 99, dtype=self._operation.dtype))
 
     def _laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values with gaps in memory, where the back end takes that."""
+        """Return the values with gaps in memory, where the backend takes that."""
         if not self._is_strided:
             return values
         strided = torch.zeros(2 * len(values), dtype=values.dtype)[::2]

@@ -1,4 +1,4 @@
-"""The groups that programs run on: the same kinds for each back end, in one process."""
+"""The groups that programs run on: the same kinds for each backend, in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("world", "copy", "parity", "left", "right")
 
 @dataclasses.dataclass(frozen=True)
 class GroupSet:
-    """The groups of one back end that this rank is in, by kind."""
+    """The groups of one backend that this rank is in, by kind."""
 
     backend: str
     named: dict[str, Group]
@@ -28,7 +28,7 @@ class GroupSet:
         return kind in self.named
 
     def make(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Make another group of this back end; torch asks all ranks to come."""
+        """Make another group of this backend; torch asks all ranks to come."""
         return dist.new_group(list(ranks), backend=self.backend)
 
 
@@ -46,7 +46,7 @@ def ranks_of(kind: str, rank: int, size: int) -> list[int]:
 
 
 def make_set(backend: str) -> GroupSet:
-    """Make a back end's groups in a job that runs on ours (collective)."""
+    """Make a backend's groups in a job that runs on ours (collective)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     named = {kind: _make(kind, backend, rank, size) for kind in KINDS}
     return GroupSet(backend, {kind: group for kind, group in named.items() if group is not None})

@@ -1,4 +1,4 @@
-"""Programs that are legal on Gloo give the same on this back end; `python -m tests.programs` runs many more."""
+"""Programs that are legal on Gloo give the same on this backend; `python -m tests.programs` runs many more."""
 
 from __future__ import annotations
 

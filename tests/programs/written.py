@@ -19,7 +19,7 @@ from tests.worlds import Group
 
 PROGRAMS: dict[str, Program] = {}
 
-BIG = 1 << 21  # floats, 8 MiB: more than any back end sends before the receiver is there
+BIG = 1 << 21  # floats, 8 MiB: more than any backend sends before the receiver is there
 
 
 def program(run: Program) -> Program:

@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--show", default="none")
+    parser.add_argument("--progress", default="none")
     return parser.parse_args()
 
 

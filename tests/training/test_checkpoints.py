@@ -180,10 +180,10 @@ def test_another_model_is_refused_by_name(world: mpicomm.World, directory: Path)
     fit(make_trainer(directory), 1)
     other = nn.Sequential(*make_model()[:-1], nn.Linear(24, 3))  # type: ignore[index]
     with pytest.raises(
-        mpicomm.CheckpointError, match=r"another model: 5\.weight is float32\[2, 24\] there, and float32\[3, 24\] in"
+        mpicomm.CheckpointError, match=r"another model: .* 5\.weight to be float32\[2, 24\], got float32\[3, 24\]\."
     ):
         fit(make_trainer(directory, other), 2)
-    with pytest.raises(mpicomm.CheckpointError, match=r"another model: 5\.\w+ is .* there, and nothing in this one"):
+    with pytest.raises(mpicomm.CheckpointError, match=r"another model: expected 5\.\w+ to be .*, got absent\."):
         fit(make_trainer(directory, nn.Sequential(*make_model()[:-1])), 2)  # type: ignore[index]
 
 
@@ -192,7 +192,7 @@ def test_another_optimizer_is_refused_by_name(world: mpicomm.World, directory: P
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters())
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, checkpoint_dir=directory, progress="none")
-    with pytest.raises(mpicomm.CheckpointError, match="holds a run with AdamW, and this one has SGD"):
+    with pytest.raises(mpicomm.CheckpointError, match="was saved with the optimizer AdamW, got SGD"):
         trainer.fit(Samples(61, 2, 0.1), 2)
 
 
@@ -218,15 +218,15 @@ def test_a_checkpoint_of_another_torch_is_refused(world: mpicomm.World, director
     with pytest.raises(mpicomm.CheckpointError) as caught:
         fit(make_trainer(directory))
     first, *rest = str(caught.value).splitlines()
-    assert first == f"{newest} cannot be read: rank 0: divmod expected 2 arguments, got 3."
-    last = "remove that directory to continue from the checkpoint before it."
+    assert first == f"cannot read the checkpoint {newest}: rank 0: divmod expected 2 arguments, got 3."
+    last = "remove that directory to resume from the previous checkpoint."
     if its == str(torch.__version__):
         assert rest == [last.capitalize()]
         return
     its, install = ("torch 2.99.0+cpu", " (pip install torch==2.99.0)") if its else ("an unknown version of torch", "")
     assert rest == [
-        f"It was written by {its}, and this is torch {torch.__version__}, which may not read it.",
-        f"Continue the run with that version of torch{install}, or {last}",
+        f"The checkpoint was written by {its}, which torch {torch.__version__} may be unable to read.",
+        f"Resume the run with that version of torch{install}, or {last}",
     ]
 
 
@@ -322,7 +322,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     (name,) = complete(directory)
     if world.rank == (0 if who == "first" else world.size - 1):
         small_files(2000)
-    with pytest.raises(mpicomm.CheckpointError, match=r"could not be written to [^:]*: rank \d: .*\n.*" + name):
+    with pytest.raises(mpicomm.CheckpointError, match=r"cannot write the .* to [^:]*: rank \d: .*\n.*" + name):
         fit(make_trainer(directory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     mpicomm.barrier()

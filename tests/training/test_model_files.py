@@ -106,7 +106,7 @@ def test_weights_that_cannot_be_loaded_are_refused_on_every_rank(world: mpicomm.
     assert text.startswith(f"rank 0 cannot load the weights in {str(path)!r}: Error(s) in loading state_dict for Sequ")
     assert 'Missing key(s) in state_dict: "0.weight", "0.bias"' in text
     assert 'Unexpected key(s) in state_dict: "_extra_state", "layers.0.weight", "layers.0.bias"' in text
-    assert text.splitlines()[-1].startswith("Pass a file that all hosts see, written for this model by trainer.export")
+    assert text.splitlines()[-1].startswith("Pass a file that is visible on all hosts and was written for this model")
     larger = Noted()
     larger.head = nn.Linear(3, 4, bias=False)
     with pytest.raises(mpicomm.CheckpointError, match=r"size mismatch for head\.weight"):

@@ -53,7 +53,7 @@ def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
 def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int) -> None:
     """All leave together with status 85, also while others wait in a collective for that rank, or it for another."""
     job = kills.start(
-        tmp_path, 4, "--pause", "0.3" if slow >= 0 else "0.05", "--pause-on", str(slow), "--show", "lines"
+        tmp_path, 4, "--pause", "0.3" if slow >= 0 else "0.05", "--pause-on", str(slow), "--progress", "lines"
     )
     assert job.stdout is not None
     while "pids" not in (line := job.stdout.readline()):
@@ -66,7 +66,7 @@ def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int)
     os.kill(pids[2], number)
     output = kills.finish(job)
     assert job.returncode == 85, output
-    assert f"{number.name} on rank 2: leaving at step {kills.newest(tmp_path)} with a checkpoint" in output
+    assert f"{number.name} on rank 2: stopped at step {kills.newest(tmp_path)} after saving a checkpoint" in output
     entries = [json.loads(line) for line in kills.whole_lines(tmp_path / "metrics.jsonl")]
     assert entries[-1]["event"] == "preempted"
     assert entries[-1]["why"] == f"{number.name} on rank 2"

@@ -17,7 +17,7 @@ def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: py
     moments = iter([0.0, 10.0, 13.0, 20.0, 30.0, 31.0, 31.5])
     monkeypatch.setattr(step_timing, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
     last = types.SimpleNamespace(called=18.0)  # the last operation of the backward pass
-    monkeypatch.setattr(step_timing.recorder, "last", lambda: last)
+    monkeypatch.setattr(step_timing.flight_recorder, "last", lambda: last)
     clock = step_timing.Clock(torch.device("cpu"))
     clock.start()  # at 10 s
     clock.add("data")  # at 13 s

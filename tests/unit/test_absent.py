@@ -50,8 +50,8 @@ def test_it_names_ranks_by_what_their_processes_do() -> None:
     ("changes", "ranks", "line"),
     [
         ({"size": 8}, [0, 1], "  2 of the 4 ranks on node1: no process; exited early"),
-        ({"size": 8}, [0, 1, 2, 3], "  all 4 ranks on node1 are waiting: the absent ones are on other hosts"),
-        ({}, [0, 1, 2, 3], "  no rank is absent: MPI itself is slow or blocked"),
+        ({"size": 8}, [0, 1, 2, 3], "  all 4 ranks on node1 are waiting: the absent ranks are on other hosts"),
+        ({}, [0, 1, 2, 3], "  every rank has called bootstrap(): MPI itself is slow or blocked"),
         (
             {"size": 64, "local_size": 64},
             list(range(20)),

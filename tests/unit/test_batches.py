@@ -101,7 +101,7 @@ def test_a_batch_that_does_not_fit_the_model_is_refused() -> None:
         "the batch does not fit the model's forward(a, b): missing a required argument: 'b', got (a tuple of length 2)."
     )
     assert "((a, b), target) calls model((a, b))" in rules
-    assert advice == "Change the batches that the dataset returns, or the parameters of forward()."
+    assert advice == "Change the batches that the dataset returns, or the signature of forward()."
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'name', got \(a=a tensor of shape \[2, 3\], "):
         batches.check_call(TwoInputs(), batches.call_of({"a": A, "b": B, "name": "x", "labels": T}, "labels"))
 

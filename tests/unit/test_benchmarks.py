@@ -233,7 +233,7 @@ def test_the_ratios_are_quotients_of_figures_measured_side_by_side() -> None:
         "all_reduce of 16 MiB: mpi4py / mpicomm": (1.5, True),
         "all_reduce of 64 MiB: mpi4py / mpicomm": (3.0, True),
         "all_reduce of 16 Mi numbers: bfloat16 / float32": (0.75, True),
-        "elements that are wrong": (6, False),
+        "wrong elements": (6, False),
         "step of DDP, 33 k parameters: Gloo / mpicomm": (5.0, True),
         "step of DDP, 525 k parameters: Gloo / mpicomm": (3.0, True),
         "step of DDP, 8.4 M parameters: Gloo / mpicomm": (1.0, False),

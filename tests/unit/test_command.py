@@ -70,7 +70,7 @@ def test_warnings_do_not_mix_with_json(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, text in ((tmp_path / "gone", "there is no"), (tmp_path, "holds no run")):
+    for wrong, text in ((tmp_path / "gone", "does not exist"), (tmp_path, "is not the directory of a run")):
         assert main(["report", a_run(tmp_path / f"good {text}"), str(wrong)]) == 2
         output = capsys.readouterr()
         assert output.out == ""
@@ -89,7 +89,7 @@ def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytes
         ([], "required: COMMAND"),
         (["repotr"], "repotr"),
         (["report"], "required: RUN_DIR"),
-        (["report", ".", "--plot", "a.jpg"], "expected a file *.png, got a.jpg; name it a.png"),
+        (["report", ".", "--plot", "a.jpg"], "expected a .png file, got a.jpg; use a.png"),
     ],
 )
 def test_a_wrong_command_is_an_error(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,9 +41,9 @@ def test_the_range_is_that_of_the_package_metadata() -> None:
 @pytest.mark.parametrize(
     ("version", "first", "second"),
     [
-        ("2.16.0+cu140", "newer than", "Install a torch of these versions, or a newer mpicomm:"),
-        ("3.0.0.dev20270101", "newer than", "Install a torch of these versions, or a newer mpicomm:"),
-        ("2.13.0a0+ours", "among", "Install a torch of these versions:"),
+        ("2.16.0+cu140", "newer than", "Install a tested version of torch, or a newer mpicomm:"),
+        ("3.0.0.dev20270101", "newer than", "Install a tested version of torch, or a newer mpicomm:"),
+        ("2.13.0a0+ours", "among", "Install a tested version of torch:"),
     ],
 )
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "2.5.1")
     assert import_anew(monkeypatch).splitlines() == [
         f"torch 2.5.1 is older than {TESTED}.",
-        "Install a torch of these versions:",
+        "Install a tested version of torch:",
         INSTALL,
     ]
 
@@ -90,8 +90,8 @@ def test_a_newer_torch_that_cannot_make_the_group(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(mpicomm.MpicommError) as caught:
         _make_group(monkeypatch, error)
     assert str(caught.value).splitlines() == [
-        f"torch 2.16.0 is newer than {TESTED}, and cannot make the process group ({what}).",
-        "Install a torch of these versions, or a newer mpicomm:",
+        f"torch 2.16.0 is newer than {TESTED}, and cannot create the process group ({what}).",
+        "Install a tested version of torch, or a newer mpicomm:",
         INSTALL,
     ]
     assert caught.value.__cause__ is error

@@ -221,7 +221,9 @@ def test_a_rank_that_got_sigterm_and_then_died_is_named_so() -> None:
     court.take(kind="terminated", rank=2)
     assert court.hands.to_all == []
     court.lose(2)
-    assert court.hands.said == ["[mpicomm] rank 2 of 4 on node0 was ended by SIGTERM, which rank 0 did not get"]
+    assert court.hands.said == [
+        "[mpicomm] rank 2 of 4 on node0 was terminated by SIGTERM, which rank 0 did not receive"
+    ]
 
 
 def test_who_may_not_claim_says_nothing_but_ends_the_job() -> None:
@@ -286,10 +288,10 @@ def test_a_rank_that_left_while_others_wait_for_it_is_named(leaver_first: bool) 
     court.tick()
     (text,) = court.hands.said
     first, *rows = text.splitlines()
-    assert first == "[mpicomm] rank 2 of 4 on node0 has left, but others wait for it; the job cannot go on."
+    assert first == "[mpicomm] rank 2 of 4 on node0 has exited, but other ranks wait for it; aborting the job"
     assert rows == [
         "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 61 s",
-        f"  rank 2         left {GATHER:.0f} s ago at the end of its program",
+        f"  rank 2         exited {GATHER:.0f} s ago at the end of its program",
     ]
     assert court.hands.kinds() == ["collect", "ending"]
     court.tick(END - 0.01)
@@ -307,7 +309,7 @@ def test_several_leavers_are_named_together() -> None:
     court.answer(*range(SIZE))
     court.tick()
     (text,) = court.hands.said
-    assert text.startswith("[mpicomm] ranks 1, 2 of 4 on node0, node1 have left, but others wait for them; the job")
+    assert text.startswith("[mpicomm] ranks 1, 2 of 4 on node0, node1 have exited, but other ranks wait for them; ")
 
 
 @pytest.mark.parametrize(("left_with", "ends_with"), [(None, 1), (0, 1), (3, 3)])
@@ -370,7 +372,7 @@ def test_a_message_from_somebody_who_left_does_not_come(leaver_first: bool) -> N
     court.tick(TRANSIT - GATHER)
     court.answer(*range(SIZE))
     court.tick()
-    assert court.hands.said[0].startswith("[mpicomm] rank 2 of 4 on node0 has left, but others wait for it")
+    assert court.hands.said[0].startswith("[mpicomm] rank 2 of 4 on node0 has exited, but other ranks wait for it")
 
 
 def test_a_long_message_may_be_on_its_way_for_longer() -> None:
@@ -402,7 +404,7 @@ def test_who_has_left_with_an_operation_that_nobody_joined_still_waits() -> None
     court.tick(GATHER)
     court.answer(*range(SIZE))
     court.tick()
-    assert court.hands.said[0].startswith("[mpicomm] ranks 0, 1, 3 of 4 on node0 have left, but others wait for them")
+    assert court.hands.said[0].startswith("[mpicomm] ranks 0, 1, 3 of 4 on node0 have exited, but other ranks wait")
 
 
 def test_who_takes_its_groups_down_waits_for_nobody_who_left() -> None:
@@ -429,7 +431,7 @@ def test_who_does_not_answer_may_wait_no_more(silent: dict[str, Any]) -> None:
     court.tick(TRANSIT)
     court.answer(*range(SIZE))
     court.tick()
-    assert court.hands.said[0].startswith("[mpicomm] rank 2 of 4 on node0 has left, but others wait for it")
+    assert court.hands.said[0].startswith("[mpicomm] rank 2 of 4 on node0 has exited, but other ranks wait for it")
 
 
 def test_a_message_from_anybody_may_come_until_all_others_have_left() -> None:
@@ -446,7 +448,7 @@ def test_a_message_from_anybody_may_come_until_all_others_have_left() -> None:
     assert court.hands.kinds() == ["collect"]
     court.answer(*range(SIZE))
     court.tick()
-    assert court.hands.said[0].startswith("[mpicomm] ranks 1-3 of 4 on node0 have left")
+    assert court.hands.said[0].startswith("[mpicomm] ranks 1-3 of 4 on node0 have exited")
 
 
 def test_a_rank_alone_in_its_group_waits_for_nobody() -> None:
@@ -466,7 +468,7 @@ def test_the_leavers_are_judged_by_what_is_so_when_all_have_waited() -> None:
     court.tick(GATHER / 2)
     court.answer(*range(SIZE))
     court.tick()
-    assert court.hands.said[0].startswith("[mpicomm] ranks 2, 3 of 4 on node0 have left")
+    assert court.hands.said[0].startswith("[mpicomm] ranks 2, 3 of 4 on node0 have exited")
 
 
 @pytest.mark.parametrize("stuck", [None, 0, 3])
@@ -512,7 +514,7 @@ def test_a_hang_is_reported_with_everybodys_place() -> None:
     court.tick()
     (text,) = court.hands.said
     assert text == (
-        "[mpicomm] the job stands still: rank 3 has waited 61 s. It ends after 1800 s, the timeout.\n"
+        "[mpicomm] possible hang: rank 3 has waited 61 s; aborting at the 1800 s timeout\n"
         "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 61 s\n"
         "  rank 2         in broadcast #41, root rank 0, float32[1024], at train.py:97, for 61 s\n"
         "  files: /tmp/x"
@@ -525,7 +527,7 @@ def test_what_comes_after_a_hang_where_timeouts_are_exceptions() -> None:
     court.ask(3, "hang", 61.0, 1800.0, raises=True)
     court.answer(0, 1, 2, 3)
     court.tick()
-    assert "rank 3 has waited 61 s. A TimeoutError comes after 1800 s, the timeout.\n" in court.hands.said[0]
+    assert "rank 3 has waited 61 s; raising TimeoutError at the 1800 s timeout\n" in court.hands.said[0]
 
 
 def test_many_who_hang_at_once_are_one_report() -> None:
@@ -565,8 +567,8 @@ def test_a_deadline_ends_the_job(timeout: float) -> None:
     court.tick()
     (text,) = court.hands.said
     assert text == (
-        f"[mpicomm] rank 1 of 4 on node0 has waited in all_reduce #42, float32[1024], for the timeout of {timeout:g} s;"
-        " the job ends.\n"
+        f"[mpicomm] rank 1 of 4 on node0 timed out after {timeout:g} s in all_reduce #42, float32[1024]; "
+        "aborting the job\n"
         "  ranks 0-3  in all_reduce #42, float32[1024], at train.py:88, for 61 s\n"
         "  files: /tmp/x"
     )
@@ -582,7 +584,7 @@ def test_a_deadline_is_heard_while_a_hang_is_looked_at() -> None:
     court.answer(*range(SIZE))
     court.tick()
     (text,) = court.hands.said
-    assert "for the timeout of 30 s; the job ends" in text
+    assert "timed out after 30 s in " in text
 
 
 def test_a_deadline_does_not_wait_for_the_next_report() -> None:
@@ -633,7 +635,7 @@ def test_a_deadline_that_ends_while_it_is_looked_at_ends_nothing() -> None:
     court.answer(*range(SIZE))
     court.tick(TELLER)
     assert len(court.hands.said) == 1
-    assert court.hands.said[0].startswith("[mpicomm] the job stands still: rank 0 has waited")
+    assert court.hands.said[0].startswith("[mpicomm] possible hang: rank 0 has waited")
     assert (court.hands.ended, court.coordinator.is_ending) == ([], False)
 
 
@@ -680,7 +682,7 @@ def test_a_collection_ends_in_any_case() -> None:
     assert (court.hands.said, court.coordinator.is_busy) == ([], True)
     court.tick(0.01)
     (text,) = court.hands.said
-    assert f"  ranks 0-3  not answering for {COLLECT_SECONDS:.0f} s on node0" in text
+    assert f"  ranks 0-3  not responding for {COLLECT_SECONDS:.0f} s on node0" in text
     assert not court.coordinator.is_busy
 
 
@@ -709,7 +711,7 @@ def test_a_rank_that_does_not_answer_its_hub_is_shown_with_its_state() -> None:
     court.take(kind="status", number=1, rank=3, status=silent)
     court.tick()
     assert court.hands.said[0].splitlines()[2] == (
-        "  rank 3     not answering for 31 s on node1: process 77 is stopped by a signal (SIGSTOP); "
+        "  rank 3     not responding for 31 s on node1: process 77 is stopped by a signal (SIGSTOP); "
         "resume it with SIGCONT"
     )
 
@@ -721,8 +723,8 @@ def test_ranks_behind_a_hub_that_does_not_answer_are_shown_so() -> None:
     court.tick(COLLECT_SECONDS)
     assert court.hands.said[0].splitlines()[1:-1] == [
         "  ranks 0, 1  in all_reduce #42, float32[1024], at train.py:88, for 61 s",
-        "  rank 2      not answering for 4 s on node1",
-        "  rank 3      not answering for 4 s on node1: behind rank 2, its hub, which does not answer",
+        "  rank 2      not responding for 4 s on node1",
+        "  rank 3      not responding for 4 s on node1: its hub, rank 2, does not respond",
     ]
 
 
@@ -733,7 +735,7 @@ def test_a_rank_that_left_and_is_asked_is_shown_as_left() -> None:
     court.hang(0)
     court.answer(*range(SIZE))
     court.tick()
-    assert court.hands.said[0].splitlines()[2] == "  rank 2         left 12 s ago with status 0"
+    assert court.hands.said[0].splitlines()[2] == "  rank 2         exited 12 s ago with status 0"
 
 
 # -- who is missing --------------------------------------------------------------------------------------------------
@@ -755,7 +757,7 @@ def test_who_gave_up_waiting_hears_who_has_not_come() -> None:
                 "kind": "answer",
                 "number": 7,
                 "missing": "2",
-                "table": "  rank 2  in no operation, and has not called any; at train.py:12",
+                "table": "  rank 2  in no operation, none called yet; at train.py:12",
             },
         ),
     ]
@@ -776,7 +778,7 @@ def test_who_does_not_answer_is_missing() -> None:
     court.answer(0, 1, 3)
     court.tick(COLLECT_SECONDS)
     assert court.hands.told[-1][1]["missing"] == "2"
-    assert "rank 2  not answering" in court.hands.told[-1][1]["table"]
+    assert "rank 2  not responding" in court.hands.told[-1][1]["table"]
 
 
 def test_everybody_who_asks_is_answered() -> None:

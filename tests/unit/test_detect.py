@@ -359,7 +359,7 @@ def test_rank_and_world_size_that_differ_are_left_over(stale: dict[str, str], ra
     message = problem(environ, rank, size)
     assert message is not None
     assert " ".join(f"{name}={value}" for name, value in stale.items()) in message
-    assert f"MPI says rank {rank} of {size}" in message
+    assert f"MPI reports rank {rank} of {size}" in message
     assert "unset RANK WORLD_SIZE" in message
 
 
@@ -372,7 +372,7 @@ def test_rank_and_world_size_that_agree_are_welcome(rank: int) -> None:
 def test_only_what_differs_is_named_as_left_over() -> None:
     message = problem({"RANK": "0", "WORLD_SIZE": str(SIZE)}, 0, 1)
     assert message is not None
-    assert f"says WORLD_SIZE={SIZE}," in message
+    assert f"has WORLD_SIZE={SIZE}," in message
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])

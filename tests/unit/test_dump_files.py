@@ -40,7 +40,9 @@ def test_links_to_files_are_replaced(tmp_path: Path, is_of_job: bool) -> None:
 def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "job").symlink_to("victim")
-    with pytest.raises(PermissionError, match=r"job is a link, and .*\. Set MPICOMM_DUMP_DIR to a directory of your"):
+    with pytest.raises(
+        PermissionError, match=r"job is a symbolic link, and .*\. Set MPICOMM_DUMP_DIR to a directory of your"
+    ):
         dump.write(tmp_path / "job", 3, {}, is_of_job=True)
     assert list((tmp_path / "victim").iterdir()) == []
     dump.write(tmp_path / "job", 3, {})  # the user has chosen it

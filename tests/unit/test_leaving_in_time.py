@@ -85,14 +85,14 @@ def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeyp
         assert stop_request.why is None
         squeue.write_text("1:59\n")
         wait_until(lambda: stop_request.why is not None)
-        assert stop_request.why == "119 s are left of the allocation"
+        assert stop_request.why == "119 s remaining in the allocation"
     squeue.write_text("1:00\n")
     with stop_request.listening(120.0, asks=True):  # each run of a short job is to come further
         time.sleep(0.3)
         assert stop_request.why is None
         squeue.write_text("0:29\n")
         wait_until(lambda: stop_request.why is not None)
-        assert stop_request.why == "29 s are left of the allocation"
+        assert stop_request.why == "29 s remaining in the allocation"
     squeue.write_text("0:10\n")
     for stop_margin, asks in ((None, True), (120.0, False)):
         with stop_request.listening(stop_margin, asks=asks):

@@ -74,15 +74,15 @@ OTHER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
     ("scheduler", "schedule", "monitor", "error", "message"),
     [
         (STEP_LR, "day", None, ValueError, "schedule must be 'step', 'epoch' or None, got 'day'"),
-        (plateau(), "step", None, ValueError, r'schedule="step" does not fit ReduceLROnPlateau'),
-        (plateau(mode="max"), None, None, ValueError, r"mode='max'.*\nName the metric: Trainer\(..., monitor="),
-        (STEP_LR, None, "loss", ValueError, "monitor='loss' is for ReduceLROnPlateau, got StepLR"),
-        (None, None, "loss", ValueError, "monitor='loss' is for ReduceLROnPlateau, got NoneType"),
+        (plateau(), "step", None, ValueError, r'schedule="step" cannot be used with ReduceLROnPlateau'),
+        (plateau(mode="max"), None, None, ValueError, r"mode='max'.*\nPass the metric: Trainer\(..., monitor="),
+        (STEP_LR, None, "loss", ValueError, "monitor='loss' requires a ReduceLROnPlateau scheduler, got StepLR"),
+        (None, None, "loss", ValueError, "monitor='loss' requires a ReduceLROnPlateau scheduler, got NoneType"),
         (lr_scheduler.StepLR, None, None, TypeError, r"scheduler must have step\(\), .*, got a class"),
         ("cosine", None, None, TypeError, r"got a str without step\(\)"),
         (OfTime(), None, None, TypeError, r"does not support OfTime: its step\(\) requires 'epoch'"),
-        (lr_scheduler.StepLR(OTHER, 1), None, None, ValueError, "StepLR was made for another optimizer"),
-        (lr_scheduler.ReduceLROnPlateau(OTHER), None, None, ValueError, "was made for another optimizer"),
+        (lr_scheduler.StepLR(OTHER, 1), None, None, ValueError, "StepLR belongs to another optimizer"),
+        (lr_scheduler.ReduceLROnPlateau(OTHER), None, None, ValueError, "belongs to another optimizer"),
     ],
 )
 def test_what_cannot_be_stepped_is_refused(
@@ -101,7 +101,7 @@ def test_the_figure_that_a_plateau_is_seen_in(monitor: str | None, is_evaluated:
 
 
 def test_a_figure_that_epochs_have_not_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'f1', and the epochs have 'loss', 'eval_loss', 'accuracy'\.\nSet monitor"):
+    with pytest.raises(ValueError, match=r"epoch, 'loss', 'eval_loss', 'accuracy', got 'f1'\.\nSet monitor"):
         optimizers.monitored("f1", ["accuracy"], is_evaluated=True)
-    with pytest.raises(ValueError, match=r"'accuracy', and the epochs have 'loss'\.\nSet .*, or pass eval_data"):
+    with pytest.raises(ValueError, match=r"epoch, 'loss', got 'accuracy'\.\nSet .*, or pass eval_data"):
         optimizers.monitored("accuracy", ["accuracy"], is_evaluated=False)

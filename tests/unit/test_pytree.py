@@ -103,7 +103,7 @@ def test_places_are_written_as_in_python() -> None:
 @settings(max_examples=500)
 @given(st.binary(max_size=200))
 def test_garbage_is_no_description(raw: bytes) -> None:
-    with pytest.raises(MpicommError, match="was not sent by an operation"):
+    with pytest.raises(MpicommError, match="was not sent by an operation of mpicomm"):
         Description.decoded(raw)
 
 
@@ -168,18 +168,18 @@ def test_the_numbers_of_a_head_are_within_their_bounds(number: int, length: int)
     if messages._first() <= number <= messages._last() and length < 2**40:
         assert messages._read(head)[:2] == (number, length)
     else:
-        with pytest.raises(MpicommError, match="its head is damaged"):
+        with pytest.raises(MpicommError, match="its header is corrupted"):
             messages._read(head)
 
 
 @given(st.binary(min_size=512, max_size=512))
 def test_what_begins_otherwise_is_no_head(raw: bytes) -> None:
-    with pytest.raises(MpicommError, match="does not begin as one"):
+    with pytest.raises(MpicommError, match="its header has no magic number"):
         messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
 
 def test_a_class_that_is_none_is_not_made() -> None:
     plain = [["namedtuple", "os:system", [["leaf"]]], [["number", "int64", [], "cpu", False]]]
     found = Description.decoded(json.dumps(plain).encode())
-    with pytest.raises(MpicommError, match="os:system, which is no namedtuple or dataclass"):
+    with pytest.raises(MpicommError, match="os:system, which is not a namedtuple or dataclass"):
         found.rebuilt([torch.tensor(1)])

@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
     try:
-        with pytest.warns(RuntimeWarning, match="no more figures are written to .*: .*File too large"):
+        with pytest.warns(RuntimeWarning, match="metrics are no longer written to .*: .*File too large"):
             journal.write("step", step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

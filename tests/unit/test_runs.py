@@ -118,7 +118,7 @@ def test_a_line_that_was_cut_off_before_the_run_went_on_is_left_out(directory: P
 def test_any_other_broken_line_is_told(directory: Path, broken: str) -> None:
     run = read(directory, [*WHOLE[:2], broken, *WHOLE[2:]])
     (warning,) = run.warnings
-    assert warning.startswith(f"line 3 of {directory / runs.FILE} is no entry and is left out")
+    assert warning.startswith(f"line 3 of {directory / runs.FILE} is not a valid entry and is skipped")
     assert len(run.entries) == len(WHOLE)
 
 
@@ -204,18 +204,18 @@ def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no .*gone\.\nName a directory"):
+    with pytest.raises(FileNotFoundError, match=r"gone does not exist\.\nPass the checkpoint_dir"):
         runs.read_all([tmp_path / "gone"])
 
 
 def test_a_directory_without_metrics(directory: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"digits holds no run: it has no metrics\.jsonl\.\nName a directory"):
+    with pytest.raises(FileNotFoundError, match=r"digits is not .* of a run: metrics\.jsonl is missing\.\nPass the"):
         runs.read_all([directory])
 
 
 def test_a_file_in_place_of_its_directory(directory: Path) -> None:
     read(directory, WHOLE)
-    with pytest.raises(NotADirectoryError, match=f"Name the directory it is in: {directory}"):
+    with pytest.raises(NotADirectoryError, match=f"Pass the directory that contains it: {directory}"):
         runs.read_all([directory / runs.FILE])
 
 
@@ -326,12 +326,12 @@ def test_runs_stand_beside_each_other(directory: Path) -> None:
 
 def test_a_run_of_which_nothing_is_known_has_a_column(directory: Path) -> None:
     rows = printed(read(directory, []))
-    assert rows["state"] == ["interrupted, or running"]
+    assert rows["state"] == ["interrupted or running"]
     assert rows["samples/s"] == rows["loss, last"] == rows["ranks"] == rows["peak memory"] == ["-"]
 
 
 def test_ranks_that_a_resume_has_changed_are_shown(directory: Path) -> None:
-    assert printed(read(directory, [*WHOLE, resume(20, 2, ranks=4)]))["ranks"] == ["4, before 2"]
+    assert printed(read(directory, [*WHOLE, resume(20, 2, ranks=4)]))["ranks"] == ["4 (previously 2)"]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_the_plot_of_a_run(directory: Path) -> None:
     assert drawn.get_suptitle() == "digits"
     assert legends(drawn) == [["training", "evaluation"], ["throughput"], ["data", "compute", "communication"]]
     assert [axes.get_ylabel() for axes in drawn.axes] == ["loss", "throughput (samples/s)", "rank 0's time (%)"]
-    assert times.get_xlabel() == "step of the optimizer"
+    assert times.get_xlabel() == "optimizer step"
     assert losses.get_yscale() == "log"
     training, evaluation = losses.lines
     assert training.get_xydata().tolist() == [[5, 4], [10, 2], [15, 1], [20, 0.5]]
@@ -396,7 +396,7 @@ def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: P
 
 
 def test_a_plot_that_cannot_be_written(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"cannot write .*plot\.png: No such file or directory\.\nName a file"):
+    with pytest.raises(OSError, match=r"cannot write .*plot\.png: No such file or directory\.\nPass a file"):
         plots.save([read(directory, WHOLE)], tmp_path / "gone" / "plot.png")
 
 

@@ -45,7 +45,7 @@ def test_each_launcher_is_known(launcher: str) -> None:
 
 @pytest.mark.parametrize("text", ["slrum", "MPI", "mpi "])
 def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
-    with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER={text} is not a launcher") as caught:
+    with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER must be one of .*, got {text}\\.") as caught:
         Settings.from_environ({"MPICOMM_LAUNCHER": text})
     assert ", ".join(LAUNCHERS) in str(caught.value)
 
@@ -63,7 +63,7 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
     ],
 )
 def test_what_means_nothing_is_refused(name: str, text: str) -> None:
-    with pytest.raises(LaunchError, match=f"^{PREFIX}{name}={text} (means nothing|is no time|is no size)"):
+    with pytest.raises(LaunchError, match=f"^{PREFIX}{name} must be .*, got {text}\\."):
         Settings.from_environ({PREFIX + name: text})
 
 
@@ -87,7 +87,7 @@ def test_what_the_variables_mean() -> None:
 
 
 def test_unknown_variables_are_refused_by_name_with_those_that_exist() -> None:
-    with pytest.raises(LaunchError, match=r"^MPICOMM_COLOUR, MPICOMM_LUANCHER is set") as caught:
+    with pytest.raises(LaunchError, match=r"^unknown environment variable MPICOMM_COLOUR, MPICOMM_LUANCHER") as caught:
         Settings.from_environ({"MPICOMM_LUANCHER": "mpi", "MPICOMM_COLOUR": "red"})
     assert all(PREFIX + field.upper() in str(caught.value) for field in FIELDS)
 

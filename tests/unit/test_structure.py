@@ -167,7 +167,7 @@ def test_private_names_of_torch_are_behind_one_door(module: str) -> None:
 
 @each_module
 def test_what_is_unpickled_is_in_the_modules_that_security_md_names(module: str) -> None:
-    """Ranks exchange objects, and checkpoints hold them. The side channel and the store carry none."""
+    """Ranks exchange objects, and checkpoints hold them. The out-of-band channel and the store carry none."""
     pickles = {each.target for each in imports_of(module)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert not pickles or module in {"mpicomm.collective_ops.pytree", "mpicomm.training.checkpoint"}
     for node in ast.walk(TREES[module]):
