@@ -7,7 +7,7 @@ MpicommError
 |-- RendezvousError    the rendezvous timed out, or ranks cannot reach rank 0
 |-- CheckpointError    a checkpoint cannot be written or read, or belongs to another model
 |-- TrainingError      a loss is not finite, or the parameters differ between ranks
-`-- MismatchError      ranks called different collectives; torch.distributed's are compared where MPICOMM_DEBUG=1
+`-- MismatchError      ranks called different collectives (those of torch.distributed: only with MPICOMM_DEBUG=1)
 
 Invalid arguments raise `ValueError`, `TypeError` or `NotImplementedError`.
 """
@@ -20,7 +20,7 @@ from typing import TypeVar
 class MpicommError(RuntimeError):
     """Base class of the exceptions of mpicomm."""
 
-    is_everywhere = False
+    is_on_all_ranks = False
     """Whether every rank raises the same error, so that one rank's report is enough."""
 
 
@@ -67,5 +67,5 @@ E = TypeVar("E", bound=MpicommError)
 
 def raised_on_all_ranks(error: E) -> E:
     """Return the error, marked as one that every rank raises."""
-    error.is_everywhere = True
+    error.is_on_all_ranks = True
     return error

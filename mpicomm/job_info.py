@@ -94,10 +94,10 @@ def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
     return sorted(found)
 
 
-def differences(everybodys: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
+def differences(gathered: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
     """Return, for each name of a software, its values and the ranks that have each value."""
     found: dict[str, dict[str, list[int]]] = {}
-    for each in everybodys:
+    for each in gathered:
         for name, value in each.software.items():
             found.setdefault(name, {}).setdefault(value, []).append(each.rank)
     return found

@@ -46,9 +46,9 @@ _SPINS = 200  # polls without a pause
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that called `initialize`
 _is_abandoned = False
-_has_met = False  # whether this rank has waited for all other ranks to leave MPI_Init
-_moment_of_meeting = (ctypes.c_long * 2)()
-_MEETING_SECONDS = 5.0
+_passed_fence = False  # whether this rank has waited for all other ranks to leave MPI_Init
+_fence_time = (ctypes.c_long * 2)()
+_FENCE_SECONDS = 5.0
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
 
 
@@ -177,22 +177,22 @@ def _wait_until_all_ranks_have_left_it() -> None:
     Open MPI 5 crashes if a message reaches a rank in the last part of its MPI_Init, in which it waits for the others
     in a PMIx fence, but has not set up its own MPI_COMM_WORLD yet (https://github.com/open-mpi/ompi/pull/13559). With
     48 ranks on four hosts and two cores, one rank crashed in every fourth start. Another PMIx fence delays all messages
-    until after MPI_Init. It is a precaution, limited to `_MEETING_SECONDS`: later steps report absent ranks.
+    until after MPI_Init. It is a precaution, limited to `_FENCE_SECONDS`: later steps report absent ranks.
     """
-    global _has_met  # noqa: PLW0603  MPI's state is the process's, and so is this
+    global _passed_fence  # noqa: PLW0603  MPI's state is the process's, and so is this
     path = _path_of("libpmix")
-    if _has_met or api().get_vendor()[0] != "Open MPI" or api().COMM_WORLD.size == 1 or not path:
+    if _passed_fence or api().get_vendor()[0] != "Open MPI" or api().COMM_WORLD.size == 1 or not path:
         return
-    _has_met = True
+    _passed_fence = True
     with contextlib.suppress(OSError, AttributeError):  # a precaution only: MPI works without it
         pmix, none = ctypes.CDLL(path), ctypes.c_size_t(0)
         # PMIx runs the callback on its own thread, perhaps after Python has finalized, so the callback must be a C
         # function. clock_gettime, called with a status of 0 (CLOCK_REALTIME) and an address, writes to that address.
         call_back = ctypes.CDLL(None).clock_gettime
         if pmix.PMIx_Initialized() and not pmix.PMIx_Fence_nb(  # a null list of processes means all of this job
-            None, none, None, none, call_back, ctypes.byref(_moment_of_meeting)
+            None, none, None, none, call_back, ctypes.byref(_fence_time)
         ):
-            poll(lambda: any(_moment_of_meeting), _MEETING_SECONDS)
+            poll(lambda: any(_fence_time), _FENCE_SECONDS)
 
 
 def job_comm(*, by_all: bool = False) -> Intracomm:

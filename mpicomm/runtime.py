@@ -2,7 +2,7 @@
 
 The steps of a bootstrap: read the launcher's variables, initialise MPI, wait for all ranks, discover the topology,
 assign the devices, open the store, initialise the process group. An error before the process group is initialised is
-raised with the same message on every rank that MPI has joined.
+raised with the same message on every rank that MPI has connected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default
 _SHORTEST_TIMEOUT = 1  # seconds; processes need some time to start
-_DEFAULT_PATIENCE = 600.0  # seconds that bootstrap waits for ranks by default
+_DEFAULT_WAIT_LIMIT = 600.0  # seconds that bootstrap waits for ranks by default
 
 _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
 
@@ -62,7 +62,7 @@ _TORCH_NAMES = {backend_choice.MPI: plugin.NAME, backend_choice.MPI_WITH_NCCL: p
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The ranks, topology, device and backend of the job. Its attributes and methods do not communicate.
+    """The ranks, topology, device and backend of the job. Reading its attributes does not communicate.
 
     As a context manager it calls `shutdown()` at the end of the block, unless the block raises an exception.
     """
@@ -334,7 +334,7 @@ class _Request:
         FLAG.check(self.abort_on_error, "abort_on_error")
 
     def check_repeats(self, first: _Request, world: World) -> None:
-        """Check that a second call asks for nothing that the first one did not do; defaults ask for nothing.
+        """Check that the arguments of a second call equal those of the first; default values are ignored.
 
         Raises:
             ValueError: If an argument differs from that of the first call.
@@ -361,7 +361,7 @@ class _Request:
     @property
     def wait_limit(self) -> float:
         """The seconds to wait for ranks."""
-        return _DEFAULT_PATIENCE if self.timeout is None else self.limit.total_seconds()
+        return _DEFAULT_WAIT_LIMIT if self.timeout is None else self.limit.total_seconds()
 
 
 # -- started by MPI --------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     where = topology.discover(comm)
     of_rank_0 = comm.bcast(request.backend)
     _agree(comm, lambda: _check_alike(of_rank_0, request.backend))
-    device, uuids = _seat(comm, where, request)
+    device, uuids = _assign_device(comm, where, request)
     backend = backend_choice.choose(
         request.backend,
         has_mpi=True,
@@ -401,7 +401,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
         _agree(comm, lambda: devices.refuse_shared(uuids, where.hosts))
     startup_barrier(comm, "bootstrap(), after the choice of devices", request.wait_limit, startup_notice, where.hosts)
     # 4. open the store and start the watchdog
-    job_store = rendezvous.meet(comm, where, os.environ, settings.interface, request.limit)
+    job_store = rendezvous.open_store(comm, where, os.environ, settings.interface, request.limit)
     mpi.set_job_comm(comm)
     world = _world(comm.rank, comm.size, where, device, backend, launch, job_store.address, job_store.port, comm)
     session = _Session(request, world, job_store.store)
@@ -428,7 +428,7 @@ def _watch(session: _Session, comm: Intracomm, where: Topology, settings: Settin
     watch = Watchdog(place, start.channel, limits, comm.Abort, _claim(session.store, comm.rank), prepare)
     problem = start.connect()
     watch.start()
-    if not start.is_open_everywhere(problem):
+    if not start.is_open_on_all_ranks(problem):
         watch.stop()
         return None
     watch.establish()
@@ -490,7 +490,7 @@ def _check_launch(launch: Launch) -> None:
 
 
 def _launch_error(launch: Launch, problem: str) -> LaunchError:
-    """Return the error of a rank that MPI did not join; every rank raises it if the launcher gave each a size."""
+    """Return the error of a rank that MPI did not connect; every rank raises it if the launcher gave each a size."""
     error = LaunchError(problem)
     return raised_on_all_ranks(error) if launch.claims and launch.size > 1 else error
 
@@ -526,15 +526,15 @@ def _agree(comm: Intracomm, check: Callable[[], Any]) -> Any:
     return result
 
 
-def _seat(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.device, list[str | None]]:
-    """Return this rank's device, and the UUID of every rank's GPU, None for a CPU rank (collective)."""
+def _assign_device(comm: Intracomm, where: Topology, request: _Request) -> tuple[torch.device, list[str | None]]:
+    """Return this rank's device and the UUIDs of all ranks' GPUs (collective). A CPU rank has None."""
     wanted = _agree(comm, lambda: None if request.device is None else devices.parse(request.device))
     visible = devices.visible_gpus() if wanted is None or wanted.type == "cuda" else []
     if wanted is not None and visible:
         visible = [visible[wanted.index]]
     everyone = comm.allgather((where.node_rank, visible))
-    mates = [uuids for node, uuids in everyone if node == where.node_rank]
-    assignment = devices.assign(mates)[where.local_rank]
+    local_ranks = [uuids for node, uuids in everyone if node == where.node_rank]
+    assignment = devices.assign(local_ranks)[where.local_rank]
     uuid = visible[assignment.index] if assignment else None
     device = wanted or (torch.device("cuda", assignment.index) if assignment else torch.device("cpu"))
     if device.type == "cuda":

@@ -38,8 +38,8 @@ class Settings:
 
     hang_seconds: str | None = None
     """Seconds in an operation after which a table of all ranks' positions is printed; default 60, or half the timeout
-    if that is less. In bootstrap(), seconds after which a notice names absent ranks; default 30, or half the timeout
-    if that is less."""
+    if that is less. In bootstrap(), a notice names absent ranks after the least of 30 s, this value and half the
+    timeout."""
 
     host_timeout: str | None = None
     """Seconds without a reply from a host on the out-of-band channel after which its ranks are considered dead;
@@ -53,8 +53,9 @@ class Settings:
     """The directory to which the ranks write their flight recorders and stacks when the job fails; none: no files."""
 
     gpu_aware: str | None = None
-    """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI): 1, always; 0, never, tensors are staged
-    through host memory; auto (the default), if a test at startup shows that MPI supports it. NCCL is not affected."""
+    """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI). 1: even if the library does not report
+    support; auto (the default): only if it does. Both require a test at the creation of a group to pass. 0: tensors
+    are staged through host memory. NCCL is not affected."""
 
     gpu_chunk_kib: str | None = None
     """Size in KiB of the chunks in which tensors are staged: MPI sends one chunk while the next is copied from the GPU;

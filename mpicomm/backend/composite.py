@@ -62,7 +62,7 @@ class CompositeProcessGroup(MPIProcessGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the timeout of all later operations; the inner backend gets a slightly longer one."""
         super().set_timeout(timeout)
-        torch_internals.set_inner_timeout(self._inner, torch_internals.with_leash(timeout))
+        torch_internals.set_inner_timeout(self._inner, torch_internals.with_extra_timeout(timeout))
 
     _set_default_timeout = set_timeout
 

@@ -228,7 +228,7 @@ class Executor:
                     self._agreement.check(signature, operation)
                 call()
         except BaseException as error:
-            if not getattr(error, "is_everywhere", False):
+            if not getattr(error, "is_on_all_ranks", False):
                 self.mark_broken(operation, error)
             raise
         finally:
@@ -288,13 +288,17 @@ class Executor:
         operation.limit = None
         # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
         watch = agent.current()
-        missing, table = watch.missing(operation) if watch is not None else ([], "Another rank has not reached it.")
+        missing, table = (
+            watch.missing(operation) if watch is not None else ([], "At least one rank has not reached it.")
+        )
         operation.pause()
         if watch is not None:
             watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
         # 3. compose the error
         if not missing:
-            return TimeoutError(f"{self._record.broken}.\n{table}\nCheck what that rank is doing.")
+            return TimeoutError(
+                f"{self._record.broken}.\n{table}\nCheck the output of the other ranks, or increase the timeout."
+            )
         return TimeoutError(
             f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
             f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
@@ -317,7 +321,7 @@ class Executor:
         callback, earlier = callbacks.add(self, run)
         worker.submit(_nothing, callback, earlier)
 
-    def run_what_is_before(self, work: QueuedWork) -> None:
+    def run_queued_until(self, work: QueuedWork) -> None:
         """On the worker thread, run queued operations until `work` is done: blocking there would deadlock."""
         flight_recorder.refuse_children()
         if self._worker is not None and self._worker.is_current_thread:

@@ -174,7 +174,7 @@ def _warn_of_allocators() -> None:
     for setting in _NOT_EXPORTED:
         if setting in given:
             warnings.warn(
-                f"PYTORCH_CUDA_ALLOC_CONF has {setting}: UCX cannot map such memory, and transfers it a hundred times "
-                f"more slowly. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
+                f"{' or '.join(_ALLOCATORS)} has {setting}: CUDA IPC cannot export such memory, so transfers of GPU "
+                f"tensors are about 100 times slower. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
                 stacklevel=2,
             )

@@ -44,7 +44,7 @@ class MonitoredBarrier:
         deadline = Deadline(seconds)
         missing: list[int] = []
         for rank in range(1, self._comm.size):
-            if not self._hears(rank, deadline):
+            if not self._has_reported(rank, deadline):
                 missing.append(rank)
                 if not names_all:
                     break
@@ -59,7 +59,7 @@ class MonitoredBarrier:
 
     def _report(self, seconds: float) -> None:
         self._announce(0)
-        if not self._hears(0, Deadline(seconds)):
+        if not self._has_reported(0, Deadline(seconds)):
             raise RuntimeError(
                 f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0: timed out after {seconds:g} s.\nSee the error of rank 0 for the missing ranks."
@@ -70,7 +70,7 @@ class MonitoredBarrier:
         self._late = [(request, memory) for request, memory in self._late if not request.Test()]
         self._late.append((self._comm.Isend(number, rank, mpi_calls.tag_of_barrier()), number))
 
-    def _hears(self, rank: int, deadline: Deadline) -> bool:
+    def _has_reported(self, rank: int, deadline: Deadline) -> bool:
         """Return whether a rank reports before the deadline that it has reached this barrier; discard older reports."""
         number = array("q", [0])
         while number[0] < self._number:

@@ -72,7 +72,7 @@ class ShmSelector:
         self._is_open = False
         self._comms: list[Intracomm] = []  # created here, freed by close()
         self._node: ShmCollectives | None = None  # if all ranks are on one node
-        self._levels: HierarchicalCollectives | None = None  # if several nodes have equally many ranks each
+        self._hierarchical: HierarchicalCollectives | None = None  # if several nodes have equally many ranks each
 
     def may_take(self, operation: str, tensor: torch.Tensor) -> bool:
         """Return whether an operation on such a tensor, of equal size on all ranks, may use shared memory."""
@@ -92,11 +92,11 @@ class ShmSelector:
         """All-reduce in place."""
         self._open()
         flat, how = _flat(dense), _known(reduction, dense.dtype)
-        if self._levels is not None:
+        if self._hierarchical is not None:
             # MPI adds the sums of the nodes, for which some integers need a wider dtype.
             how = dataclasses.replace(how, wide=reduction.wide)
             datatype = dtypes.arithmetic(how.wide or dense.dtype)
-            return self._go(self._levels, flat, lambda levels: levels.reduce(flat, how, datatype))
+            return self._go(self._hierarchical, flat, lambda levels: levels.reduce(flat, how, datatype))
         return self._go(self._node, flat, lambda node: node.reduce(flat, how))
 
     def reduce(self, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
@@ -178,7 +178,7 @@ class ShmSelector:
         if why and node_comm.rank == 0:
             warnings.warn(
                 f"the {node_comm.size} ranks of this node cannot share memory: {why}. "
-                f"Large tensors use MPI alone, at about half the speed. "
+                f"Large tensors use MPI alone, which is slower. "
                 f"Set MPICOMM_SHARED_MEMORY=0 to disable shared memory and this warning.",
                 stacklevel=2,
             )
@@ -190,7 +190,7 @@ class ShmSelector:
             return
         across = cast("Intracomm", self._comm.Split(node.rank, self._comm.rank))
         self._comms.append(across)
-        self._levels = HierarchicalCollectives(node, across)
+        self._hierarchical = HierarchicalCollectives(node, across)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
         """Return the communicator of the ranks that share this rank's node (collective)."""
@@ -207,7 +207,7 @@ class ShmSelector:
     def close(self) -> None:
         """Release the memory and the communicators (collective)."""
         self._is_open = True
-        self._node = self._levels = None
+        self._node = self._hierarchical = None
         while self._comms:
             self._comms.pop().Free()
 

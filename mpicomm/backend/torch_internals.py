@@ -55,7 +55,7 @@ __all__ = [
     "start_event",
     "tag_of",
     "takes_host_tensors",
-    "with_leash",
+    "with_extra_timeout",
 ]
 
 # Checked before use: a torch without one of these raises an error that names it, also in a group's constructor.
@@ -96,7 +96,7 @@ from torch._C._dynamo import eval_frame  # noqa: E402
 _SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
 # Added to NCCL's timeout: its watchdog aborts the process without a report of each rank's position, so that of mpicomm
 # must report first.
-_LEASH = datetime.timedelta(seconds=30)
+_NCCL_EXTRA_SECONDS = datetime.timedelta(seconds=30)
 _GLOO_THREAD = "pt_gloo_runloop"
 _GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # seconds: the longest wait for Gloo's threads, and the polling interval
 
@@ -363,9 +363,9 @@ def set_inner_timeout(backend: Any, timeout: datetime.timedelta) -> None:
     (backend.set_timeout if hasattr(backend, "set_timeout") else backend._set_default_timeout)(timeout)
 
 
-def with_leash(timeout: datetime.timedelta) -> datetime.timedelta:
+def with_extra_timeout(timeout: datetime.timedelta) -> datetime.timedelta:
     """Return the timeout of an inner backend for a timeout of this package, whose watchdog must report first."""
-    return timeout + _LEASH
+    return timeout + _NCCL_EXTRA_SECONDS
 
 
 def make_nccl(
@@ -385,7 +385,7 @@ def make_nccl(
     if not dist.is_nccl_available():
         raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
     nccl = nccl_options or dist.ProcessGroupNCCL.Options()
-    nccl._timeout = with_leash(timeout)
+    nccl._timeout = with_extra_timeout(timeout)
     nccl.global_ranks_in_group = list(ranks)
     nccl.group_name = name
     return dist.ProcessGroupNCCL(store, rank, len(ranks), nccl)

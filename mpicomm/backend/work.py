@@ -34,7 +34,7 @@ class Keeper(Queue, Protocol):
     def timeout_of_messages(self) -> float | None:
         """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
 
-    def run_what_is_before(self, work: QueuedWork) -> None:
+    def run_queued_until(self, work: QueuedWork) -> None:
         """On the worker's own thread, run the queued operations until `work` is done."""
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
@@ -125,7 +125,7 @@ class QueuedWork(_Work):
         Raises:
             TimeoutError: If it has not completed after `timeout`; the group is then unusable.
         """
-        self._keeper.run_what_is_before(self)
+        self._keeper.run_queued_until(self)
         deadline = _deadline(timeout)
         if deadline is not None and not mpi.poll(self._future.done, deadline):
             raise self._keeper.time_out(self._operation, deadline.seconds)
@@ -273,7 +273,7 @@ class MessageWork(_Work):
         partner = f"rank {partners[0]}" if len(partners) == 1 else "any other rank"
         return TimeoutError(
             f"{self._what()} timed out after {seconds:g} s, waiting for {partner}.\n"
-            f"Wait longer (the message remains in flight), or see what the ranks do: mpicomm.dump_flight_recorder()."
+            f"Wait longer (the message remains in flight), or see its last operations: mpicomm.dump_flight_recorder()."
         )
 
     def _what(self) -> str:

@@ -24,7 +24,7 @@ PROGRAM = "mpicomm.bench.startup_probe"
 LAUNCH = "launch"  # from the command to the first line of rank 0's program
 _IMPORT = "import time; t = time.perf_counter(); import mpicomm; print(time.perf_counter() - t)"
 _TERM_SECONDS = 5.0
-_LAST_WORDS = 2000  # characters of the error output in the message of a failed start
+_ERROR_TAIL = 2000  # characters of the error output in the message of a failed start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def sample_of(start: Start, ranks: int, limit: float) -> Sample:
             start_new_session=True,  # to kill its child processes with it
         )
         with _ended_after(job, limit):
-            reported, seconds = _first_words(job, begin)
+            reported, seconds = _probe_result(job, begin)
             status = job.wait()
         if status or reported is None or reported["size"] != ranks:
             errors.seek(0)
@@ -125,7 +125,7 @@ def _program(way: Way) -> tuple[str, ...]:
     return (sys.executable, "-m", PROGRAM, way.kind)
 
 
-def _first_words(job: subprocess.Popen[str], begin: float) -> tuple[dict[str, Any] | None, float]:
+def _probe_result(job: subprocess.Popen[str], begin: float) -> tuple[dict[str, Any] | None, float]:
     """Return the result of rank 0 and its time; the launcher may write other lines to the same stream."""
     assert job.stdout is not None
     found, seconds = None, 0.0
@@ -159,9 +159,9 @@ def _end(job: subprocess.Popen[str]) -> None:
 def _failure(
     start: Start, ranks: int, reported: dict[str, Any] | None, status: int, seconds: float, errors: str
 ) -> str:
-    what = f"status {status}" if reported is None or status else f"{reported['size']} ranks instead of {ranks}"
+    what = f"status {status}" if reported is None or status else f"{reported['size']} ranks, expected {ranks},"
     command = start.shown(os.environ)
     return (
         f"a start of {ranks} ranks ended with {what} after {seconds:.0f} s.\n"
-        f"Reproduce it with: {command}\n{errors[-_LAST_WORDS:]}"
+        f"Reproduce it with: {command}\n{errors[-_ERROR_TAIL:]}"
     )

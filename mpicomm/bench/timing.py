@@ -21,7 +21,7 @@ class Bench:
 
     gather: Callable[[object], list[object]]
     """Returns the values of all ranks, on every rank (collective)."""
-    meet: Call
+    synchronize: Call
     """A barrier: returns once all ranks have called it (collective)."""
     settle: Call
     """Returns once this rank's device has completed its work."""
@@ -61,7 +61,7 @@ def _number(bench: Bench, call: Call) -> int:
     for _ in range(_WARM_UP):
         call()
     bench.settle()
-    bench.meet()
+    bench.synchronize()
     start = time.perf_counter()
     for _ in range(_WARM_UP):
         call()
@@ -74,7 +74,7 @@ def _round(bench: Bench, call: Call, number: int) -> numpy.ndarray:
     """Return the times before each call and after the last, in nanoseconds."""
     moments = [0] * (number + 1)
     now = time.perf_counter_ns
-    bench.meet()
+    bench.synchronize()
     moments[0] = now()
     for index in range(1, number):
         call()
@@ -88,10 +88,10 @@ def _round(bench: Bench, call: Call, number: int) -> numpy.ndarray:
 def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, each: bool) -> Times:
     means = [(moments[-1] - moments[0]) / (len(moments) - 1) for moments in rounds]
     p99 = float(numpy.percentile(numpy.concatenate([numpy.diff(moments) for moments in rounds]), 99))
-    everybodys: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
-    slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in everybodys], strict=True)]
+    gathered: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
+    slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in gathered], strict=True)]
     return Times(
         least=float(min(slowest)),
         median=float(statistics.median(slowest)),
-        p99=max(p99 for _, p99 in everybodys) / 1e3 if each else None,
+        p99=max(p99 for _, p99 in gathered) / 1e3 if each else None,
     )

@@ -27,9 +27,9 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = kinds.add_parser(
         "ratios",
         help="the targets in docs/performance.md",
-        description="Measure the ratios that docs/performance.md promises, with two ranks on this host and starts of "
-        "four. Both figures of a ratio are measured side by side. The command takes some minutes; its exit status is "
-        "1 if a target is not met.",
+        description="Measure the ratios whose targets docs/performance.md lists, with two ranks on this host and "
+        "starts of four. Both figures of a ratio are measured in alternating rounds. The command "
+        "takes some minutes; its exit status is 1 if a target is not met.",
     )
     parser.add_argument("--rounds", metavar="R", type=count, default=7, help="rounds of each measurement (default: 7)")
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")

@@ -65,28 +65,28 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.env is not None and not 0 <= arguments.env < world.size:
             why = f"--env {arguments.env}: expected a rank from 0 to {world.size - 1}"
             return failed("info", why) if world.rank == 0 else FAILED
-        everybodys = job_info.of_all(world)
+        gathered = job_info.of_all(world)
         if world.rank == 0:
-            _show(world, everybodys, arguments)
+            _show(world, gathered, arguments)
     return 0
 
 
-def _show(world: World, everybodys: Sequence[JobInfo], arguments: argparse.Namespace) -> None:
+def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps(_as_json(world, everybodys), indent=2))
+        print(json.dumps(_as_json(world, gathered), indent=2))
         return
     out = console()
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     place = f"{world.master_addr} port {world.master_port}"
     out.print(Text(f"{ranks} on {nodes}, started by {world.launcher}, rendezvous at {place}"), soft_wrap=True)
-    out.print(_ranks(everybodys))
-    out.print(_software(everybodys))
+    out.print(_ranks(gathered))
+    out.print(_software(gathered))
     if arguments.env is not None:
-        out.print(_variables(everybodys[arguments.env]))
+        out.print(_variables(gathered[arguments.env]))
 
 
-def _as_json(world: World, everybodys: Sequence[JobInfo]) -> dict[str, object]:
+def _as_json(world: World, gathered: Sequence[JobInfo]) -> dict[str, object]:
     return {
         "size": world.size,
         "num_nodes": world.num_nodes,
@@ -94,30 +94,30 @@ def _as_json(world: World, everybodys: Sequence[JobInfo]) -> dict[str, object]:
         "backend": world.backend,
         "master_addr": world.master_addr,
         "master_port": world.master_port,
-        "ranks": [dataclasses.asdict(each) for each in everybodys],
+        "ranks": [dataclasses.asdict(each) for each in gathered],
     }
 
 
-def _ranks(everybodys: Sequence[JobInfo]) -> Table:
+def _ranks(gathered: Sequence[JobInfo]) -> Table:
     table = Table()
-    has_gpus = any(each.uuid for each in everybodys)
+    has_gpus = any(each.uuid for each in gathered)
     for name in ("rank", "host", "node", "local rank", "device", *["GPU", "UUID"] * has_gpus, "processors", "NUMA"):
         table.add_column(name, justify="right" if name in {"rank", "node", "local rank"} else "left")
-    for each in everybodys:
+    for each in gathered:
         gpu = [each.device_name, each.uuid] if has_gpus else []
         places = [each.rank, each.host, each.node_rank, each.local_rank, each.device]
         table.add_row(*[Text(str(cell)) for cell in (*places, *gpu, each.cpus, each.numa_nodes or "-")])
     return table
 
 
-def _software(everybodys: Sequence[JobInfo]) -> Table:
+def _software(gathered: Sequence[JobInfo]) -> Table:
     from mpicomm import job_info
     from mpicomm.watchdog import hang_report
 
     table = Table(show_header=False)
-    for name, values in job_info.differences(everybodys).items():
+    for name, values in job_info.differences(gathered).items():
         for value, ranks in values.items():
-            is_everybodys = len(ranks) == len(everybodys)
+            is_everybodys = len(ranks) == len(gathered)
             table.add_row(Text(name), Text(value if is_everybodys else f"{value} on {hang_report.called(ranks)}"))
     return table
 

@@ -113,9 +113,9 @@ def _check_that_there_is(program: tuple[str, ...]) -> None:
     if command == sys.executable:
         script = program[1] if len(program) > 1 else ""
         if script.endswith(".py") and not Path(script).is_file():
-            raise LaunchError(f"script {script} does not exist")
+            raise LaunchError(f"script {script} does not exist in {Path.cwd()}.\nCorrect the path.")
     elif not shutil.which(command):
-        raise LaunchError(f"command {command} was not found")
+        raise LaunchError(f"command {command} was not found in PATH.\nPass its full path, or correct PATH.")
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[hosts.Host, ...]:

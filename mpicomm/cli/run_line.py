@@ -61,7 +61,7 @@ def note(line: Sequence[str]) -> str | None:
     return (
         f"{shlex.join(options)} follows {name}, and is passed to it. If it is meant for mpicomm run:\n"
         f"  mpicomm run {shlex.join(corrected([*options, *program]))}\n"
-        f"If it is meant for {name}, this prints no note: mpicomm run {shlex.join(to_program)}"
+        f"To pass it to {name} without this note: mpicomm run {shlex.join(to_program)}"
     )
 
 

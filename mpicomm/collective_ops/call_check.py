@@ -72,9 +72,9 @@ def refuse(members: GroupArgument, signature: Signature) -> None:
     Raises:
         MismatchError: Always, on every rank of the group.
     """
-    everybodys: list[Any] = [None] * members.size
-    dist.all_gather_object(everybodys, _shown(signature), group=members.handle)
-    raise raised_on_all_ranks(MismatchError(_explain(members, everybodys)))
+    gathered: list[Any] = [None] * members.size
+    dist.all_gather_object(gathered, _shown(signature), group=members.handle)
+    raise raised_on_all_ranks(MismatchError(_explain(members, gathered)))
 
 
 def _shown(signature: Signature) -> tuple[str, list[tuple[str, str]]]:
@@ -92,15 +92,15 @@ def _shown_leaf(
     return f"{kind} {dtypes.short(dtype)}[{size}] on {device}{', with gradient' if has_gradient else ''}"
 
 
-def _explain(members: GroupArgument, everybodys: Sequence[tuple[str, list[tuple[str, str]]]]) -> str:
-    operations = [operation for operation, _ in everybodys]
+def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[str, str]]]]) -> str:
+    operations = [operation for operation, _ in gathered]
     if len(set(operations)) > 1:
         return (
             f"ranks called different operations, or one operation with different arguments:\n"
             f"{_table(members, operations)}\n"
             f"Call the same operations in the same order on all ranks."
         )
-    for number, leaves in enumerate(itertools.zip_longest(*[leaves for _, leaves in everybodys])):
+    for number, leaves in enumerate(itertools.zip_longest(*[leaves for _, leaves in gathered])):
         if len(set(leaves)) > 1:
             shown = ["missing" if leaf is None else f"{leaf[0]} = {leaf[1]}" for leaf in leaves]
             return (

@@ -110,7 +110,7 @@ def all_reduce(
         pytree.check_writable(taken)
 
     def steps(mode: Mode) -> Steps:
-        return reducing.reduce_everywhere(mode, members, taken, how, inplace=inplace)
+        return reducing.reduce_on_all_ranks(mode, members, taken, how, inplace=inplace)
 
     return start(steps, "all_reduce", members, async_op, taken.tensors)
 
@@ -471,7 +471,7 @@ def _gather(members: GroupArgument, taken: Data, dst: int, async_op: bool) -> An
 
 def _all_gather(members: GroupArgument, taken: Data, async_op: bool) -> Any:
     def steps(mode: Mode) -> Steps:
-        return data_movement.gather_everywhere(mode, members, taken)
+        return data_movement.gather_on_all_ranks(mode, members, taken)
 
     return start(steps, "all_gather", members, async_op, taken.tensors)
 

@@ -115,7 +115,7 @@ def _differentiable_broadcast(
 # -- gather and all_gather ---------------------------------------------------------------------------------------------
 
 
-def gather_everywhere(mode: Mode, members: GroupArgument, data: Data) -> Steps:
+def gather_on_all_ranks(mode: Mode, members: GroupArgument, data: Data) -> Steps:
     """Run all_gather, and return every rank's data in a list."""
     described = yield from _lengths(mode, members, data, "all_gather")
     output_buffers: list[dict[str, torch.Tensor]] = [{} for _ in described]
@@ -258,8 +258,8 @@ def exchange(mode: Mode, members: GroupArgument, items: Sequence[Data]) -> Steps
     raws = [each.encoded() for each in descriptions]
     lengths, devices, has_gradient = yield from _exchanged_lengths(mode, members, raws, descriptions)
     # 2. exchange the descriptions
-    everybodys = yield from _exchanged(raws, lengths, members)
-    got = [Description.decoded(raw) for raw in everybodys]
+    gathered = yield from _exchanged(raws, lengths, members)
+    got = [Description.decoded(raw) for raw in gathered]
     # 3. exchange the contents, one call per device type
     output_buffers: list[dict[str, torch.Tensor]] = [{} for _ in got]
     works = []

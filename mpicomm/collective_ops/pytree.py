@@ -92,7 +92,7 @@ def take(data: Any, what: str) -> Data:
         ValueError: If a number does not fit into 64 bits, or the containers are nested too deeply.
     """
     found: list[Any] = []
-    structure = take_apart(data, found, _PLAIN)
+    structure = flatten(data, found, _PLAIN)
     if _are_plain_tensors(found):
         return Data(structure, (TENSOR,) * len(found), found)
     pairs = [_as_tensor(leaf, what) for leaf in found]
@@ -103,8 +103,8 @@ def take(data: Any, what: str) -> Data:
 def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.Tensor]) -> Any:
     """Return the data of a structure, from the tensors of its leaves."""
     if set(kinds) == {TENSOR}:
-        return put_together(structure, iter(tensors))
-    return put_together(structure, map(_restored, kinds, tensors))
+        return unflatten(structure, iter(tensors))
+    return unflatten(structure, map(_restored, kinds, tensors))
 
 
 def pickled(thing: Any) -> Data:
@@ -218,7 +218,7 @@ def check_writable(data: Data) -> None:
 # -- containers -----------------------------------------------------------------------------------------------------
 
 
-def take_apart(data: Any, leaves: list[Any], plain: frozenset[type], depth: int = 0) -> Structure:
+def flatten(data: Any, leaves: list[Any], plain: frozenset[type], depth: int = 0) -> Structure:
     """Append each leaf to `leaves`, in order, and return the structure around them.
 
     Args:
@@ -268,10 +268,10 @@ def take_apart(data: Any, leaves: list[Any], plain: frozenset[type], depth: int 
     if plain.issuperset(map(type, children)):  # a fast path: there may be thousands of leaves
         leaves.extend(children)
         return (*head, (LEAF,) * len(children))
-    return (*head, tuple([take_apart(child, leaves, plain, depth + 1) for child in children]))
+    return (*head, tuple([flatten(child, leaves, plain, depth + 1) for child in children]))
 
 
-def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     """Return the container of a structure around some leaves.
 
     Raises:
@@ -286,7 +286,7 @@ def put_together(structure: Structure, leaves: Iterator[Any]) -> Any:
     if inner.count(LEAF) == len(inner):
         children = list(itertools.islice(leaves, len(inner)))
     else:
-        children = [put_together(child, leaves) for child in inner]
+        children = [unflatten(child, leaves) for child in inner]
     if kind == "list":
         return children
     if kind == "tuple":

@@ -83,7 +83,7 @@ def _widened(number: torch.Tensor, op: Op) -> torch.Tensor:
     return number.to(torch.float64 if op.name == "AVG" else torch.int64)
 
 
-def reduce_everywhere(mode: Mode, members: GroupArgument, data: Data, op: Op, *, inplace: bool) -> Steps:
+def reduce_on_all_ranks(mode: Mode, members: GroupArgument, data: Data, op: Op, *, inplace: bool) -> Steps:
     """Run all_reduce, and return the reduced data."""
     yield from call_check.reached(members, call_check.of(data, f"all_reduce {op.name}"), mode)
     bundles = _bundles(data, inplace=inplace)
@@ -99,7 +99,7 @@ def reduce_everywhere(mode: Mode, members: GroupArgument, data: Data, op: Op, *,
 def _transposed_all_reduce(members: GroupArgument, op: Op) -> autograd.Backward:
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         data = pytree.take(grads, "all_reduce, backward")
-        return handles.run(reduce_everywhere(IN_THE_CALL, members, data, op, inplace=False))
+        return handles.run(reduce_on_all_ranks(IN_THE_CALL, members, data, op, inplace=False))
 
     return backward
 
@@ -140,8 +140,8 @@ def reduce_and_scatter(mode: Mode, members: GroupArgument, data: Data, op: Op) -
 def _transposed_reduce_scatter(members: GroupArgument, op: Op) -> autograd.Backward:
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         data = pytree.take(grads, "reduce_scatter, backward")
-        everybodys = handles.run(data_movement.gather_everywhere(IN_THE_CALL, members, data))
-        whole = [torch.cat(parts) for parts in zip(*everybodys, strict=True)]
+        gathered = handles.run(data_movement.gather_on_all_ranks(IN_THE_CALL, members, data))
+        whole = [torch.cat(parts) for parts in zip(*gathered, strict=True)]
         return [each / members.size for each in whole] if op.name == "AVG" else whole
 
     return backward

@@ -231,7 +231,7 @@ def problem_before_init(launch: Launch, library: Library, command: str) -> str |
     """
     if launch.kind != "mpi" or launch.forced or not launch.claims:
         return None
-    if library.lacks_pmix() and _speak_pmix_only(launch.claims):
+    if library.lacks_pmix() and _support_only_pmix(launch.claims):
         lacking = "PMIx"
     elif library.lacks_pmi() and launch.size > 1 and all(claim.launcher is PMI for claim in launch.claims):
         lacking = "PMI, which this launcher uses"
@@ -308,13 +308,14 @@ def _problem_with_step(
         return None
     kind = environ.get("SLURM_MPI_TYPE", "none")
     return (
-        f"srun started {tasks} tasks, but MPI reports rank 0 of 1 in this one: srun provides no PMI that it supports.\n"
+        f"srun started {tasks} tasks, but MPI reports rank 0 of 1 in this one: srun did not provide a PMI\n"
+        f"that this MPI library supports.\n"
         f"  srun: SLURM_STEP_NUM_TASKS={tasks} SLURM_PROCID={environ.get('SLURM_PROCID')} (--mpi={kind})\n"
         f"  MPI: rank 0 of 1 ({library.title})\n"
         f"Start with\n"
         f"  srun --mpi={library.srun_type} {command}\n"
-        f"(`srun --mpi=list` lists what this Slurm supports), or run without MPI, on gloo or nccl: "
-        f"MPICOMM_LAUNCHER=slurm."
+        f"(`srun --mpi=list` lists what this Slurm supports), or run without MPI (Gloo, NCCL): set "
+        f"MPICOMM_LAUNCHER=slurm, MASTER_ADDR and MASTER_PORT."
     )
 
 
@@ -353,8 +354,8 @@ def _step(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> Claim | None
     is_sruns = all(claim.launcher in (PMI, PMIX) for claim in claims)
     if not environ.get("SLURM_STEP_ID") or not is_sruns or not _counts_tasks(environ):
         return None
-    mates = len(environ["SLURM_GTIDS"].split(",")) if environ.get("SLURM_GTIDS") else None
-    return dataclasses.replace(_claim(SLURM, environ), local_size=mates)
+    local_ranks = len(environ["SLURM_GTIDS"].split(",")) if environ.get("SLURM_GTIDS") else None
+    return dataclasses.replace(_claim(SLURM, environ), local_size=local_ranks)
 
 
 def _counts_tasks(environ: Mapping[str, str]) -> bool:
@@ -382,7 +383,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
         raise LaunchError(f"{name}={text} is not a number.\nUnset {name}, or set it to an integer.") from None
 
 
-def _speak_pmix_only(claims: tuple[Claim, ...]) -> bool:
+def _support_only_pmix(claims: tuple[Claim, ...]) -> bool:
     told = {claim.launcher for claim in claims}
     return not told.isdisjoint((OPEN_MPI, PMIX)) and told <= {OPEN_MPI, PMIX, PALS}
 

@@ -52,14 +52,14 @@ def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) < _SERVICE_STEPS:
         raise LaunchError(
-            f"this is a task of srun (SLURM_STEP_ID={step}), and srun starts the ranks already.\n"
-            f"Leave out one of the two: `srun python train.py`, or `mpicomm run train.py` in the batch script."
+            f"this process is a task of srun (SLURM_STEP_ID={step}), which already starts the ranks.\n"
+            f"Use one of the two: `srun python train.py`, or `mpicomm run train.py` in the batch script."
         )
     claims = detect.detect({**environ, "TORCHELASTIC_RUN_ID": ""}).claims
     if claims and not _DAEMONS.isdisjoint(ancestors):
         raise LaunchError(
-            f"this is a rank that {claims[0].title} started ({claims[0].shown}), and each rank would start a job.\n"
-            f"Leave out one of the two: `mpirun python train.py`, or `mpicomm run train.py`."
+            f"this process is a rank that {claims[0].title} started ({claims[0].shown}): each rank would start a job.\n"
+            f"Use one of the two: `mpirun python train.py`, or `mpicomm run train.py`."
         )
 
 

@@ -38,7 +38,7 @@ _LEAST_CHUNK_BYTES = 2**16
 _SEGMENT_BYTES = 2**26  # with more ranks on a node, chunks are smaller
 _BUFFERS = 2  # chunks in the segment
 _ALIGNMENT = 4096
-_MOST_CUTS = 256
+_MAX_SLOTS = 256
 _TOKEN_BYTES = 16
 
 Slots = list[tuple[torch.Tensor, ...]]
@@ -144,8 +144,8 @@ class SegmentCollectives:
         self._chunk_bytes = _chunk_bytes(comm.size)
         self._buffers = memory.view(_BUFFERS, comm.size + 1, self._chunk_bytes)
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._current = 0  # index of the room for the next chunk
-        self._cuts: dict[tuple[torch.dtype, int, int], Slots] = {}
+        self._current = 0  # index of the buffer for the next chunk
+        self._cached_slots: dict[tuple[torch.dtype, int, int], Slots] = {}
 
     def can_take(self, flat: torch.Tensor) -> bool:  # noqa: ARG002  all tensors can be copied
         """Return True: any tensor can be copied in and out."""
@@ -247,11 +247,11 @@ class SegmentCollectives:
     def _slots(self, dtype: torch.dtype, index: int, elements: int) -> Slots:
         """Return every rank's slot for a chunk and the slot for results, each split into parts by owner."""
         key = (dtype, (self._current + index) % _BUFFERS, elements)
-        if key not in self._cuts:
-            if len(self._cuts) >= _MOST_CUTS:
-                self._cuts.clear()
+        if key not in self._cached_slots:
+            if len(self._cached_slots) >= _MAX_SLOTS:
+                self._cached_slots.clear()
             with torch.inference_mode(False):
-                self._cuts[key] = [
+                self._cached_slots[key] = [
                     self._slot(dtype, index, rank)[:elements].tensor_split(self.size) for rank in range(self.size + 1)
                 ]
-        return self._cuts[key]
+        return self._cached_slots[key]

@@ -18,7 +18,7 @@ from pathlib import Path
 MARKER = "mpicomm-start-"
 """Followed by the pid: the name of the abstract Unix socket that a process keeps open while it waits."""
 
-_ALWAYS_SPEAK = 16  # ranks below this may print; above, only powers of two, so that large jobs print few lines
+_ALWAYS_PRINT = 16  # ranks below this may print; above, only powers of two, so that large jobs print few lines
 _SHOWN = 8  # how many ranks or hosts are listed one by one
 _COMMAND = 120  # characters of a command line
 
@@ -66,7 +66,7 @@ def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | 
         hosts: The hosts of the job as the launcher lists them; empty without such a list.
     """
     here = {each.rank for each in processes if each.is_waiting}
-    if waiting.rank != min(filter(_may_speak, here), default=None):
+    if waiting.rank != min(filter(_may_print, here), default=None):
         return None
     of = "" if waiting.size is None else f" of {waiting.size}"
     who = f"rank {waiting.rank}{of} on {waiting.host}"
@@ -79,8 +79,8 @@ def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | 
     return "\n".join(lines) + "\n"
 
 
-def _may_speak(rank: int) -> bool:
-    return rank < _ALWAYS_SPEAK or rank & (rank - 1) == 0
+def _may_print(rank: int) -> bool:
+    return rank < _ALWAYS_PRINT or rank & (rank - 1) == 0
 
 
 def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int]) -> list[str]:

@@ -48,7 +48,7 @@ def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
     """
     owner: dict[str, int] = {}
     for rank in range(len(visible)):
-        _find_seat(rank, visible, owner, tried=set())
+        _find_gpu(rank, visible, owner, tried=set())
     chosen = {rank: uuid for uuid, rank in owner.items()}
     for rank, uuids in enumerate(visible):
         if uuids and rank not in chosen:
@@ -60,13 +60,13 @@ def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
     ]
 
 
-def _find_seat(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int], tried: set[str]) -> bool:
+def _find_gpu(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int], tried: set[str]) -> bool:
     # Try free GPUs first: no rank has to move, and if all ranks see all GPUs, rank i gets cuda:i.
     for uuid in sorted(visible[rank], key=lambda uuid: uuid in owner):
         if uuid in tried:
             continue
         tried.add(uuid)
-        if uuid not in owner or _find_seat(owner[uuid], visible, owner, tried):
+        if uuid not in owner or _find_gpu(owner[uuid], visible, owner, tried):
             owner[uuid] = rank
             return True
     return False
@@ -75,7 +75,7 @@ def _find_seat(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int
 EXPECTED = Expected(
     "a device ('cpu', 'cuda:N', a torch.device or the index of a GPU)",
     lambda value: isinstance(value, (str, int, torch.device)) and not isinstance(value, bool),
-    remedy="Pass one of these, or leave device out for the GPU that mpicomm chooses.",
+    remedy="Pass one of these, or omit device for the GPU that mpicomm chooses.",
 )
 
 
@@ -102,9 +102,9 @@ def parse(device: str | torch.device | int) -> torch.device:
     if index >= count:
         raise DeviceError(
             f"device={device!r} does not exist: this process sees {count} GPU{'' if count == 1 else 's'}.\n"
-            f"Pass one of cuda:0 to cuda:{count - 1}, or leave `device` out."
+            f"Pass one of cuda:0 to cuda:{count - 1}, or omit `device`."
             if count
-            else f"device={device!r} does not exist: this process sees no GPU.\nPass 'cpu', or leave `device` out."
+            else f"device={device!r} does not exist: this process sees no GPU.\nPass 'cpu', or omit `device`."
         )
     return torch.device("cuda", index)
 

@@ -46,8 +46,8 @@ def require_on_rank_0(size: int, where: Topology) -> None:
         raise LaunchError(
             f"{size} ranks need {needed} connections to rank 0 on {socket.gethostname()}, which may open {left} more "
             f"files: its hard limit is {hard}.\n"
-            f"{left * size // needed} ranks fit with as many on each node. Start fewer, or raise the hard limit "
-            f"(`ulimit -Hn` shows it; LimitNOFILE of the daemon that starts the ranks)."
+            f"With this number of ranks per node, {left * size // needed} ranks fit. Start fewer, or "
+            f"raise the hard limit (`ulimit -Hn` shows it; LimitNOFILE of the daemon that starts the ranks)."
         )
 
 

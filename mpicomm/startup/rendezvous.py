@@ -48,7 +48,7 @@ class JobStore:
     port: int
 
 
-def meet(
+def open_store(
     comm: Intracomm,
     topology: Topology,
     environ: Mapping[str, str],
@@ -91,7 +91,10 @@ def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
         except MpicommError as caught:
             error = caught
         except Exception as caught:  # noqa: BLE001  on any error, the other ranks must not wait
-            error = RendezvousError(f"rank 0 could not open the job's store: {caught}")
+            error = RendezvousError(
+                f"rank 0 could not open the job's store: {caught}\n"
+                f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
+            )
     if (error := comm.bcast(error)) is not None:
         raise raised_on_all_ranks(error)
     return result
@@ -260,7 +263,7 @@ def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], 
     is_asking = topology.local_rank == 0 and comm.rank != 0
     for seconds in _PROOF_SECONDS:
         by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
-        common = [index for index, heard in enumerate(zip(*by_rank, strict=True)) if all(heard)]
+        common = [index for index, received in enumerate(zip(*by_rank, strict=True)) if all(received)]
         if common:
             break
     done.set()
@@ -310,8 +313,10 @@ def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECOND
 def _nowhere(places: list[tuple[str, int]], by_rank: list[list[bool]], topology: Topology) -> str:
     lines = []
     for index, (address, _) in enumerate(places):
-        deaf = sorted({topology.hosts[rank] for rank, heard in enumerate(by_rank) if not heard[index]})
-        lines.append(f"  {address}: not reached from {', '.join(deaf[:8])}{' ...' if len(deaf) > 8 else ''}")
+        unreachable = sorted({topology.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
+        lines.append(
+            f"  {address}: not reached from {', '.join(unreachable[:8])}{' ...' if len(unreachable) > 8 else ''}"
+        )
     return (
         f"rank 0 on {topology.hosts[0]} has no address that every node can reach.\n"
         + "\n".join(lines)

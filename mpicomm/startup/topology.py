@@ -53,11 +53,11 @@ def from_nodes(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topolog
         nodes: For every rank, a name that is the same for the ranks of one node, and different between nodes.
         hosts: For every rank, its host.
     """
-    mates = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    local_ranks = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     order = node_order(nodes)
     return Topology(
-        local_rank=mates.index(rank),
-        local_size=len(mates),
+        local_rank=local_ranks.index(rank),
+        local_size=len(local_ranks),
         node_rank=order[nodes[rank]],
         num_nodes=len(order),
         hostname=hosts[rank],

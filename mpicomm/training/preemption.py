@@ -47,7 +47,7 @@ class Preempted(SystemExit):
 
 def is_of_all_ranks(error: BaseException | None) -> bool:
     """Return whether all ranks raise this error, or none raises any, so that collective clean-up cannot hang."""
-    return error is None or isinstance(error, Preempted) or getattr(error, "is_everywhere", False)
+    return error is None or isinstance(error, Preempted) or getattr(error, "is_on_all_ranks", False)
 
 
 class StopRequest:
@@ -115,7 +115,7 @@ def _take_no_note(_number: int, _frame: types.FrameType | None) -> None:
 
 
 def remaining_seconds(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
-    """Return a function that asks the scheduler for the remaining seconds.
+    """Return a function that queries the scheduler for the remaining seconds.
 
     Returns:
         None outside of Slurm and PBS jobs, and where squeue or qstat is missing.

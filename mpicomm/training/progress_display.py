@@ -24,17 +24,17 @@ _WIDTH = 110
 class Display:
     """The progress display of a run: a bar, lines or nothing."""
 
-    def __init__(self, style: str, epochs: int, total: int | None, *, speaks: bool) -> None:
+    def __init__(self, style: str, epochs: int, total: int | None, *, prints: bool) -> None:
         """Start the display.
 
         Args:
             style: "bar", "lines" or "none"; "auto" is a bar on a terminal and lines elsewhere.
             epochs: The number of epochs of the run.
             total: The number of samples in an epoch, if known.
-            speaks: Whether this rank prints anything.
+            prints: Whether this rank prints anything.
         """
         self._epochs, self._total = epochs, total
-        self._style = ("none" if not speaks else _find_style()) if style == "auto" or not speaks else style
+        self._style = ("none" if not prints else _find_style()) if style == "auto" or not prints else style
         self._console = Console(quiet=True) if self._style == "none" else console()
         self._bar: Progress | None = None
         self._task: TaskID | None = None

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-_APART = 1_000_003  # distance between the seeds of consecutive ranks
+_SEED_DISTANCE = 1_000_003  # distance between the seeds of consecutive ranks
 
 
 def seed_all(seed: int, rank: int = 0) -> None:
     """Seed the generators of Python, NumPy and torch with a different seed on each rank."""
-    own = (seed + _APART * rank) % 2**63
+    own = (seed + _SEED_DISTANCE * rank) % 2**63
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)  # seeds all devices

@@ -39,7 +39,7 @@ def most(count: int) -> int:
     return int(reduced([count], dist.ReduceOp.MAX)[0])
 
 
-def everybody(is_so: bool) -> bool:
+def all_true(is_so: bool) -> bool:
     """Return whether a condition is true on all ranks (collective)."""
     return total(not is_so) == 0
 
@@ -79,8 +79,8 @@ class StopVote:
             comm: A communicator of all ranks, which is duplicated; None without MPI.
         """
         self._comm = None if comm is None else comm.Dup()
-        self._mine, self._everybodys = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        self._planned = None if self._comm is None else _planned(self._comm, self._mine, self._everybodys)
+        self._mine, self._gathered = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self._planned = None if self._comm is None else _planned(self._comm, self._mine, self._gathered)
         self._pending: Any = None
 
     def open(self, stop_request: bool, has_failed: bool) -> None:
@@ -90,7 +90,7 @@ class StopVote:
             self._planned.Start()
             self._pending = self._planned
         elif self._comm is not None:
-            self._pending = self._comm.Iallreduce(self._mine, self._everybodys)
+            self._pending = self._comm.Iallreduce(self._mine, self._gathered)
         else:
             self._pending = collectives.all_reduce(self._mine, async_op=True)
 
@@ -98,10 +98,10 @@ class StopVote:
         """Wait for the vote; return whether any rank requests a stop, and whether any rank has failed."""
         pending, self._pending = self._pending, None
         if self._comm is None:
-            self._everybodys = pending.wait()
+            self._gathered = pending.wait()
         else:
             pending.Wait()
-        stop_request, has_failed = self._everybodys.tolist()
+        stop_request, has_failed = self._gathered.tolist()
         return stop_request > 0, has_failed > 0
 
     def __enter__(self) -> StopVote:
@@ -114,9 +114,9 @@ class StopVote:
             self._comm.Free()
 
 
-def _planned(comm: Intracomm, mine: np.ndarray, everybodys: np.ndarray) -> Prequest | None:
+def _planned(comm: Intracomm, mine: np.ndarray, gathered: np.ndarray) -> Prequest | None:
     try:
-        return comm.Allreduce_init(mine, everybodys)
+        return comm.Allreduce_init(mine, gathered)
     except NotImplementedError:  # mpi4py was built for an MPI before MPI 4
         return None
 
@@ -158,10 +158,10 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
     if torch.equal(least, -greatest):
         return
     # 2. find the ranks that differ from the most frequent value
-    everybodys = torch.stack(collectives.all_gather(mine))
-    usual = everybodys.mode(dim=0).values
-    others = [rank for rank, row in enumerate(everybodys) if not torch.equal(row, usual)]
-    first = names[int((everybodys != usual).any(dim=0).nonzero()[0])]
+    gathered = torch.stack(collectives.all_gather(mine))
+    usual = gathered.mode(dim=0).values
+    others = [rank for rank, row in enumerate(gathered) if not torch.equal(row, usual)]
+    first = names[int((gathered != usual).any(dim=0).nonzero()[0])]
     raise raised_on_all_ranks(
         TrainingError(
             f"after step {step} the parameters of {hang_report.called(others)} differ from those of the other ranks, "

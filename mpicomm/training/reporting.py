@@ -152,8 +152,8 @@ class Reporter:
             "memory": _memory(self._world.device),
             "utilization": sum(self._busy) // len(self._busy) if self._busy else None,
         }
-        everybodys = collectives.all_gather_object(mine)
-        self.note("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=everybodys)
+        gathered = collectives.all_gather_object(mine)
+        self.note("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=gathered)
         if not self._samples:
             self.say(f"the run is complete: {position.epoch} epochs, {position.step} steps; training skipped.")
             return
@@ -166,7 +166,7 @@ class Reporter:
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }
         self._display.close()
-        self._display.show_table(progress_display.summary(shown, everybodys))
+        self._display.show_table(progress_display.summary(shown, gathered))
 
     def _say_epoch(self, position: Position) -> None:
         known = {"epoch", "step", "samples", "eval_samples"}
@@ -193,15 +193,15 @@ def opened(
         directory: The directory of the metrics file and the rank logs; None writes no files.
         total: The number of samples in an epoch, if known.
     """
-    speaks = world.rank == 0
+    prints = world.rank == 0
     log = directory / f"rank_{world.rank:03d}.log" if rank_logs and directory is not None else None
-    file = directory / FILE if speaks and directory is not None else None
+    file = directory / FILE if prints and directory is not None else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(progress_display.rank_log(log))
-        if logger == "tensorboard" and speaks:
+        if logger == "tensorboard" and prints:
             logger = stack.enter_context(tensorboard(directory or Path("runs")))
-        journal = Journal(file, logger if speaks and callable(logger) else None)
-        display = Display(progress, epochs, total, speaks=speaks)
+        journal = Journal(file, logger if prints and callable(logger) else None)
+        display = Display(progress, epochs, total, prints=prints)
         try:
             yield Reporter(world, journal, display)
         finally:
@@ -211,7 +211,7 @@ def opened(
 
 def silent(world: World) -> Reporter:
     """Return a reporter without output."""
-    return Reporter(world, Journal(None, None), Display("none", 1, None, speaks=False))
+    return Reporter(world, Journal(None, None), Display("none", 1, None, prints=False))
 
 
 def _memory(device: torch.device) -> int:

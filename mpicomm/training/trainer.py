@@ -373,8 +373,8 @@ class Trainer:
         if not self._last_step.batches:  # the first step
             self.wrapped.check_backward()
         # 2. start the stop vote, then update the parameters or skip the step on all ranks
-        self._open_ballot()
-        if not self._skips or rank_sync.everybody(is_finite):
+        self._open_stop_vote()
+        if not self._skips or rank_sync.all_true(is_finite):
             self._last_step = step
             self._update()
         else:
@@ -457,7 +457,7 @@ class Trainer:
                     if batch.count:
                         averages.add(loss, outputs, targets, batch.count)
                 if before_leaving is not None:
-                    self._open_ballot()
+                    self._open_stop_vote()
                     if self._is_time_to_leave():
                         before_leaving()
                         self._leave()
@@ -480,7 +480,7 @@ class Trainer:
 
     # -- between two steps -------------------------------------------------------------------------------------------
 
-    def _open_ballot(self) -> None:
+    def _open_stop_vote(self) -> None:
         if self._checkpoints is not None:  # without checkpoints a run never stops early
             self._stop_vote.open(self._stop_request.why is not None, self._checkpoints.has_failed)
 

@@ -38,7 +38,7 @@ _TICK = 1.0  # seconds between two checks
 _LONGEST_GAP = 2 * _TICK  # the most seconds between two checks that count towards a deadline
 _HUBS_SECONDS = 2.0  # time limit for the ranks of a hub to answer it
 _SILENCE = 1.5 * COLLECT_SECONDS  # seconds without an answer after which rank 0 counts as not responding
-_SPEAKERS = 8  # how many ranks may report in place of rank 0
+_MAX_REPORTERS = 8  # how many ranks may report in place of rank 0
 _TURN_SECONDS = 2.0  # delay of each of them after the previous one
 _TERM_SECONDS = 0.3  # a report of a dead rank may arrive in this time, before SIGTERM ends this process
 _ENDED_SECONDS = 10.0  # after the decision to abort, the launcher must have ended this process within this time
@@ -258,7 +258,7 @@ class Watchdog:
         """Abort the job; if that fails, end this process, so that the launcher ends the job."""
         with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
-            self._kill_silent_neighbours()
+            self._kill_unresponsive_processes()
             self._end_job(status)
         os._exit(status)
 
@@ -292,7 +292,7 @@ class Watchdog:
         self._attempt(self._close_rounds, now)
         if self._coordinator is not None:
             self._attempt(self._coordinator.tick, now)
-        self._attempt(self._speak_for_rank_0, now)
+        self._attempt(self._act_for_rank_0, now)
 
     def _attempt(self, step: Callable[..., T], *arguments: Any) -> T | None:
         """Run one step. An error in it must neither end the job nor keep the following steps from running."""
@@ -302,7 +302,10 @@ class Watchdog:
             if not self._has_failed:
                 self._has_failed = True
                 trace = traceback.format_exc()
-                self.speak(f"[mpicomm] the watchdog of rank {self.place.rank} caught an error and continues:\n{trace}")
+                self.speak(
+                    f"[mpicomm] the watchdog of rank {self.place.rank} caught an error and continues. "
+                    f"Report it as a bug of mpicomm:\n{trace}"
+                )
             time.sleep(_ERROR_SECONDS)
             return None
 
@@ -362,7 +365,7 @@ class Watchdog:
             self._end_by = time.monotonic() + _ENDED_SECONDS
             if message["files"]:
                 self._write_files()
-            self._kill_silent_neighbours()
+            self._kill_unresponsive_processes()
 
     def _tell(self, message: Message) -> None:
         if self._coordinator is not None:
@@ -468,7 +471,7 @@ class Watchdog:
         last = flight_recorder.last()
         running = sorted(self._running(), key=lambda each: each.number)
         return {
-            "running": [each.describe(now) for each in running[:_SPEAKERS]],
+            "running": [each.describe(now) for each in running[:_MAX_REPORTERS]],
             "last": None if last is None else last.describe(now),
             "main": flight_recorder.line_of_main_thread(),
             "sequences": flight_recorder.sequences(),
@@ -521,15 +524,15 @@ class Watchdog:
 
     def _state(self, rank: int) -> str:
         """Return the state of a rank's process according to /proc; empty for a process on another host."""
-        process = self._neighbours().get(rank)
+        process = self._local_processes().get(rank)
         return "" if process is None else local_processes.state_of(process.pid)
 
-    def _neighbours(self) -> dict[int, LocalProcess]:
+    def _local_processes(self) -> dict[int, LocalProcess]:
         """Return the processes of this host whose pid is known, by rank."""
         here = self.place.nodes[self.place.rank]
         return {rank: each for rank, each in self._channel.processes.items() if self.place.nodes[rank] == here}
 
-    def _kill_silent_neighbours(self) -> None:
+    def _kill_unresponsive_processes(self) -> None:
         """Kill ranks of this host that cannot end themselves when the job ends, if the launcher would wait for them."""
         if not self._limits.ends_local_processes:
             return
@@ -537,15 +540,15 @@ class Watchdog:
         silent = {rank for rank in self._channel.children if self._heard.get(rank, self._started) < latest}
         if self._answer_due is not None and self._answer_due.passed() > COLLECT_SECONDS:
             silent.add(self.place.hub)
-        for rank, process in self._neighbours().items():
+        for rank, process in self._local_processes().items():
             if rank in silent or local_processes.is_stopped(process.pid):
                 local_processes.kill(process)
 
-    def _speak_for_rank_0(self, now: float) -> None:
+    def _act_for_rank_0(self, now: float) -> None:
         """Report and abort in place of rank 0, if it is dead, unreachable or not responding."""
         # 1. the job is ending
         if self._is_ending and self._coordinator is None and now >= self._end_by:
-            self._kill_silent_neighbours()
+            self._kill_unresponsive_processes()
             os._exit(1)  # the launcher has not ended this rank
         if self._gone_by is not None and self._gone_by.left() <= -self._turn() and not self._is_ending:
             self._end_alone("all ranks have exited, but destroying their process groups timed out")
@@ -579,8 +582,8 @@ class Watchdog:
     def _end_alone(self, cause: str) -> None:
         self._is_ending = True
         self._write_files()
-        self._kill_silent_neighbours()
-        if self.place.rank <= _SPEAKERS:
+        self._kill_unresponsive_processes()
+        if self.place.rank <= _MAX_REPORTERS:
             self.speak(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row(time.monotonic())}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self.end(1)
@@ -608,7 +611,7 @@ class Watchdog:
 
 def turn_of(rank: int) -> float:
     """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
-    return _TURN_SECONDS * min(max(rank - 1, 0), _SPEAKERS)
+    return _TURN_SECONDS * min(max(rank - 1, 0), _MAX_REPORTERS)
 
 
 def _cause(lost: str) -> str:

@@ -25,11 +25,11 @@ from mpicomm.watchdog.local_processes import LocalProcess
 TOKEN_BYTES = 32
 
 _NONCE_BYTES = 16
-_STRANGERS_SECONDS = 10.0  # time limit for a new connection to authenticate
+_AUTHENTICATION_SECONDS = 10.0  # time limit for a new connection to authenticate
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.01
 _LOOK_SECONDS = 0.5  # between two checks of the deadline while a rank waits for its hub
-_MOST_STRANGERS = 128  # connections that have not authenticated, besides those of the expected ranks
+_MAX_UNAUTHENTICATED = 128  # connections that have not authenticated, besides those of the expected ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Channel:
 
         self._token = token
         self._expected: set[int] = set()
-        self._strangers: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
+        self._unauthenticated: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
         self._up: Connection | None = None
         self._unread: list[Message] = []  # messages received together with the hub's welcome
         self._listener: socket.socket | None = None
@@ -104,7 +104,7 @@ class Channel:
             connection.is_trusted = True  # MPI transferred its port
             challenge, *_ = _next_messages(connection, deadline)
             nonce, hub = bytes.fromhex(challenge["nonce"]), int(challenge["rank"])
-            self.processes[hub] = LocalProcess(int(challenge["pid"]), str(challenge["birth"]))
+            self.processes[hub] = LocalProcess(int(challenge["pid"]), str(challenge["start_time"]))
             proof = _proof(self._token, nonce, self.rank)
             connection.send({**self._introduction(), "proof": proof})
             _welcome, *self._unread = _next_messages(connection, deadline)
@@ -159,10 +159,10 @@ class Channel:
     def close(self) -> None:
         """Close all connections."""
         self._stop_listening()
-        for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up])]:
+        for connection in [*self.children.values(), *self._unauthenticated, *filter(None, [self._up])]:
             self._drop(connection)
         self.children.clear()
-        self._strangers.clear()
+        self._unauthenticated.clear()
         self._up = None
         self._selector.close()
         self._waker.close()
@@ -170,7 +170,7 @@ class Channel:
 
     def forget(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
-        for connection in [*self.children.values(), *self._strangers, *filter(None, [self._up])]:
+        for connection in [*self.children.values(), *self._unauthenticated, *filter(None, [self._up])]:
             connection.close()
         if self._listener is not None:
             self._listener.close()
@@ -186,23 +186,23 @@ class Channel:
             time.sleep(_ACCEPT_PAUSE)
         else:
             # The job's own ranks authenticate quickly, so the oldest connection is dropped.
-            if len(self._strangers) >= _MOST_STRANGERS + len(self._expected):
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
+            if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED + len(self._expected):
+                oldest = next(iter(self._unauthenticated))
+                del self._unauthenticated[oldest]
                 self._drop(oldest)
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            self._strangers[connection] = (nonce, time.monotonic() + _STRANGERS_SECONDS)
+            self._unauthenticated[connection] = (nonce, time.monotonic() + _AUTHENTICATION_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)
             self._send(connection, {**self._introduction(), "nonce": nonce.hex()})
 
     def _receive(self, connection: Connection) -> list[ChannelEvent]:
         messages, lost = connection.receive()
-        if connection in self._strangers:
+        if connection in self._unauthenticated:
             if lost or (messages and not self._admit(connection, messages.pop(0))):
-                self._strangers.pop(connection, None)
+                self._unauthenticated.pop(connection, None)
                 self._drop(connection)
                 return []
-            if connection in self._strangers:
+            if connection in self._unauthenticated:
                 return []
         events = [ChannelEvent(connection.rank, message) for message in messages]
         if lost:
@@ -212,24 +212,24 @@ class Channel:
 
     def _introduction(self) -> Message:
         own = local_processes.this_process()
-        return {"rank": self.rank, "pid": own.pid, "birth": own.birth}
+        return {"rank": self.rank, "pid": own.pid, "start_time": own.start_time}
 
     def _admit(self, connection: Connection, message: Message) -> bool:
         """Accept a connection whose proof is valid, as that of the rank that its message gives."""
-        nonce, _ = self._strangers[connection]
-        rank, pid, birth, proof = (message.get(name) for name in ("rank", "pid", "birth", "proof"))
-        if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(birth, str)):
+        nonce, _ = self._unauthenticated[connection]
+        rank, pid, start_time, proof = (message.get(name) for name in ("rank", "pid", "start_time", "proof"))
+        if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(start_time, str)):
             return False
         if not (isinstance(proof, str) and proof.isascii()):
             return False
         if not hmac.compare_digest(proof, _proof(self._token, nonce, rank)) or rank not in self._expected:
             return False
-        del self._strangers[connection]
+        del self._unauthenticated[connection]
         self._expected.remove(rank)
         connection.is_trusted = True
         connection.rank = rank
         self.children[rank] = connection
-        self.processes[rank] = LocalProcess(pid, birth)
+        self.processes[rank] = LocalProcess(pid, start_time)
         self._send(connection, {"welcome": rank})
         if not self._expected:
             self._stop_listening()
@@ -246,14 +246,14 @@ class Channel:
         # Reading a lost connection fails, too: it is dropped there.
         with contextlib.suppress(OSError):
             connection.send(message)
-        self._await_room(connection)
+        self._await_capacity(connection)
 
     def _flush(self, connection: Connection) -> None:
         with contextlib.suppress(OSError):
             connection.flush()
-        self._await_room(connection)
+        self._await_capacity(connection)
 
-    def _await_room(self, connection: Connection) -> None:
+    def _await_capacity(self, connection: Connection) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
         with contextlib.suppress(KeyError, ValueError):  # dropped meanwhile
             self._selector.modify(connection, mask)
@@ -265,8 +265,8 @@ class Channel:
 
     def _drop_late_strangers(self) -> None:
         now = time.monotonic()
-        for connection in [each for each, (_, deadline) in self._strangers.items() if deadline < now]:
-            del self._strangers[connection]
+        for connection in [each for each, (_, deadline) in self._unauthenticated.items() if deadline < now]:
+            del self._unauthenticated[connection]
             self._drop(connection)
 
     def _stop_listening(self) -> None:

@@ -67,7 +67,7 @@ class ChannelSetup:
             return f"rank {hub} at {there[0]} port {there[1]}: {error}"
         return ""
 
-    def is_open_everywhere(self, problem: str) -> bool:
+    def is_open_on_all_ranks(self, problem: str) -> bool:
         """Return whether every rank has connected; warn if not (collective)."""
         problems = [(rank, text) for rank, text in enumerate(self._comm.allgather(problem)) if text]
         if problems and self._comm.rank == 0:

@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
 _LIMIT = 1 << 20  # bytes of a message on an authenticated connection
-_STRANGERS_LIMIT = 512  # bytes of a message before authentication
+_UNAUTHENTICATED_LIMIT = 512  # bytes of a message before authentication
 _CHUNK = 1 << 16
 
 _PROBES = 4
@@ -100,7 +100,7 @@ class Connection:
 
     def _take(self) -> tuple[list[Message], str]:
         messages: list[Message] = []
-        limit = _LIMIT if self.is_trusted else _STRANGERS_LIMIT
+        limit = _LIMIT if self.is_trusted else _UNAUTHENTICATED_LIMIT
         while len(self._incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._incoming)
             if length > limit:

@@ -81,7 +81,7 @@ class Coordinator:
         self._next_report = 0.0
         self._has_files = False
         self._has_warned_of_files = False
-        self._judge_at: float | None = None
+        self._check_at: float | None = None
         self._end_at: float | None = None
         self._status = 1
 
@@ -93,7 +93,7 @@ class Coordinator:
     @property
     def is_busy(self) -> bool:
         """Whether a step is due soon, so that `tick` must be called often."""
-        return any(each is not None for each in (self._collection, self._judge_at, self._end_at))
+        return any(each is not None for each in (self._collection, self._check_at, self._end_at))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -145,9 +145,9 @@ class Coordinator:
             return
         if self._collection is not None and (now >= self._collection.deadline or self._is_complete()):
             self._close_collection(now)
-        if self._judge_at is not None and now >= self._judge_at:
-            self._judge_at = None
-            self._judge_leavers(now)
+        if self._check_at is not None and now >= self._check_at:
+            self._check_at = None
+            self._check_exited_ranks(now)
 
     def _warn_of_files(self, message: Message) -> None:
         """Print why files cannot be written: once, since the reason is usually the same on all ranks."""
@@ -169,13 +169,13 @@ class Coordinator:
 
     def _look_for_leavers(self, now: float) -> None:
         if self._waits and self._left:
-            self._judge_at = min(self._judge_at or math.inf, now + _GATHER_SECONDS)
+            self._check_at = min(self._check_at or math.inf, now + _GATHER_SECONDS)
 
-    def _judge_leavers(self, now: float) -> None:
+    def _check_exited_ranks(self, now: float) -> None:
         if self._find_culprits(self._waits.values(), now):
             self._ask({"kind": "left"}, now)
         elif self._waits and (soon := [each for each in map(self._missed_at, self._left) if each > now]):
-            self._judge_at = min(soon)
+            self._check_at = min(soon)
 
     def _find_culprits(self, waits: Iterable[Message], now: float) -> list[int]:
         waits = [wait for wait in waits if not self._is_at_its_end(wait["rank"])]
@@ -254,7 +254,7 @@ class Coordinator:
             self._end_by_leavers(culprits, statuses, now)
             return
         if "left" in kinds and self._waits:
-            self._judge_at = min(self._judge_at or math.inf, now + _TRANSIT_SECONDS)  # a waiting rank may be silent
+            self._check_at = min(self._check_at or math.inf, now + _TRANSIT_SECONDS)  # a waiting rank may be silent
         if "deadline" in kinds:
             self._end_by_deadline(next(ask for ask in asks if ask["kind"] == "deadline"), statuses, now)
         elif "hang" in kinds:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
 from mpicomm.watchdog import flight_recorder
 
-_OTHERS_PATIENCE = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
+_LATER_FAILURE_WAIT = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
 _BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
 
@@ -67,23 +67,23 @@ class Hook:
             self._fail(kind, error, trace)
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        is_everywhere = isinstance(error, MpicommError) and error.is_everywhere
-        if is_everywhere or isinstance(error, LaunchError):  # no traceback: the cause is not a bug in the program
-            self._tell_message(error, is_everywhere)
+        is_on_all_ranks = isinstance(error, MpicommError) and error.is_on_all_ranks
+        if is_on_all_ranks or isinstance(error, LaunchError):  # no traceback: the cause is not a bug in the program
+            self._tell_message(error, is_on_all_ranks)
         else:
             self._tell(kind, error, trace)
         # An error on all ranks ends each of them without an abort, unless it is that some ranks have not arrived.
-        if not is_everywhere or isinstance(error, RendezvousError):
-            if is_everywhere and self.rank != 0:
-                time.sleep(_OTHERS_PATIENCE)  # rank 0 prints first
+        if not is_on_all_ranks or isinstance(error, RendezvousError):
+            if is_on_all_ranks and self.rank != 0:
+                time.sleep(_LATER_FAILURE_WAIT)  # rank 0 prints first
             self._end()
 
-    def _tell_message(self, error: BaseException, is_everywhere: bool) -> None:
+    def _tell_message(self, error: BaseException, is_on_all_ranks: bool) -> None:
         if self.rank == 0:
             say(f"mpicomm.{type(error).__name__}: {error}\n")
-        elif isinstance(error, LaunchError) and not is_everywhere and self.rank < _BRIEF_RANKS:
+        elif isinstance(error, LaunchError) and not is_on_all_ranks and self.rank < _BRIEF_RANKS:
             # Usually rank 0 has the same error, and the launcher ends this rank before it prints.
-            time.sleep(_OTHERS_PATIENCE)
+            time.sleep(_LATER_FAILURE_WAIT)
             say(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
 
     def _end(self) -> None:
@@ -96,7 +96,7 @@ class Hook:
         if threading.current_thread() is not threading.main_thread():
             where += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
-            time.sleep(_OTHERS_PATIENCE)
+            time.sleep(_LATER_FAILURE_WAIT)
             say(f"[mpicomm] {where} also failed: {traceback.format_exception_only(kind, error)[-1]}")
         elif self.previous is not sys.__excepthook__:
             say(f"[mpicomm] {where} failed:\n")

@@ -20,20 +20,20 @@ _START = 19  # index of the start time among the fields after the name in /proc/
 
 @dataclasses.dataclass(frozen=True)
 class LocalProcess:
-    """A process, identified by its pid and its birth."""
+    """A process, identified by its pid and its start time."""
 
     pid: int
-    birth: str = ""
+    start_time: str = ""
     """Its start time and pid namespace: together with the pid they are unique on this host."""
 
 
 def this_process() -> LocalProcess:
-    """Return the pid and the birth of this process."""
-    return LocalProcess(os.getpid(), birth_of(os.getpid()))
+    """Return the pid and the start time of this process."""
+    return LocalProcess(os.getpid(), start_time_of(os.getpid()))
 
 
-def birth_of(pid: int) -> str:
-    """Return the birth of a process of this host; empty if /proc does not show it."""
+def start_time_of(pid: int) -> str:
+    """Return the start time of a process of this host; empty if /proc does not show it."""
     try:
         return f"{_fields(pid)[_START]} {Path(f'/proc/{pid}/ns/pid').readlink()}"
     except OSError:
@@ -64,7 +64,7 @@ def kill(process: LocalProcess) -> None:
         descriptor = os.pidfd_open(process.pid)
         try:
             # Compare after pidfd_open: the descriptor refers to this process even if its pid is reused.
-            if process.birth and birth_of(process.pid) == process.birth:
+            if process.start_time and start_time_of(process.pid) == process.start_time:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
