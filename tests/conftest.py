@@ -1,4 +1,4 @@
-"""Two kinds of test runs: `pytest` runs tests without the mark `mpi`, `mpirun -n N pytest --with-mpi` those with it."""
+"""Two kinds of test runs: `pytest` runs tests without the mark `mpi`, `mpirun -n N pytest --with-mpi` tests with it."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ LIMIT = 180.0
 """Seconds after which a job is killed: many times the usual duration, so that a busy machine does not fail a test."""
 
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "SLURM_CONF")
-_MARK = "TESTS_JOB"  # inherited by every process of a job, to find all of them
+_MARK = "TESTS_JOB"  # every process of a job inherits this variable, which identifies it
 _TERM_SECONDS = 3.0  # after SIGTERM, for the launcher to end its ranks
-_GONE_SECONDS = 3.0  # for which processes of a job may outlive the launcher
+_GONE_SECONDS = 3.0  # the time for which processes of a job may outlive the launcher
 # Hydra may print this on standard output when a rank is killed, depending on which process ends first. MPICH's Hydra
 # prints it once, with the last lines; Intel MPI's Hydra prints it for each killed rank.
 _BANNER = re.compile(
@@ -110,7 +110,7 @@ def run_within(
 ) -> Outcome:
     """Run a command, and kill all its processes after `seconds`."""
     mark = uuid.uuid4().hex
-    # A job that a process of another job starts has the marks of both.
+    # If a process of another job starts this job, the new job has the marks of both.
     marks = f"{os.environ.get(_MARK, '')},{mark}"
     environ = almost_empty_environment() | dict(env or {}) | {_MARK: marks}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:

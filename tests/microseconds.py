@@ -81,7 +81,7 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
         "of that the tensor's properties": checks,
         "of that the check whether the queue is empty": turn,
         "of that torch's Work": CompletedWork,
-        _RECORDER: lambda: dist.all_reduce(tensor, group=noting),  # minus the time of torch
+        _RECORDER: lambda: dist.all_reduce(tensor, group=noting),  # the figure excludes the time of torch
     }
 
 

@@ -1,4 +1,4 @@
-"""A simulated GPU in host memory that delays its copies: code that does not wait for a copy reads garbage."""
+"""A simulated GPU in host memory that delays its copies, so code that does not wait for a copy reads invalid data."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 KINDS = ("direct", "segment", "two nodes")
-"""The ranks read each other's memory (CMA), or use a shared segment; or every two ranks form a simulated node."""
+"""Cross-memory attach (CMA), a shared segment, and simulated nodes of two ranks each."""
 
 # A child process runs this. The kernel treats it like another rank: neither is an ancestor of this process.
 _READER = """

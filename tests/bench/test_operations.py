@@ -38,11 +38,11 @@ def measured(world: mpicomm.World, plan: Sweep, compared: dict[str, Any]) -> Fou
 
 
 @pytest.mark.mpi
-@pytest.mark.filterwarnings("error")  # such as torch's deprecation warnings
+@pytest.mark.filterwarnings("error")  # for example torch's deprecation warnings
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in OPERATIONS for dtype in (torch.float32, torch.bfloat16)]
-    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces],  # the others move bytes
+    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces],  # the others only move bytes
     ids=str,
 )
 def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
-    """Also if the memory holds the correct result of the previous backend."""
+    """The check fails even if the memory still holds the correct result of the previous backend."""
 
     class Idle:
         def call(self, _: MeasuredOperation) -> Any:
@@ -93,7 +93,7 @@ def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
     plan = Sweep(["all_reduce"], [4096], [torch.float32], CPU, asynchronous=True)
     found = measured(world, plan, compared)
     assert [row.backend for row in found.rows] == ["mpi", "gloo"]
-    assert all(row.overlap is not None for row in found.rows)  # how much: tests/unit/test_benchmarks.py
+    assert all(row.overlap is not None for row in found.rows)  # tests/unit/test_benchmarks.py tests the values
     assert list(found.refusals) == ["all_reduce, float32, in place, mpi4py"]
 
 

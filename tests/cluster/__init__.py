@@ -1,1 +1,1 @@
-"""A Slurm cluster on one machine: real daemons, and hosts that are namespaces of the kernel."""
+"""A Slurm cluster on one machine: real daemons on virtual hosts, which are kernel namespaces."""

@@ -18,12 +18,12 @@ HOST_COMMANDS: dict[str, tuple[Callable[[Layout, str], None], str]] = {
     "kill": (hosts.kill, "end all processes of a host at once"),
     "boot": (cluster.boot, "start a host that was killed"),
 }
-# What ssh takes a value for; launchers pass such options to their agent.
+# Options of ssh that take a value; launchers pass such options to their agent.
 _SSH_OPTIONS_WITH_VALUE = ("-o", "-l", "-p", "-i", "-F")
 
 
 def main() -> int:
-    """Do what the command line asks for, and return the exit status."""
+    """Run the command line, and return the exit status."""
     arguments = parse_arguments()
     try:
         arguments.function(arguments)

@@ -1,4 +1,4 @@
-"""A cluster as a whole: up, and down until nothing of it is left."""
+"""Starts and stops a whole cluster; a stopped cluster leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.cluster.layout import ClusterError, Layout
 
 
 def up(layout: Layout) -> None:
-    """Start a cluster; if that fails, leave nothing.
+    """Start a cluster; if it fails to start, remove all of it.
 
     Raises:
-        ClusterError: If it cannot be started, with the reason.
+        ClusterError: If the cluster cannot start, with the reason.
     """
     if reason := packages.problem():
         raise ClusterError(f"{reason}.")
@@ -37,29 +37,29 @@ def up(layout: Layout) -> None:
 
 
 def down(layout: Layout) -> None:
-    """End all of a cluster, also one that is half there, and remove its directory."""
+    """End all processes of a cluster, even of one that started only in part, and remove its directory."""
     slurm.down(layout)
     hosts.down(layout)
     _remove(layout.directory)
 
 
 def boot(layout: Layout, name: str) -> None:
-    """Boot a host that was killed, and its slurmd."""
+    """Boot a host that was killed, and start its slurmd."""
     hosts.boot(layout, name)
     slurm.start_slurmd(layout, name)
 
 
 def find(number: int, directory: Path | None) -> Layout:
-    """Return the cluster of that number, or in that directory.
+    """Return the cluster with this number, or in this directory.
 
     Raises:
-        ClusterError: If there is none.
+        ClusterError: If it does not exist.
     """
     return layouts.load((directory or layouts.default_directory(number)).resolve())
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory, unless something is mounted in it: that would be removed too."""
+    """Remove a directory, unless a mount point is in it: the mounted files would be removed, too."""
     mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     if inside := [path for path in mounted if Path(path).is_relative_to(directory)]:
         raise ClusterError(f"{', '.join(inside)} are mounted. Unmount them, then try again.")

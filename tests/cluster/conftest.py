@@ -1,6 +1,6 @@
-"""A cluster for the tests: `make test-cluster`, or pytest with a path in this directory.
+"""A cluster for the tests: run `make test-cluster`, or pytest with a path in this directory.
 
-Other runs of pytest pass by: a cluster needs root and Slurm, and takes the machine for some minutes.
+Other runs of pytest ignore this directory: a cluster needs root and Slurm, and occupies the machine for some minutes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tests.cluster.running import Cluster, Flavour
 from tests.launching import OTHER_MPI_ENV
 
 HERE = Path(__file__).resolve().parent
-# Each worker of pytest-xdist has a cluster of its own; the numbers between are those of test_hosts.py, and 0 is that of
-# `make cluster-up`.
+# Each worker of pytest-xdist has its own cluster. test_hosts.py uses the numbers between them, and `make cluster-up`
+# uses 0.
 NUMBER = 1 + 3 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 FIRST = "test_preemption"
-"""The module that waits longest, so that others run beside it."""
+"""The module whose tests wait longest: it starts first, so that other tests run at the same time."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave these tests out unless the command line names them."""
+    """Ignore these tests unless the command line names them."""
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     return None if any(path.is_relative_to(HERE) for path in named) else True
 
@@ -42,11 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Four hosts with Slurm."""
+    """A cluster of four hosts with Slurm."""
     if reason := packages.problem():
         pytest.skip(reason)
     layout = Layout(NUMBER, layouts.default_directory(NUMBER).resolve(), shared=layouts.paths_to_share())
-    if layout.directory.exists():  # of a run that was killed
+    if layout.directory.exists():  # left by a run that was killed
         clusters.down(layouts.load(layout.directory))
     clusters.up(layout)
     yield Cluster(layout)
@@ -55,7 +55,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_on_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test after which something still runs on a host; put every host in order."""
+    """Fail a test that leaves processes on a host; restore every host."""
     yield
     if "cluster" not in request.fixturenames:
         return
@@ -82,7 +82,7 @@ def mpich() -> Flavour:
 
 @pytest.fixture(params=["Open MPI", "MPICH"])
 def flavour(request: pytest.FixtureRequest) -> Flavour:
-    """Each of the two, one after the other."""
+    """Run the test once with each MPI."""
     return _flavour(request.param)
 
 

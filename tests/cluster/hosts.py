@@ -1,9 +1,9 @@
-"""Virtual hosts: each is a process 1 with a network, UTS, IPC, mount and PID namespace of its own, and no more.
+"""Virtual hosts: each is a process 1 with its own network, UTS, IPC, mount and PID namespaces, and nothing else.
 
-Nothing of a host has a name in the machine's file system or lists: when its process 1 is killed, the kernel takes all
-of it away. So does it with the switch between them, which is a bridge in one more network namespace.
+No part of a host has a name in the machine's file system or lists: when its process 1 is killed, the kernel removes the
+whole host. The same holds for the switch between the hosts, which is a bridge in another network namespace.
 
-A host has two networks. eth0 comes first and leads nowhere; eth1 is the one that all share.
+A host has two networks. eth0 is listed first and reaches no other host; all hosts share the network of eth1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.cluster.layout import LOGIN, ROOT, ClusterError, Layout
 SWITCH = "switch"
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 _BOOT_SECONDS = 20.0
-# What sshd gives a command; a job must not get by what happens to be in the variables of the one who started it.
+# The environment that sshd gives a command: a job must not depend on the variables of the user who started it.
 _LOGIN_ENVIRON = {
     "HOME": "/root",
     "USER": "root",
@@ -42,12 +42,12 @@ def up(layout: Layout) -> None:
 
 
 def down(layout: Layout) -> None:
-    """End every host and the network, whatever of them is there."""
+    """Kill every host and stop the network, even if only some of them exist."""
     for name in processes.recorded(layout):
         if name.startswith("node"):
             processes.stop(layout, name, signal.SIGKILL)
     processes.stop(layout, SWITCH)
-    # The kernel takes down namespaces in the background.
+    # The kernel removes namespaces asynchronously.
     processes.wait_until(lambda: not Path("/sys/class/net", layout.link).exists(), 20, f"{layout.link} is gone")
 
 
@@ -75,28 +75,28 @@ def boot(layout: Layout, name: str) -> None:
     try:
         _connect(layout, name, pid)
     except ClusterError:
-        kill(layout, name)  # half a host would pass for a whole one
+        kill(layout, name)  # otherwise, a host without a complete network would count as up
         raise
 
 
 def kill(layout: Layout, name: str) -> None:
-    """End all processes of a host at once. Its kernel still says goodbye: others see their connections closed."""
+    """Kill all processes of a host at once. The kernel still closes their connections, which other hosts detect."""
     layout.index(name)
     processes.stop(layout, name, signal.SIGKILL)
 
 
 def cut(layout: Layout, name: str) -> None:
-    """Pull a host's network cable: it and all on it go on, and nobody hears of them."""
+    """Disconnect a host from the network: the host and its processes continue, but are unreachable."""
     _set_cable(layout, name, "down")
 
 
 def mend(layout: Layout, name: str) -> None:
-    """Plug a host's network cable in again."""
+    """Reconnect a host to the network."""
     _set_cable(layout, name, "up")
 
 
 def enter(layout: Layout, name: str) -> list[str]:
-    """Return the beginning of a command that runs the rest of it on a host.
+    """Return a command prefix that runs the rest of the command on a host.
 
     Raises:
         ClusterError: If the host is down.
@@ -108,7 +108,7 @@ def enter(layout: Layout, name: str) -> list[str]:
 
 
 def log_in(layout: Layout, name: str, words: list[str]) -> list[str]:
-    """Return a command that does on a host what `ssh NAME WORDS` would: a shell gets the words, and a new environment.
+    """Return a command that is equivalent to `ssh NAME WORDS`: a shell on the host runs the words in a new environment.
 
     Raises:
         ClusterError: If the host is down.
@@ -118,23 +118,23 @@ def log_in(layout: Layout, name: str, words: list[str]) -> list[str]:
 
 
 def processes_on(layout: Layout, name: str) -> dict[int, str]:
-    """Return pid, as the machine has it, and command line of what runs on a host, process 1 aside."""
+    """Return the processes of a host except process 1, as command lines by pid (in the machine's PID namespace)."""
     first = processes.pid_of(layout, name)
     if first is None:
         return {}
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has exited
             if int(path.name) != first and (path / "ns/pid").readlink() == Path(f"/proc/{first}/ns/pid").readlink():
                 found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return {pid: line for pid, line in found.items() if line and processes.started(pid)}
 
 
 def write_names(layout: Layout, name: str, *, loopback: bool | None = None) -> None:
-    """Write a host's /etc/hosts, which it reads anew for each look-up.
+    """Write a host's /etc/hosts, which the host reads again for each look-up.
 
     Args:
-        loopback: Whether its own name stands for 127.0.1.1; as the layout says if left out.
+        loopback: Whether its own name resolves to 127.0.1.1; by default, as the layout specifies.
     """
     lines = ["127.0.0.1 localhost", f"{layout.address(LOGIN)} {LOGIN} {socket.gethostname()}"]
     for other in layout.names:
@@ -161,7 +161,7 @@ def start(layout: Layout, name: str, command: list[str], log: Path) -> subproces
 
 
 class explained_by(contextlib.ContextDecorator):  # noqa: N801  it is used as a statement
-    """Let errors within the block end with the last lines of a log."""
+    """Append the last lines of a log to the message of each ClusterError that the block raises."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -193,7 +193,7 @@ def _start_switch(layout: Layout) -> None:
 def _connect(layout: Layout, name: str, pid: int) -> None:
     switch = processes.pid_of(layout, SWITCH)
     assert switch is not None
-    # A bridge without ports is an interface that is up and leads nowhere, as Docker's is on many hosts.
+    # A bridge without ports is an interface that is up but reaches no other host, like Docker's on many hosts.
     _ip("link set lo up", "link add eth0 type bridge", within=pid)
     _ip(f"addr add {layout.lonely_address(name)}/24 dev eth0", "link set eth0 up", within=pid)
     _unplug(switch, name)
@@ -203,9 +203,9 @@ def _connect(layout: Layout, name: str, pid: int) -> None:
 
 
 def _unplug(switch: int, name: str) -> None:
-    """Remove a host's old cable: after its end the kernel takes seconds to do so by itself."""
+    """Remove the link of a host that has ended: by itself, the kernel takes seconds to remove it."""
     command = ["nsenter", f"--target={switch}", "--net", "ip", "link", "delete", name]
-    subprocess.run(command, capture_output=True, check=False, timeout=30)  # fails if there is none
+    subprocess.run(command, capture_output=True, check=False, timeout=30)  # fails if the link does not exist
 
 
 def _set_cable(layout: Layout, name: str, state: str) -> None:
@@ -216,7 +216,7 @@ def _set_cable(layout: Layout, name: str, state: str) -> None:
 
 
 def _ip(*lines: str, within: int | None = None) -> None:
-    """Run ip's commands in the network namespace of a process."""
+    """Run commands of `ip` in the network namespace of process `within`, by default in the machine's."""
     command = ["ip", "-batch", "-"] if within is None else ["nsenter", f"--target={within}", "--net", "ip", "-b", "-"]
     done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, check=False, timeout=30)
     if done.returncode:

@@ -1,6 +1,6 @@
-"""Process 1 of a virtual host: gives it a name and file systems of its own, then waits to be killed.
+"""Process 1 of a virtual host: sets the host's name, mounts its file systems, then waits to be killed.
 
-It becomes `sleep infinity` with SIGCHLD ignored, so that the kernel itself reaps the orphans of the host.
+It execs `sleep infinity` with SIGCHLD ignored, so that the kernel itself reaps the orphans of the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def show_own_interfaces(layout: Layout, name: str) -> None:
-    """Mount a /sys of the host's own network; slurmd asks for the control groups below it, so those stay."""
+    """Mount a /sys of the host's own network, but keep the control groups below it, which slurmd needs."""
     groups = layout.directory / "etc" / f"{name}.cgroup"
     groups.mkdir(exist_ok=True)
     mount("--rbind", "/sys/fs/cgroup", groups)
@@ -43,9 +43,9 @@ def show_own_interfaces(layout: Layout, name: str) -> None:
 
 
 def make_own_tmp(layout: Layout, name: str) -> None:
-    """Give the host a /tmp in which only the shared directories are the machine's.
+    """Mount a /tmp in which only the shared directories are those of the machine.
 
-    Pids repeat from host to host, and MPI libraries name files in /tmp by pid.
+    Processes on different hosts can have the same pid, and MPI libraries name files in /tmp by pid.
     """
     own = layout.directory / "tmp" / name
     own.mkdir(parents=True, exist_ok=True)

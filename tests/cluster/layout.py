@@ -1,4 +1,4 @@
-"""What a cluster is to be: how many hosts, which addresses, which paths. Kept in its directory, for later commands."""
+"""The layout of a cluster: its hosts, addresses and paths. Later commands read it from the cluster's directory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGIN = "login"
-"""What the hosts call the machine itself, where slurmctld runs and where people type srun."""
+"""The hosts' name for the machine itself, which runs slurmctld and on which users call srun."""
 
 _FILE = "cluster.json"
 
 
 class ClusterError(Exception):
-    """Something about the cluster is not as it must be; the text says what to do."""
+    """The cluster is not in the required state; the message gives the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One cluster; its number keeps it apart from others on the machine."""
+    """One cluster; its number distinguishes it from other clusters on the machine."""
 
     number: int
     directory: Path
@@ -30,14 +30,13 @@ class Layout:
     cpus: int = 4
     gpus: int = 2
     loopback_names: bool = False
-    """Whether a host's own name stands for 127.0.1.1 in its /etc/hosts, as Debian has it."""
+    """Whether a host's own name resolves to 127.0.1.1 in its /etc/hosts, as on Debian."""
 
     shared: tuple[Path, ...] = ()
-    """Directories that every host sees at the same path; all outside /tmp are anyway."""
+    """Directories that every host sees at the same path. Hosts share all directories outside /tmp anyway."""
 
     @property
     def names(self) -> list[str]:
-        """The hosts."""
         return [f"node{index}" for index in range(1, self.nodes + 1)]
 
     @property
@@ -47,12 +46,12 @@ class Layout:
 
     @property
     def controller_port(self) -> int:
-        """Where slurmctld listens; slurmd's port is on hosts of its own."""
+        """The port of slurmctld. The port of slurmd is the same in all clusters, which have separate hosts."""
         return 26800 + self.number
 
     @property
     def scratch(self) -> Path:
-        """A directory that all hosts share, for what jobs write."""
+        """A directory that all hosts share, for the output of jobs."""
         return self.directory / "shared"
 
     @property
@@ -66,50 +65,49 @@ class Layout:
         return self.directory / "slurm.conf"
 
     def address(self, name: str) -> str:
-        """Return a host's address on the network that all share."""
+        """Return a host's address on the network that all hosts share."""
         return f"10.219.{self.number}.{1 if name == LOGIN else 10 + self.index(name)}"
 
     def ipv6_address(self, name: str) -> str:
-        """Return a host's other address on that network."""
+        """Return a host's IPv6 address on that network."""
         return f"fd19:219:{self.number:x}::{10 + self.index(name):x}"
 
     @property
     def site_environ(self) -> dict[str, str]:
-        """What the site sets for every login and every task.
+        """The variables that the site sets for every login and every task.
 
-        Open MPI takes each interface that is up for one that leads to the others, and dies of the first that does not.
+        Open MPI assumes that every interface that is up reaches the other hosts, and fails at the first that does not.
         """
         return {"OMPI_MCA_btl_tcp_if_include": f"10.219.{self.number}.0/24"}
 
     def lonely_address(self, name: str) -> str:
-        """Return a host's address on its first network, which leads nowhere."""
+        """Return a host's address on its first network, which reaches no other host."""
         return f"172.30.{self.index(name)}.1"
 
     def index(self, name: str) -> int:
-        """Return the number of a host.
+        """Return the number of a host, from 1 on.
 
         Raises:
-            ClusterError: If there is no such host.
+            ClusterError: If the cluster has no such host.
         """
         if name not in self.names:
             raise ClusterError(f"there is no host {name}; there are {', '.join(self.names)}.")
         return self.names.index(name) + 1
 
     def save(self) -> None:
-        """Write this to the cluster's directory."""
+        """Write the layout to the cluster's directory."""
         (self.directory / _FILE).write_text(json.dumps(dataclasses.asdict(self), default=str))
 
 
 def default_directory(number: int) -> Path:
-    """Return where a cluster keeps everything, unless told otherwise."""
     return Path(tempfile.gettempdir(), f"mpicomm-cluster-{number}")
 
 
 def load(directory: Path) -> Layout:
-    """Read what `Layout.save` wrote.
+    """Read the layout that `Layout.save` wrote.
 
     Raises:
-        ClusterError: If no cluster is there.
+        ClusterError: If the directory contains no cluster.
     """
     path = directory / _FILE
     if not path.exists():
@@ -121,7 +119,7 @@ def load(directory: Path) -> Layout:
 
 
 def paths_to_share() -> tuple[Path, ...]:
-    """Return the directories without which no host could run this checkout in these environments."""
+    """Return the directories that a host needs to run this checkout in the environments of both MPIs."""
     environments = [ROOT / ".venv", ROOT / ".venv-mpich", Path(os.environ.get("OTHER_MPI_ENV") or ROOT)]
     paths = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *environments]
     return tuple(dict.fromkeys(path.resolve() for path in paths if path.exists()))

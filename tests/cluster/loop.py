@@ -1,6 +1,6 @@
-"""A small training loop that goes on for minutes: `srun -N2 python -m tests.cluster.loop BEGUN`.
+"""A small training loop that runs for minutes: `srun -N2 python -m tests.cluster.loop BEGUN`.
 
-The file BEGUN is made when every rank has taken some steps.
+Rank 0 creates the file BEGUN once every rank has completed some steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mpicomm
 
 STEPS = 10_000
 BEGUN_AFTER = 20
-SECONDS = 0.02  # for each step, so that other jobs on this machine have their share
+SECONDS = 0.02  # pause of each step, which leaves CPU time to other jobs on this machine
 
 
 def main() -> None:

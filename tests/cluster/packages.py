@@ -1,4 +1,4 @@
-"""What a cluster needs of the machine, and how to get it."""
+"""The requirements of a cluster on this machine, and their installation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.cluster.layout import ClusterError
 
-# libpmix2 belongs to no other: Slurm's plugin for pmix loads it when it is asked for.
+# No other package depends on libpmix2: Slurm's pmix plugin loads it on demand.
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2", "iproute2", "util-linux")
 COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "nsenter", "unshare", "mount")
 INSTALL = "python -m tests.cluster install"
@@ -19,7 +19,7 @@ _APT_SECONDS = 600
 
 
 def problem() -> str | None:
-    """Say why no cluster can be here; None if one can."""
+    """Return the reason why this machine cannot run a cluster; None if it can."""
     if os.geteuid() != 0:
         return "a cluster needs root, for namespaces, addresses and Slurm's own daemons"
     if missing := missing_commands():
@@ -28,16 +28,15 @@ def problem() -> str | None:
 
 
 def missing_commands() -> list[str]:
-    """Return the commands that are not here."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     return [command for command in COMMANDS if shutil.which(command, path=path) is None]
 
 
 def install() -> None:
-    """Install what is missing, by apt-get.
+    """Install the missing packages with apt-get.
 
     Raises:
-        ClusterError: If that cannot be done, with the reason.
+        ClusterError: If the installation fails, with the reason.
     """
     if missing_commands() or not _pmix_library().exists():
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -46,7 +45,7 @@ def install() -> None:
         _apt("install", "-qq", "-y", "--no-install-recommends", *PACKAGES)
     link = _pmix_library().with_name("libpmix.so")
     if not link.exists():
-        link.symlink_to(_pmix_library().name)  # the plugin asks for this name, which only a package for developers has
+        link.symlink_to(_pmix_library().name)  # the plugin loads this name, which only a development package provides
 
 
 def _problem_with_namespaces() -> str | None:

@@ -1,4 +1,4 @@
-"""A program that says where each rank is, a line of JSON for each: `srun -N2 python -m tests.cluster.place`."""
+"""Prints the position of each rank as a line of JSON: `srun -N2 python -m tests.cluster.place`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
         "sum_of_ranks": total.item(),
         "label": " ".join(sys.argv[1:]),
     }
-    os.write(1, f"{json.dumps(place)}\n".encode())  # one write, so that the lines of several ranks do not mix
+    os.write(1, f"{json.dumps(place)}\n".encode())  # one write, so that the lines of different ranks do not interleave
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The processes that a cluster started, by pid and start time: a pid that came back is never taken for one of ours."""
+"""The processes that a cluster started, by pid and start time: a reused pid is never mistaken for one of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PAUSE = 0.02
 
 
 def record(layout: Layout, name: str, pid: int) -> None:
-    """Remember a process by a name."""
+    """Record the pid and the start time of a process under a name."""
     _file(layout, name).write_text(f"{pid} {started(pid)}")
 
 
 def pid_of(layout: Layout, name: str) -> int | None:
-    """Return the process of that name; None if it has ended."""
+    """Return the pid of the process with this name; None if it has exited."""
     try:
         pid, start = _file(layout, name).read_text().split()
     except OSError:
@@ -29,12 +29,12 @@ def pid_of(layout: Layout, name: str) -> int | None:
 
 
 def recorded(layout: Layout) -> list[str]:
-    """Return the names of all processes that were ever recorded."""
+    """Return the names of all recorded processes, including those that have exited."""
     return sorted(path.name for path in _file(layout, "any").parent.iterdir())
 
 
 def stop(layout: Layout, name: str, number: int = signal.SIGTERM, seconds: float = 10.0) -> None:
-    """End a process and wait until it is gone; kill it if that takes too long."""
+    """Send a signal to a process and wait for its exit; send SIGKILL if that takes more than `seconds`."""
     for each in (number, signal.SIGKILL):
         if (pid := pid_of(layout, name)) is None:
             return
@@ -47,14 +47,14 @@ def stop(layout: Layout, name: str, number: int = signal.SIGTERM, seconds: float
 
 
 def started(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None if it has ended, whoever may still have to reap it."""
+    """Return the start time of a process in clock ticks; None if it has exited, even if nothing has reaped it yet."""
     if (fields := _stat(pid)) is None or fields[0] in ("Z", "X"):
         return None
     return fields[19]
 
 
 def child_of(parent: int) -> int | None:
-    """Return a child of a process, if it has one."""
+    """Return the pid of one child of a process; None if it has no child."""
     for path in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(path.name))
         if fields is not None and int(fields[1]) == parent:
@@ -66,7 +66,7 @@ def wait_for_answer(layout: Layout, name: str, answers: Callable[[], object], se
     """Wait until a daemon answers.
 
     Raises:
-        ClusterError: If it does not in so many seconds, or ends.
+        ClusterError: If the daemon does not answer within `seconds`, or exits.
     """
     wait_until(lambda: pid_of(layout, name) is None or answers(), seconds, f"{name} answers")
     if pid_of(layout, name) is None:
@@ -74,10 +74,10 @@ def wait_for_answer(layout: Layout, name: str, answers: Callable[[], object], se
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait for something to become true.
+    """Wait until a condition is true.
 
     Raises:
-        ClusterError: If it does not in so many seconds.
+        ClusterError: If the condition is still false after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -87,7 +87,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of a process's stat from the third, its state, on."""
+    """Return the fields of /proc/PID/stat from the third, the state, on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the tests do with a cluster and the MPIs: run commands, submit jobs, look at what runs on the hosts."""
+"""Helpers of the tests: run commands with each MPI, submit jobs, and inspect the processes on the hosts."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from tests.cluster import hosts, processes, slurm
 from tests.cluster.layout import ROOT, Layout
 from tests.launching import Outcome, run_command
 
-SECONDS = 90.0  # starting a few ranks takes five, on a machine that does nothing else
+SECONDS = 90.0  # starting a few ranks takes 5 s on an idle machine
 
 
 @dataclasses.dataclass(frozen=True)
 class Flavour:
-    """An MPI and its environment, as the tests start ranks with it."""
+    """An MPI, and the Python of the environment from which the tests start ranks with it."""
 
     vendor: str
     python: Path
 
     @property
     def srun_type(self) -> str:
-        """What it takes for `srun --mpi=`."""
+        """The argument of `srun --mpi=` for this MPI."""
         return "pmix" if self.vendor == "Open MPI" else "pmi2"
 
     @property
     def mpiexec(self) -> list[str]:
-        """Its launcher, for hosts with more ranks than the machine has cores."""
+        """Its launcher, without process binding: the hosts may have more ranks than the machine has cores."""
         options = ["--bind-to", "none"] if self.vendor == "Open MPI" else []
         return [str(self.python.parent / "mpiexec"), *options]
 
     def keep(self, name: str) -> list[str]:
-        """Return the option by which its launcher brings a variable to other hosts; MPICH's brings them all."""
+        """Return the option with which its launcher exports a variable to other hosts; MPICH's launcher exports all."""
         return ["-x", name] if self.vendor == "Open MPI" else []
 
 
 class Cluster:
-    """The cluster that the tests share, and what they do with it."""
+    """The cluster that the tests share, with the operations that they need."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a person exports who uses the cluster."""
+        """The variables that a user of the cluster exports."""
         agent = str(self.layout.agent)
         return {
             "SLURM_CONF": str(self.layout.slurm_conf),
@@ -58,15 +58,15 @@ class Cluster:
         }
 
     def run(self, *command: object, timeout: float = SECONDS) -> Outcome:
-        """Run a command on the machine itself, as a person on the login node would."""
+        """Run a command on the machine itself, like a user on the login node."""
         return run_command(list(map(str, command)), env=self.environ, timeout=timeout)
 
     def shell(self, text: str, timeout: float = SECONDS) -> Outcome:
-        """Run lines of a shell on the machine itself."""
+        """Run shell commands on the machine itself."""
         return self.run("bash", "-c", text, timeout=timeout)
 
     def submit(self, name: str, *options: str, lines: str) -> Path:
-        """Submit a batch script, and return the directory that it runs and writes in."""
+        """Submit a batch script, and return the job's directory, which receives its output."""
         folder = self.folder()
         script = folder / name
         script.write_text(f"#!/bin/bash\ncd {ROOT}\n{lines}\n")
@@ -76,19 +76,19 @@ class Cluster:
         return folder
 
     def finish(self, folder: Path, timeout: float = SECONDS) -> str:
-        """Wait for a job that `submit` started, and return what its tasks wrote."""
+        """Wait for a job that `submit` started, and return the output of its tasks."""
         job = (folder / "job").read_text()
         processes.wait_until(lambda: not self._queue("--jobs", job), timeout, f"job {job} ends: {self._said(folder)}")
         return self._said(folder)
 
     def folder(self) -> Path:
-        """Make a directory that all hosts share."""
+        """Create a directory that all hosts share."""
         path = self.layout.scratch / uuid.uuid4().hex[:8]
         path.mkdir()
         return path
 
     def settle(self) -> None:
-        """Bring every host back, end what is left of jobs, and wait until all is idle."""
+        """Cancel leftover jobs, boot and reconnect every host, and wait until all nodes are idle."""
         for job in self._queue():
             self.run("scancel", "--signal=KILL", "--full", job)
             self.run("scancel", job)
@@ -99,7 +99,7 @@ class Cluster:
         slurm.wait_idle(self.layout, 60)
 
     def job_processes(self) -> dict[int, str]:
-        """Return what runs on the hosts beside slurmd."""
+        """Return the processes on the hosts except slurmd, by pid."""
         found = {}
         for name in self.layout.names:
             for pid, line in hosts.processes_on(self.layout, name).items():
@@ -117,12 +117,12 @@ class Cluster:
 
 
 def places(outcome: Outcome | str) -> list[dict[str, Any]]:
-    """Return what the ranks of `tests.cluster.place` said, by label and rank."""
+    """Return the output of the ranks of `tests.cluster.place`, sorted by label and rank."""
     text = outcome if isinstance(outcome, str) else outcome.stdout
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return sorted(found, key=lambda place: (place["label"], place["rank"]))
 
 
 def quoted(*words: object) -> str:
-    """Return words as a line for a shell."""
+    """Return words as one quoted command line for a shell."""
     return shlex.join(map(str, words))

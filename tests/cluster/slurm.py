@@ -1,4 +1,4 @@
-"""Slurm on virtual hosts: munged and slurmctld on the machine itself, a slurmd on each host."""
+"""Slurm on virtual hosts: munged and slurmctld run on the machine itself, and one slurmd on each host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROLLER, MUNGE = "slurmctld", "munged"
 _START_SECONDS = 30.0
 _COMMAND_SECONDS = 30.0
 
-# No systemd, no cgroups, no database. What is not obvious has its reason beside it.
+# Slurm runs without systemd, cgroups and a database. A comment precedes each setting that is not self-explanatory.
 _CONF = """\
 ClusterName=mpicomm
 SlurmctldHost={machine}({login})
@@ -77,7 +77,7 @@ def up(layout: Layout) -> None:
 
 
 def down(layout: Layout) -> None:
-    """End what runs on the machine itself; a slurmd ends with its host."""
+    """Stop slurmctld and munged on the machine itself; each slurmd ends with its host."""
     processes.stop(layout, CONTROLLER)
     processes.stop(layout, MUNGE)
 
@@ -94,7 +94,7 @@ def start_slurmd(layout: Layout, name: str) -> None:
 
 
 def wait_idle(layout: Layout, seconds: float = _START_SECONDS) -> None:
-    """Wait until Slurm has every node, and nothing to do on it."""
+    """Wait until Slurm reports every node as idle."""
     processes.wait_until(lambda: _states(layout) == ["idle"] * layout.nodes, seconds, "all nodes are idle")
 
 
@@ -103,7 +103,7 @@ def _states(layout: Layout) -> list[str]:
 
 
 def _ask(layout: Layout, *command: str) -> str:
-    """Return what a command of Slurm's prints; nothing if it fails."""
+    """Return the output of a Slurm command; an empty string if it fails."""
     environ = {**os.environ, "SLURM_CONF": str(layout.slurm_conf)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
     return done.stdout if done.returncode == 0 else ""
@@ -127,7 +127,7 @@ def _write_conf(layout: Layout) -> None:
 
 
 def _write_task_prolog(layout: Layout) -> None:
-    """Write the program by whose output every task gets the site's variables."""
+    """Write the TaskProlog program, whose output sets the site's variables in every task."""
     path = layout.directory / "bin" / "task-prolog"
     exports = "".join(f"echo export {name}={value}\n" for name, value in layout.site_environ.items())
     path.write_text(f"#!/bin/sh\n{exports}")
@@ -135,7 +135,7 @@ def _write_task_prolog(layout: Layout) -> None:
 
 
 def _make_gpus(layout: Layout) -> list[str]:
-    """Return devices that Slurm takes for GPUs: it wants to see character devices, and never opens them."""
+    """Create the devices that Slurm treats as GPUs: it requires character devices, but never opens them."""
     folder = layout.directory / "dev"
     folder.mkdir(exist_ok=True)
     paths = [folder / f"nvidia{index}" for index in range(layout.gpus)]

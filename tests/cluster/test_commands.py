@@ -1,4 +1,4 @@
-"""`mpicomm run`, `info` and the scripts of `mpicomm job`, on real nodes."""
+"""`mpicomm run`, `mpicomm info`, `mpicomm bench` and the job scripts, on several nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_run_takes_the_whole_allocation(cluster: Cluster, flavour: Flavour) -> N
 
 
 def test_run_passes_the_status_with_which_all_ranks_leave(cluster: Cluster, flavour: Flavour) -> None:
-    """Also where they do not leave at once: a script is to know that the trainer wants to go on."""
+    """The ranks exit at different times. From the status, a job script detects that the trainer must start again."""
     script = cluster.folder() / "leave.py"
     script.write_text(LEAVE)
     outcome = cluster.run("salloc", *NODES, flavour.python, "-m", "mpicomm", "run", script)
@@ -79,11 +79,11 @@ def test_slurm_takes_the_job_scripts(cluster: Cluster, path: Path) -> None:
     ("name", "text"),
     [
         ("slurm_p2p", "rank 3: had 3, received 2 from rank 2"),
-        ("slurm_ddp", "parameters identical on all ranks"),  # on CPUs: the GPUs are ones that Slurm alone sees
+        ("slurm_ddp", "parameters identical on all ranks"),  # runs on CPUs: only Slurm sees the simulated GPUs
     ],
 )
 def test_a_job_script_runs(cluster: Cluster, open_mpi: Flavour, name: str, text: str) -> None:
-    """Its program is the first `python` in PATH, as after `source .venv/bin/activate`."""
+    """The script runs the first `python` in PATH, as after `source .venv/bin/activate`."""
     script = ROOT / "jobs" / f"{name}.sbatch"
     folder = cluster.folder()
     path = f'PATH={open_mpi.python.parent}:"$PATH"'

@@ -1,7 +1,8 @@
-"""A host that is cut off or dies in the middle of training: the job ends in time, and says which host it was.
+"""A host is disconnected or dies during training: the job ends in time, and reports the host.
 
-What mpirun does where Slurm is not there to help is its own. When a host dies it ends all at once, so that the ranks
-can say no more. When one is cut off, the ranks end and name it, but mpirun waits for it, with either MPI, for minutes.
+Without Slurm, the end of the job depends on mpirun. If a host dies, mpirun ends all processes at once, before the ranks
+can report it. If a host is disconnected, the ranks report it and exit, but mpirun waits for the host for minutes, with
+either MPI.
 """
 
 from __future__ import annotations
@@ -21,32 +22,33 @@ from tests.cluster.running import SECONDS, Cluster, Flavour
 from tests.failures import ways
 from tests.launching import Outcome
 
-DEADLINE = 60.0  # from the fault to the end of the job
+DEADLINE = 60.0  # seconds from the fault to the end of the job
 LEFT = "node1"
 LOOP = "tests.cluster.loop"
 Fault = Callable[[Layout, str], None]
 End = tuple[Outcome, float]
-"""How a job ended, and how long after the fault."""
+"""The outcome of a job, and the seconds from the fault to its end."""
 
 LOST: dict[Fault, str] = {hosts.cut: "node2", hosts.kill: "node3"}
 
 
 def strike(cluster: Cluster, fault: Fault, lost: str, begun: list[Path]) -> float:
-    """Do something to a host when all jobs have begun there; return when."""
+    """Inject a fault into a host once all jobs have begun there; return the time of the fault."""
     processes.wait_until(lambda: all(path.exists() for path in begun), SECONDS, "the training has begun")
     fault(cluster.layout, lost)
     return time.time()
 
 
 def train(cluster: Cluster, begun: Path, *launcher: object) -> Outcome:
-    # A rank on a host that is cut off ends later than srun, which has given it up.
+    # Ranks on the disconnected host exit later than srun, which has given them up. Without TESTS_JOB, `run_command`
+    # does not report them as leftover processes.
     command = ["env", "--unset=TESTS_JOB", *launcher, "-m", LOOP, begun]
     return cluster.run(*command, timeout=SECONDS + DEADLINE)
 
 
 @pytest.fixture(scope="module")
 def ends(cluster: Cluster, open_mpi: Flavour, mpich: Flavour) -> dict[tuple[Fault, str], End]:
-    """How training ends under srun, by fault and MPI; all at the same time, since most of it is waiting."""
+    """How training ends under srun, by fault and MPI. All jobs run at the same time, since they mostly wait."""
     begun = {(fault, flavour.vendor): cluster.folder() / "begun" for fault in LOST for flavour in (open_mpi, mpich)}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         jobs = {}
@@ -60,9 +62,9 @@ def ends(cluster: Cluster, open_mpi: Flavour, mpich: Flavour) -> dict[tuple[Faul
             for fault, lost in LOST.items()
         }
         found = {job: (end.result(), end.result().ended - strikes[job[0]].result()) for job, end in jobs.items()}
-    # The ranks on the host that is cut off have nobody but themselves to end them.
+    # The ranks on the disconnected host must exit by themselves: no other process can end them.
     processes.wait_until(lambda: not ranks(cluster), DEADLINE, "the ranks end on every host")
-    hosts.kill(cluster.layout, LOST[hosts.cut])  # Slurm's own processes there wait for the network
+    hosts.kill(cluster.layout, LOST[hosts.cut])  # there, Slurm's own processes wait for the network
     return found
 
 
@@ -91,7 +93,7 @@ def test_a_host_dies(ends: dict[tuple[Fault, str], End], cluster: Cluster, vendo
 
 @pytest.fixture
 def shared_files(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ways to leave a job run by srun: their files are where all hosts see them."""
+    """Prepare the fault cases for srun: put their files in a directory that all hosts share."""
     monkeypatch.setattr(tempfile, "tempdir", str(cluster.layout.scratch))
     for name, value in cluster.environ.items():
         monkeypatch.setenv(name, value)
@@ -99,14 +101,14 @@ def shared_files(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("shared_files")
 def test_a_stopped_rank_is_ended_by_its_neighbours(mpich: Flavour) -> None:
-    """MPICH's ranks abort one by one under srun, and srun waits for one that cannot, for ever unless it has -K."""
+    """Under srun, MPICH's ranks abort one by one; without -K, srun waits indefinitely for a rank that cannot abort."""
     srun = ["srun", "--kill-on-bad-exit=0", "--nodes=2", "--ntasks-per-node=2", f"--mpi={mpich.srun_type}"]
     environment = mpich.python.parent.parent
 
     def run(who: int) -> ways.Result:
         return ways.run(ways.BY_NAME["SIGSTOP"], who, environment=environment, launcher=srun)
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # the hub of its node, and one that has another
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # rank 2 is the hub of its node, rank 3 is not a hub
         for result in pool.map(run, (2, 3)):
             assert result.ended, result.stderr
             assert result.named == [result.who], result.stderr
@@ -121,8 +123,8 @@ def test_a_host_dies_under_mpirun(cluster: Cluster, flavour: Flavour) -> None:
         outcome = train(cluster, begun, *launcher)
         assert outcome.ended - striking.result() < DEADLINE, outcome
     assert "came through" not in outcome.stdout, outcome
-    if flavour.vendor == "Open MPI":  # which ends with status 0
+    if flavour.vendor == "Open MPI":  # its launcher exits with status 0
         pattern = r"Remote (host: +|daemon: .* on node )node4"
         assert re.search(pattern, outcome.stdout + outcome.stderr), str(outcome)
-    else:  # which names no host
+    else:  # MPICH's launcher names no host
         assert outcome.status != 0, outcome

@@ -1,4 +1,4 @@
-"""Large tensors by two levels: within each node through its memory, between nodes by MPI."""
+"""Hierarchical operations on large tensors: through the node's memory within each node, by MPI between nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.arange(2**22).remainder_(7).mul_(10).to(dtype)), dtype
 path = dist.group.WORLD._operations.node
-print(world.rank, path._levels is not None, flush=True)
+print(world.rank, path._hierarchical is not None, flush=True)
 """
 
 

@@ -1,4 +1,4 @@
-"""The cluster itself: hosts are hosts of their own, and nothing of them is left at the end."""
+"""The cluster itself: its hosts are isolated from each other, and a stopped cluster leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.cluster.layout import ClusterError, Layout
 from tests.cluster.running import Cluster
 from tests.launching import Outcome, run_command
 
-# The numbers of clusters beside those that the tests share: one that comes up, one that does not.
+# The numbers of clusters other than the shared one: OTHER starts, FAILING fails to start.
 OTHER, FAILING = 2, 3
 
 
 def command(number: int, *words: object) -> Outcome:
-    """Run the cluster's own command."""
+    """Run `python -m tests.cluster`."""
     return run_command([sys.executable, "-m", "tests.cluster", f"--number={number}", *map(str, words)])
 
 
 def on(cluster: Cluster, name: str, line: str) -> str:
-    """Run a line of a shell on a host, and return what it prints."""
+    """Run a shell command on a host, and return its output."""
     outcome = command(cluster.layout.number, "sh", name, "bash", "-c", line)
     assert outcome.status == 0, outcome
     return outcome.stdout.strip()
@@ -97,12 +97,12 @@ def test_another_host_is_an_error(cluster: Cluster) -> None:
     assert outcome.stderr == "cluster: there is no host node9; there are node1, node2, node3, node4.\n"
 
 
-# -- up and down -------------------------------------------------------------------------------------------------------
+# -- start and stop ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def other(cluster: Cluster) -> Iterator[Layout]:
-    """A cluster beside the shared one, of two hosts; the test starts it."""
+    """The layout of a second cluster, with two hosts; the test starts it."""
     layout = Layout(OTHER, layouts.default_directory(OTHER).resolve(), nodes=2, shared=layouts.paths_to_share())
     yield layout
     with contextlib.suppress(ClusterError):

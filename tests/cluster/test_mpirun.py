@@ -1,4 +1,4 @@
-"""Several hosts without a scheduler: an agent starts the ranks, or a person does, on one host after the other."""
+"""Several hosts without a scheduler: a launcher's remote agent starts the ranks, or a user starts them on each host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNEVEN = ["node1", "node1", "node1", "node2"]
 
 @pytest.fixture
 def loopback_names(cluster: Cluster) -> Iterator[None]:
-    """Let every host's own name stand for 127.0.1.1, as Debian has it."""
+    """Let every host's own name resolve to 127.0.1.1, as on Debian."""
     for name in cluster.layout.names:
         hosts.write_names(cluster.layout, name, loopback=True)
     yield
@@ -26,7 +26,7 @@ def loopback_names(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.usefixtures("loopback_names")
 def test_uneven_hosts(cluster: Cluster, flavour: Flavour) -> None:
-    """Of every host the first interface leads nowhere, and so does its own name; bootstrap finds the other."""
+    """Each host's first interface and own name do not reach the other hosts; bootstrap finds the second interface."""
     entry = "{} slots={}" if flavour.vendor == "Open MPI" else "{}:{}"
     hostfile = cluster.folder() / "hosts"
     hostfile.write_text("".join(f"{entry.format(host, UNEVEN.count(host))}\n" for host in ("node1", "node2")))
@@ -57,7 +57,7 @@ def test_gloo_takes_the_interface_that_is_shared(cluster: Cluster, open_mpi: Fla
 
 
 def test_ranks_meet_by_ipv6(cluster: Cluster, flavour: Flavour) -> None:
-    """The store and the watchdog's connections; what MPI itself uses is its own affair."""
+    """The store and the watchdog's connections use IPv6; MPI chooses its own addresses."""
     address = cluster.layout.ipv6_address("node1")
     option = ["--host" if flavour.vendor == "Open MPI" else "-hosts", "node1,node2"]
     command = ["env", f"MASTER_ADDR={address}", *flavour.mpiexec, *flavour.keep("MASTER_ADDR"), *option, "-n", 2]

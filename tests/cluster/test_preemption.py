@@ -1,6 +1,6 @@
-"""A run of the trainer that Slurm stops and starts again ends as one that was left alone, bit by bit.
+"""A trainer that Slurm stops and requeues produces the same result as an uninterrupted one, bit by bit.
 
-The scripts are those of `mpicomm job`. All jobs run at the same time, since most of it is waiting.
+`mpicomm job` writes the job scripts. All jobs run at the same time, since they mostly wait.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.cluster.running import SECONDS, Cluster, Flavour
 
 NODES = 2
 LIMIT = 240.0
-# Slurm may warn half a minute early, and looks as often: 35 to 65 s after the start. The trainer asks for the time that
-# is left by itself, and leaves after the half of it.
+# Slurm checks the time limit every 30 s and may send the signal 30 s early: 35 to 65 s after the start. The trainer
+# also queries the remaining time, and exits after half of it.
 WARNED = ["--time", "2", "--signal", "USR1@55"]
 REASON = re.compile(r"SIGUSR1|\d+ s remaining in the allocation")
 LONG = ["--time", "30"]
@@ -27,10 +27,10 @@ Jobs = dict[str, Path]
 
 
 def submit(cluster: Cluster, python: Path, options: list[str], pause: float) -> Path:
-    """Submit the trainer, with so many seconds more for each of its batches, by a script that starts it again."""
+    """Submit the trainer with a script that requeues it; each batch takes `pause` seconds longer."""
     folder = cluster.folder()
     program = ["--", python, "-m", "tests.training.job", folder / "run", "--epochs", 4, "--pause", pause]
-    program += ["--show", "lines"]
+    program += ["--progress", "lines"]
     job = ["--nodes", NODES, "--ranks-per-node", 1, "--requeue", "--output", folder / "0.out", *options, *program]
     outcome = cluster.run(python, "-m", "mpicomm", "job", "slurm", "-o", folder / "learn.sh", *job)
     assert outcome.status == 0, outcome
@@ -42,7 +42,7 @@ def submit(cluster: Cluster, python: Path, options: list[str], pause: float) -> 
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, open_mpi: Flavour) -> Jobs:
-    """Jobs that have ended, each in its way."""
+    """Run all jobs until each has ended in its own way."""
     found = {
         "left alone": submit(cluster, open_mpi.python, LONG, 0.02),
         "warned by a person": submit(cluster, open_mpi.python, LONG, 0.05),
@@ -60,13 +60,13 @@ def jobs(cluster: Cluster, open_mpi: Flavour) -> Jobs:
 
 
 def about(cluster: Cluster, folder: Path) -> dict[str, str]:
-    """Return what Slurm says of a job."""
+    """Return the fields of `scontrol show job`."""
     said = cluster.run("scontrol", "show", "job", (folder / "job").read_text()).stdout
     return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
 
 def finals(folder: Path) -> list[dict[str, object]]:
-    """Return what every rank has at the end: a digest of parameters and optimizer, and the figures of all epochs."""
+    """Return the final state of every rank: a digest of parameters and optimizer, and the figures of all epochs."""
     return [json.loads((folder / "run" / f"final-{rank}.json").read_text()) for rank in range(NODES)]
 
 
@@ -90,7 +90,7 @@ def test_requeued_by_its_script(cluster: Cluster, jobs: Jobs, name: str) -> None
 
 
 def test_a_job_that_is_out_of_time(cluster: Cluster, jobs: Jobs) -> None:
-    """What Slurm ends is gone, as after every test, and the ranks name no cause beside Slurm's."""
+    """The ranks report no cause other than Slurm's. As after every test, a fixture checks that no process is left."""
     said = about(cluster, jobs["out of time"])
     output = "".join(path.read_text() for path in jobs["out of time"].glob("*.out"))
     assert said["JobState"] == "TIMEOUT", output

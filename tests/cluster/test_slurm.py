@@ -1,4 +1,4 @@
-"""Every way in which Slurm starts ranks, on real nodes."""
+"""Every method by which Slurm starts ranks, on several nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLACE = ("-m", "tests.cluster.place")
 
 
 def check_places(found: list[dict[str, Any]], hosts: list[str]) -> None:
-    """Check that there is one rank for each of these hosts, in this order, and that each knows its place."""
+    """Check that one rank runs on each of these hosts, in this order, and reports the correct place."""
     order = list(dict.fromkeys(hosts))
     for rank, (place, host) in enumerate(zip(found, hosts, strict=True)):
         expected = {
@@ -60,7 +60,7 @@ def test_without_pmi_an_error_says_the_right_command(cluster: Cluster, flavour: 
 
 
 def test_in_an_allocation(cluster: Cluster, flavour: Flavour) -> None:
-    """Within one salloc: a step of all its tasks, and mpirun, which finds the nodes by itself."""
+    """In one allocation: a step with all of its tasks, then mpirun, which detects the nodes by itself."""
     steps = [
         ["srun", f"--mpi={flavour.srun_type}", flavour.python, *PLACE, "1-all"],
         [*flavour.mpiexec, "-n", 4, flavour.python, *PLACE, "2-mpirun"],
@@ -89,7 +89,7 @@ def test_heterogeneous_step(cluster: Cluster, flavour: Flavour) -> None:
 
 
 def test_two_steps_at_once(cluster: Cluster, open_mpi: Flavour) -> None:
-    """Each is smaller than its job."""
+    """Each step uses only a part of the job's allocation."""
     step = quoted("srun", "--exact", "-N1", "-n2", "--mpi=pmix", open_mpi.python, *PLACE)
     folder = cluster.submit("two.sh", "-N2", "--ntasks-per-node=2", lines=f"{step} a &\n{step} b &\nwait")
     text = cluster.finish(folder)
@@ -124,7 +124,7 @@ def test_torchrun_on_every_node(cluster: Cluster, open_mpi: Flavour) -> None:
     outcome = cluster.run("srun", *options, *torchrun, *PLACE)
     assert outcome.status == 0, outcome
     found = places(outcome)
-    first, second = (found[rank]["hostname"] for rank in (0, 2))  # who comes first is the first
+    first, second = (found[rank]["hostname"] for rank in (0, 2))  # the rendezvous determines which node is first
     assert {first, second} == {"node1", "node2"}
     check_places(found, [first, first, second, second])
     assert {(place["launcher"], place["backend"], place["has_mpi"]) for place in found} == {("torchrun", "gloo", False)}

@@ -1,6 +1,6 @@
-"""More ranks than anybody has on a desk: they start, and talk. It is last because it takes the whole machine.
+"""More ranks than a desktop machine usually runs: they start and communicate.
 
-`make many-ranks` starts 48 of them.
+This module is the last one, because it occupies the whole machine. `make many-ranks` starts 48 ranks.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def test_p2p(cluster: Cluster, open_mpi: Flavour) -> None:
     outcome = cluster.run("srun", *options, open_mpi.python, "-m", "mpicomm.examples.p2p", timeout=300)
     assert outcome.status == 0, outcome
     before = {rank: (rank - 1) % RANKS for rank in range(RANKS)}
-    ring = [f"rank {rank}: had {rank}, has {other} from rank {other}" for rank, other in before.items()]
+    ring = [f"rank {rank}: had {rank}, received {other} from rank {other}" for rank, other in before.items()]
     assert sorted(outcome.stdout.splitlines()[-RANKS:]) == sorted(ring)

@@ -1,4 +1,4 @@
-"""Tests of the operations: all of them run on every rank of a world."""
+"""Fixtures of the tests of collective operations, which all run on every rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.worlds import Group
 
 @pytest.fixture(scope="session", autouse=True)
 def everywhere(world: mpicomm.World, comms: dict[str, Any]) -> None:
-    """Give every test a world, also one that does not name it, and the groups that are made at their first use."""
+    """Create the world, and the groups that are created at their first use, also for tests that do not request them."""
 
 
 @pytest.fixture(scope="session")
 def comms(world: mpicomm.World) -> dict[str, Any]:
-    """Communicators of mpi4py's: the even and the odd ranks."""
+    """Return mpi4py communicators: the even and the odd ranks."""
     made = {"comm": world.comm.Split(world.rank % 2, world.rank)}
     for group in ("node", *["leaders"] * (world.local_rank == 0), made["comm"]):
         resolve(group, "test")
@@ -29,7 +29,7 @@ def comms(world: mpicomm.World) -> dict[str, Any]:
 
 @pytest.fixture(params=AMONG)
 def among(request: pytest.FixtureRequest, groups: dict[str, Group]) -> tuple[Any, int, int]:
-    """What `group=` may be, with this rank and the size: nothing, for all ranks, or a group of torch's."""
+    """Return a value of `group=` (None for all ranks, or a torch group), this rank in the group, and its size."""
     group = None if request.param == "all" else groups[request.param].handle
     members = resolve(group, "test")
     return group, members.rank, members.size

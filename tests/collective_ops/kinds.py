@@ -1,4 +1,4 @@
-"""Data of every kind that operations take, of which each rank has its own, and how to compare them."""
+"""Data of every kind that the operations accept, with different values on each rank, and their comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 AMONG = ["all", "parity", "staged"]
-"""The groups of the tests: all ranks, the even or the odd ones, all as if their tensors were on GPUs."""
+"""The groups of the tests: all ranks; the even or the odd ranks; all ranks, with tensors staged like GPU tensors."""
 
 
 class Pair(NamedTuple):
@@ -28,7 +28,7 @@ class Batch:
 
 @dataclasses.dataclass
 class Shifted:
-    """The constructor changes one field and sets another."""
+    """A dataclass whose constructor changes one field and sets another."""
 
     value: Any
     given: Any = dataclasses.field(init=False)
@@ -69,7 +69,7 @@ KINDS: dict[str, Callable[[float], Any]] = {
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Tell whether two things are equal, of one type, all the way down."""
+    """Return whether two values and all values in them are equal and of the same type."""
     if type(got) is not type(expected):
         return False
     if isinstance(got, torch.Tensor):
@@ -91,14 +91,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make(kind: str, value: float) -> Any:
-    """Return data of a kind that hold a value."""
+    """Return data of a kind, filled with a value."""
     return KINDS[kind](float(value))
 
 
 def averaged(kind: str, value: float) -> Any:
-    """Return data of a kind that hold a mean: tensors and arrays of integers cut it, Python's numbers do not.
+    """Return data of a kind, filled with a mean.
 
-    They cut it toward zero.
+    Tensors and arrays of integers truncate the mean toward zero, Python numbers do not.
     """
     if kind == "int":
         return value

@@ -1,6 +1,6 @@
-"""Every argument of every public function: what is of a wrong type or out of range is an error before anything is sent.
+"""Every argument of every public function: a wrong type or a value out of range raises before any communication.
 
-One rank makes the calls. The error names the argument or the operation, says what it got, and has a remedy.
+One rank makes the calls. The error names the argument or the operation, the value that it got, and a remedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 
 class Unknown:
-    """A value of a kind that nothing takes."""
+    """A value of a type that no argument accepts."""
 
 
 GROUPS = [7, "nodes", "", True, [0, 1], Unknown()]
@@ -36,7 +36,7 @@ DATA = ["text", {1, 2}, Unknown(), torch.eye(2).to_sparse()]
 POSITIVE = ["1", 1.5, True, 0, -1, Unknown()]
 WORDS = ["word", "", 3, True, ["ddp"], Unknown()]
 PATHS = [3, 1.5, True, b"runs", ["runs"], Unknown()]
-ANY: list[Any] = []  # any value is right, or none is known to be wrong before ranks talk
+ANY: list[Any] = []  # every value is valid, or no value can be rejected without communication
 
 COMMON = {"group": GROUPS, "async_op": FLAGS}
 MESSAGE = {**COMMON, "tag": TAGS}
@@ -138,7 +138,7 @@ def cases(table: dict[str, tuple[dict[str, Any], Wrong]]) -> list[Any]:
 
 
 def is_refused(call: Callable[..., object], given: dict[str, Any], argument: str, values: Sequence[Any]) -> None:
-    """Make one call for each value, on the last rank alone."""
+    """Make one call for each value, on the last rank only, and check the error."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
     for value in values:
@@ -183,7 +183,7 @@ def parts() -> dict[str, Any]:
 
 
 def test_the_group_is_usable_afterwards(world: mpicomm.World) -> None:
-    """The last rank has made all calls of this file, and the others none."""
+    """Only the last rank has made the calls of this file."""
     assert mpicomm.all_reduce(1) == world.size
 
 

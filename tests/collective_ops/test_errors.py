@@ -1,4 +1,4 @@
-"""What does not fit together is an error on every rank, with names; what is wrong here, before anything is sent."""
+"""A mismatch between ranks raises on every rank and names the difference; a local error raises before communication."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_memory_that_what_comes_does_not_fit_into(world: mpicomm.World) -> None:
     elif world.rank == 1:
         with pytest.raises(ValueError, match=r"out= has float32\[4\], but the message has float32\[3\]"):
             mpicomm.recv(0, out=torch.empty(4))
-        # The content is still on its way; receive it, as the error leaves it there.
+        # recv raises after it has received the whole message, so no message remains pending.
     dist.barrier()
 
 
@@ -198,7 +198,7 @@ def test_what_torch_has_sent_is_no_message_of_a_verb(world: mpicomm.World) -> No
 
 
 def test_a_broadcast_of_nothing(world: mpicomm.World) -> None:
-    """Only src can know, and tells the others."""
+    """Only src can detect these errors, and it reports them to the other ranks."""
     for is_async in (False, True):
         with pytest.raises((ValueError, MpicommError), match="data must not be None on src"):
             mpicomm.broadcast(None, async_op=is_async).wait()

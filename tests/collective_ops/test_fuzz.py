@@ -1,4 +1,4 @@
-"""Drawn data and arguments, the same on all ranks: a right result or a clear error, never a hang."""
+"""Randomly drawn data and arguments, equal on all ranks: a correct result or a clear error, never a hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ODD = st.one_of(
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
-    """Return what rank 0 draws (collective): two ranks with one seed do not draw alike."""
+    """Return examples drawn on rank 0 (collective): two ranks with the same seed draw different examples."""
     found: list[Any] = []
 
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -33,7 +33,7 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     if dist.get_rank() == 0:
         collect()
     packed = io.BytesIO()
-    torch.save(found, packed)  # which knows all dtypes, other than pickle
+    torch.save(found, packed)  # unlike pickle, it supports all dtypes
     told = [packed.getvalue()]
     dist.broadcast_object_list(told, 0)
     return torch.load(io.BytesIO(told[0]), weights_only=False)
@@ -55,7 +55,7 @@ def test_any_container_comes_as_it_was(world: mpicomm.World) -> None:
 
 
 def test_any_arguments_are_right_or_refused_by_all(world: mpicomm.World) -> None:
-    groups = st.one_of(st.none(), st.none(), st.none(), st.just("node"), ODD)  # most of ODD are refused at once
+    groups = st.one_of(st.none(), st.none(), st.none(), st.just("node"), ODD)  # most values of ODD are rejected
     calls = st.tuples(st.sampled_from(VERBS), st.one_of(CONTAINERS, ODD), ODD, groups, st.booleans())
     for operation, data, second, group, is_async in drawn(calls, 100):
         try:

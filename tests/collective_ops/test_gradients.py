@@ -1,4 +1,4 @@
-"""Gradients of operations: `gradcheck` across ranks, on a function of what all ranks bring."""
+"""Gradients of operations: `gradcheck` across ranks, on a function of the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Verb = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Everybodys(torch.autograd.Function):
-    """An operation as one process sees it: from the inputs of all ranks, by row, to the outputs of all."""
+    """An operation as a function of one process: from the inputs of all ranks, one per row, to the outputs of all."""
 
     @staticmethod
     def forward(ctx: Any, operation: Verb, inputs: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def in_the_background(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def around(tensor: torch.Tensor) -> torch.Tensor:
-    """Each rank sends to the next and receives from the one before, by separate calls."""
+    """Send to the next rank and receive from the previous one, by separate calls."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return tensor
@@ -111,7 +111,7 @@ def test_gradcheck(world: mpicomm.World, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_gradients_of_a_message_flow_back(world: mpicomm.World) -> None:
-    """The loss is on the last rank; each rank multiplies, and sends on."""
+    """Each rank multiplies the value and sends it to the next; the last rank computes the loss."""
     weight = torch.full((3,), float(world.rank + 2), dtype=torch.float64, requires_grad=True)
     value = torch.ones(3, dtype=torch.float64)
     if world.rank:
@@ -135,7 +135,7 @@ def test_what_is_not_differentiable_has_no_gradient(world: mpicomm.World) -> Non
             mpicomm.all_to_all([tensor] * world.size, async_op=True),
             mpicomm.broadcast([tensor] if world.rank == 0 else None, async_op=True),
         ]
-    for each in mpicomm.wait_all(handles):  # whose last steps run on a thread of ours
+    for each in mpicomm.wait_all(handles):  # their last steps run on a thread of mpicomm
         assert not each[0].requires_grad
     got = mpicomm.gather(tensor, 0)
     assert got is None or not got[0].requires_grad
@@ -153,7 +153,7 @@ def test_a_message_that_is_sent_without_gradients_has_none(world: mpicomm.World)
 
 @pytest.mark.mpi(min_size=2)
 def test_a_broadcast_to_ranks_that_want_no_gradient(world: mpicomm.World) -> None:
-    """They call it before rank 0, so that its last step runs later, on another thread."""
+    """These ranks call it before rank 0, so that its last step runs later, on another thread."""
     tensor = torch.ones(3, requires_grad=True)
     if world.rank == 0:
         for rank in range(1, world.size):
@@ -167,7 +167,7 @@ def test_a_broadcast_to_ranks_that_want_no_gradient(world: mpicomm.World) -> Non
 
 
 def test_the_gradient_of_a_broadcast_in_a_group(groups: dict[str, Group]) -> None:
-    """Roots are counted within the group, forward and backward."""
+    """`src` is a rank within the group, forward and backward."""
     group = groups["parity"]
     src = group.size - 1
     mine = torch.full((2,), 3.0, requires_grad=True)
@@ -196,7 +196,7 @@ def test_gradients_of_gradients(world: mpicomm.World) -> None:
 
 
 def test_the_backward_pass_goes_by_the_order_of_the_calls(world: mpicomm.World) -> None:
-    """Steps run on other threads, where autograd counts on its own; equal shapes could be taken for each other."""
+    """Steps run on other threads, where autograd has separate counters; gradients of equal shapes could be confused."""
     for number in range(40):
         x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
         if (number + world.rank) % 2:
@@ -254,4 +254,4 @@ def test_results_may_be_written_into(world: mpicomm.World) -> None:
     told += 1
     assert given.tolist() == [1, 1, 1]
     (total.sum() + sum(each.sum() for each in parts) + plain["a"].sum()).backward()
-    assert weight.grad.tolist() == [2.0 * world.size + world.size] * 2  # of the sum, the parts and the product
+    assert weight.grad.tolist() == [2.0 * world.size + world.size] * 2  # from the sum, the parts and the product

@@ -1,4 +1,4 @@
-"""Operations in the background."""
+"""Asynchronous operations and their handles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.collective_ops.kinds import same
 
 
 def test_starting_does_not_wait_for_anybody(world: mpicomm.World) -> None:
-    """Rank 0 starts, and receives before it waits; the others send before they start."""
+    """Rank 0 starts the operation, and receives before it waits; the other ranks send before they start it."""
     if world.rank == 0:
         handle = mpicomm.all_reduce({"a": torch.ones(3), "b": 1}, async_op=True)
         for rank in range(1, world.size):
@@ -33,7 +33,7 @@ def test_starting_does_not_wait_for_anybody(world: mpicomm.World) -> None:
 
 
 def test_many_at_once_in_one_order(world: mpicomm.World) -> None:
-    """Operations of several steps, among operations of torch's: their places must be the same on all ranks."""
+    """Operations with several steps between torch operations must run in the same order on all ranks."""
     handles, tensors, works = [], [], []
     for number in range(40):
         if (number + world.rank) % 3 == 0:
@@ -59,7 +59,7 @@ def test_many_at_once_in_one_order(world: mpicomm.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_messages_in_flight_keep_apart(world: mpicomm.World) -> None:
-    """Many at once, of all lengths, between the same ranks under one tag."""
+    """Many concurrent messages of all lengths, between the same ranks with the same tag."""
     other = world.rank ^ 1
     if other < world.size:
         coming = [mpicomm.irecv(other) for _ in range(20)]
@@ -72,7 +72,7 @@ def test_messages_in_flight_keep_apart(world: mpicomm.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_large_message_comes_while_nobody_waits(world: mpicomm.World) -> None:
-    """The receiver does something else; the sender waits for it to be through."""
+    """The receiver is in a barrier, while the sender waits until the message is sent."""
     if world.rank == 0:
         handle = mpicomm.irecv(1)
         dist.barrier()
@@ -148,7 +148,7 @@ def test_wait_all_has_one_timeout(world: mpicomm.World) -> None:
 
 
 def test_each_handle_gets_what_the_others_leave_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves on by 2 s with each wait, which looks at it often."""
+    """The simulated clock advances by 2 s during each wait, which reads it several times."""
     now, timeouts = [100.0], []
 
     def wait(_: object, deadline: Deadline) -> int:
@@ -168,7 +168,7 @@ def test_each_handle_gets_what_the_others_leave_of_the_timeout(monkeypatch: pyte
 
 def test_a_handle_that_is_dropped_warns(world: mpicomm.World) -> None:
     handle = [mpicomm.all_reduce(1, async_op=True)]
-    dist.barrier()  # behind it: it has ended
+    dist.barrier()  # queued after the all_reduce, which has therefore completed
     time.sleep(0.05)
     with pytest.warns(RuntimeWarning, match=r"handle of all_reduce from test_handles.py:\d+ .* was dropped"):
         handle.clear()
@@ -187,7 +187,7 @@ def test_a_barrier_in_the_background(world: mpicomm.World) -> None:
 
 
 def test_a_wrong_timeout_is_refused(world: mpicomm.World) -> None:
-    """Where it would be silently the default, or a TypeError of Python's."""
+    """Without the check, it would silently mean the default, or cause a TypeError of Python."""
     handle = mpicomm.all_reduce(1, async_op=True)
     for timeout, error in ((-1, ValueError), ("5", TypeError)):
         with pytest.raises(error, match=r"^timeout must be "):
@@ -225,7 +225,7 @@ def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
         coming = mpicomm.irecv(before, group=gloo)
         assert next(mpicomm.as_completed([coming])).wait(20)["n"] == before
         sending.wait(20)
-    of_each = [torch.arange(float(each)) for each in range(world.size)]  # of lengths that differ
+    of_each = [torch.arange(float(each)) for each in range(world.size)]  # of different lengths
     got = mpicomm.gather(of_each[world.rank], group=gloo, async_op=True).wait(20)
     assert same(got, of_each if world.rank == 0 else None)
     assert same(mpicomm.all_gather(of_each[world.rank], group=gloo), of_each)

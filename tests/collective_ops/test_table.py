@@ -20,11 +20,11 @@ from tests.collective_ops.kinds import AMONG, KINDS, averaged, make, nested, sam
 pytestmark = pytest.mark.each_torch("collective_ops")
 
 Among = tuple[Any, int, int]
-# Data of every kind among all ranks, and of some kinds in every group.
+# All kinds of data in the group of all ranks, some kinds in every group.
 SOME = ("strided", "array", "nested", "many")
 PAIRS = [("all", kind) for kind in KINDS] + [(each, kind) for each in AMONG[1:] for kind in SOME]
 EVERY = pytest.mark.parametrize(("among", "kind"), PAIRS, indirect=["among"])
-# Sums and averages treat each kind in its own way; the other operations are those of its dtype.
+# sum and mean treat each kind differently; the other reductions depend only on the dtype.
 REDUCTIONS = [(pair, op) for pair in PAIRS for op in ("sum", "mean")] + [
     (("all", kind), op) for kind in ("tensor", "int", "nested") for op in ("max", "min", "product")
 ]
@@ -214,7 +214,7 @@ def test_a_megabyte_in_one_leaf_among_small_ones(among: Among, is_async: bool) -
     assert same(got, [of(each) for each in range(size)])
 
 
-# -- what results are made of, and what travels ------------------------------------------------------------------------
+# -- memory of the results, and messages -------------------------------------------------------------------------------
 
 
 def test_results_are_the_callers_to_write_into(among: Among, is_async: bool) -> None:
@@ -250,7 +250,7 @@ def test_descriptions_that_just_fit_into_the_head(world: mpicomm.World, room: in
 
 @pytest.mark.mpi(min_size=2)
 def test_scatter_and_messages_keep_apart(world: mpicomm.World) -> None:
-    """Rank 1 waits for a message when an item comes, of the smallest tag and of the largest."""
+    """Rank 1 waits for a message while a scatter item arrives, with the smallest and with the largest tag."""
     items = [10 + rank for rank in range(world.size)] if world.rank == 0 else None
     for tag in (0, messages.largest_tag() - 1):
         coming = mpicomm.irecv(0, tag=tag) if world.rank == 1 else None
@@ -260,7 +260,7 @@ def test_scatter_and_messages_keep_apart(world: mpicomm.World) -> None:
         assert coming is None or coming.wait() == 7
 
 
-# -- what `group=` may be ----------------------------------------------------------------------------------------------
+# -- values of `group=` ------------------------------------------------------------------------------------------------
 
 
 def test_the_ranks_of_this_node(world: mpicomm.World) -> None:

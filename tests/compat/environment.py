@@ -29,17 +29,14 @@ class Environment:
 
     @property
     def path(self) -> Path:
-        """The directory of the environment."""
         return _DIRECTORY / self.request.name
 
     @property
     def python(self) -> str:
-        """The Python interpreter of the environment."""
         return str(self.path / "bin" / "python")
 
     @property
     def mpiexec(self) -> str:
-        """The launcher of the environment's MPI."""
         return self._mpi.command("mpiexec", self.path)
 
     def environ(self) -> dict[str, str]:
@@ -66,7 +63,6 @@ class Environment:
         self._install_mpi4py()
 
     def remove(self) -> None:
-        """Remove the environment."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def facts(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from mpicomm.bench import machine
 
 
 def main() -> None:
-    """Print the JSON object."""
     versions = {**machine.versions(), "NumPy": importlib.metadata.version("numpy")}
     if "manylinux" not in (importlib.metadata.distribution("mpi4py").read_text("WHEEL") or ""):
         versions["mpi4py"] += " (source)"

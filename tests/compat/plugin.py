@@ -1,7 +1,7 @@
 """A pytest plugin that runs the tests marked `each_torch`, and writes their verdicts into a journal.
 
 Rank 0 writes each test's start and verdict under the name of its part. Tests that are already in the journal are
-skipped, so that a job that a test has ended can be started again.
+skipped, so a job can be restarted after a test has ended it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class _Recorder:
             self._journal.end(UNREADABLE, report.nodeid, _verdict(report))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Record the start of a test."""
         self._worst = Verdict(PASS)
         if self._is_first():
             self._journal.start(self._parts[nodeid], nodeid)
@@ -65,7 +64,6 @@ class _Recorder:
             self._worst = self._worst if self._worst.outcome == FAIL else _verdict(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Record the verdict on a test."""
         if self._is_first():
             self._journal.end(self._parts[nodeid], nodeid, self._worst)
 

@@ -36,7 +36,6 @@ def write(facts: Mapping[str, Any], parts: Mapping[str, Part], command: str) -> 
 
 
 def read_all() -> list[dict[str, Any]]:
-    """Read all files."""
     return [json.loads(path.read_text()) for path in _DIRECTORY.glob("*.json")]
 
 

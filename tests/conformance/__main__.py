@@ -15,7 +15,6 @@ from tests.conformance.results import Results, Run, measure
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
     args = _parse()
     if args.page:
         page.write()

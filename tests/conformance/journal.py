@@ -18,11 +18,9 @@ class Journal:
     path: Path
 
     def start(self, label: str, name: str) -> None:
-        """Record the start of a test."""
         self._write({"label": label, "start": name})
 
     def end(self, label: str, name: str, verdict: Verdict) -> None:
-        """Record the verdict on a test."""
         self._write({"label": label, "end": name, "verdict": str(verdict)})
 
     def finish(self) -> None:

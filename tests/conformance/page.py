@@ -34,12 +34,10 @@ is exempt from that restriction.
 
 
 def write() -> None:
-    """Write the page."""
     PATH.write_text(text(results.read_all()))
 
 
 def text(measured: Sequence[Results]) -> str:
-    """Return the page."""
     parts = [_INTRODUCTION, *map(_described, measured), _summary(measured), _shortfalls(measured), _tests(measured)]
     return "\n".join(parts)
 
@@ -151,7 +149,7 @@ def _cell(measured: Sequence[Results], size: int, of: Callable[[Run], Verdict | 
 
 
 def _reasons(measured: Sequence[Results], name: str, sizes: Sequence[int]) -> str:
-    """Return why mpicomm skips a test; if not with all numbers of ranks, with the numbers for which it does."""
+    """Return mpicomm's reasons to skip a test, with the numbers of ranks if a reason does not apply to all of them."""
     where: dict[str, set[int]] = {}
     for (_, size), verdict in _of_test(measured, name).items():
         if verdict.outcome == SKIP:

@@ -64,7 +64,7 @@ class Ranks:
             return verdict if end.outcome == verdicts.PASS or verdict.outcome == verdicts.FAIL else end
 
     def _agree(self, label: str, name: str, mine: Verdict) -> Verdict:
-        """Return the combined verdict, after all ranks have theirs."""
+        """Return the combined verdict, after all ranks have finished the test."""
         arrival = self._comm.Ibarrier()
         has_failed = mine.outcome == verdicts.FAIL
         if not mpi.poll(arrival.Test, _PATIENCE if has_failed else self._limit):
@@ -118,7 +118,6 @@ def _close_groups() -> Verdict:
 
 
 def main() -> None:
-    """Run the tests of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("labels", nargs="+")
     parser.add_argument("--journal", type=Path, required=True)

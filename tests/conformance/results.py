@@ -38,7 +38,6 @@ class Run:
     """The duration with mpicomm."""
 
     def names(self) -> list[str]:
-        """Return the names of all tests."""
         return sorted(set[str]().union(*self.ours.values()))
 
     def verdict(self, name: str) -> Verdict:
@@ -46,7 +45,6 @@ class Run:
         return verdicts.of_labels({label: found[name] for label, found in self.ours.items() if name in found})
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Return the verdicts on all tests."""
         return {name: self.verdict(name) for name in self.names()}
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -55,7 +53,6 @@ class Run:
         return {column: verdicts.count(found.values()) for column, found in columns.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as a JSON object."""
         columns = {**self.ours, GLOO: self.gloo}
         tests = {
             name: {
@@ -68,7 +65,7 @@ class Run:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Run:
-        """Return the run that `to_json` wrote."""
+        """Return the run from the object of `to_json`."""
 
         def column(name: str) -> dict[str, Verdict]:
             return {test: Verdict.parse(row[name]) for test, row in raw["tests"].items() if name in row}
@@ -115,7 +112,6 @@ class Results:
         return cls(library.vendor, about, runs)
 
     def write(self) -> None:
-        """Write the file."""
         DIRECTORY.mkdir(parents=True, exist_ok=True)
         raw = {"mpi": self.mpi, **self.about, "runs": {str(size): run.to_json() for size, run in self.runs.items()}}
         _path(self.mpi).write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")

@@ -33,7 +33,7 @@ def route() -> None:
 
 
 def declare_features() -> None:
-    """Enter mpicomm's features into the table of PyTorch's tests, as it requires of third-party backends."""
+    """Add mpicomm's features to the table in PyTorch's tests, which requires this of third-party backends."""
     for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
         DistTestCases.backend_feature[feature].add(OURS)
 
@@ -62,12 +62,12 @@ def _routed(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rename(group: Any, label: str, store: Any) -> None:
-    """Enter a group into torch's tables under the requested name."""
+    """Register a group in torch's tables under the requested name."""
     backend = dist.Backend(label)
     distributed_c10d._world.pg_map[group] = (backend, store)
     distributed_c10d._world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(backend))
     if label == "gloo":
-        # DDP's logger queries Gloo's threads of a group of this name. On the meta device Gloo gets no other operations.
+        # DDP's logger queries Gloo's threads of a group of this name. On the meta device, Gloo gets no other calls.
         dist.ProcessGroup._register_backend(group, torch.device("meta"), dist.ProcessGroup.BackendType.GLOO, _alone())
 
 

@@ -33,7 +33,7 @@ class Suite:
     """PyTorch's tests for a backend of one name."""
 
     def __init__(self, label: str, rank: int, size: int) -> None:
-        """Import the test module; at import it decides by these variables which tests it skips."""
+        """Import the test module; these variables determine which tests it skips at import."""
         os.environ.update(BACKEND=label, WORLD_SIZE=str(size), INIT_METHOD="file:///set/for/each/test")
         sys.modules.pop(_MODULE, None)
         self.label = label

@@ -1,8 +1,8 @@
-"""The executable parts of a document, and the meaning of its blocks.
+"""The executable parts of a document, and the rules for its blocks.
 
 - A `python` block whose first line is `# name.py` is a file, and so is a `bash` block whose first line after `#!` is
   `# name`: the document's commands find these files in their working directory.
-- The first other `python` block of a document is its start: every section begins with it.
+- The first other `python` block of a document is its start: the program of every section begins with it.
 - The other `python` blocks of a `##` section form one program, in their order. All ranks run it: two, or the number in
   the comment `<!-- ranks: N -->` below the section's heading. `<!-- debug mode -->` there: with `MPICOMM_DEBUG=1`.
 - A `text` block directly after `python` blocks is the output of all ranks together, with the lines in any order.
@@ -27,7 +27,7 @@ SHARP_BITS = ROOT / "docs" / "sharp-bits.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 DOCUMENTS = (GUIDE, SHARP_BITS)
 
-RANKS = 2  # of a section without the comment
+RANKS = 2  # the default for a section without the comment
 _FENCE = re.compile(r"^```(\w*)$")
 _COMMENT = re.compile(r"^<!-- (.*) -->$")
 _DEBUG_MODE = "debug mode"
@@ -69,7 +69,6 @@ class Step:
 
     @property
     def raises(self) -> bool:
-        """Whether the code must raise."""
         return self.code.mark == "raises"
 
 
@@ -143,7 +142,6 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Read a document."""
     sections = [Section("")]
     language, first_line, mark, lines = None, 0, "", []
     for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -115,7 +115,6 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def write() -> None:
-    """Write the tables into the documents."""
     for document in DOCUMENTS:
         document.write_text(written(document.read_text()))
 

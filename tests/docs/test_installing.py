@@ -1,4 +1,4 @@
-"""docs/installing.md: its commands, in an environment that sees the packages of this environment as a site's."""
+"""The commands of docs/installing.md, in an environment that has the packages of this one as site packages."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_commands_work_and_keep_the_sites_torch(checkout: Path) -> None:
     lines = [each.line for each in COMMANDS if each.line not in elsewhere()]
     assert lines.count(MAKES_ENVIRONMENT) == 1
-    # --system-site-packages adds the interpreter's packages; this adds those of this environment as the site's.
+    # --system-site-packages adds the interpreter's packages; this adds the packages of this environment to them.
     (checkout / "site.pth").write_text(sysconfig.get_path("purelib") + "\n")
     lines.insert(lines.index(MAKES_ENVIRONMENT) + 1, "cp site.pth venv/lib/python3*/site-packages")
     shown = "cd venv; python -c 'import torch, mpicomm; print(torch.__file__, mpicomm.__file__)'"
     script = "\n".join(["set -e", *lines, shown])
-    libraries = Path(mpi.library().path).parent  # as an environment module sets it
+    libraries = Path(mpi.library().path).parent  # like an environment module does
     environ = ["PYTHONPATH=", f"PATH={Path(sys.executable).parent}:/usr/bin:/bin", f"LD_LIBRARY_PATH={libraries}"]
     outcome = run_command(["env", *environ, "bash", "-c", script], timeout=300)
     assert outcome.status == 0, str(outcome)

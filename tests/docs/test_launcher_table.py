@@ -1,4 +1,4 @@
-"""The table of launchers' variables in docs/reference.md matches the package's tables, and what launchers set."""
+"""The table of launchers' variables in docs/reference.md matches the package's tables and the launchers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.docs.documents import REFERENCE
 from tests.launching import Outcome, run_command, run_ranks
 
 SIZE = 2
-# Prints the environment, one line per rank.
+# This program prints the environment, one line per rank.
 PROGRAM = "import json, os, sys; sys.stdout.write(json.dumps(dict(os.environ)) + chr(10))"
 
 

@@ -1,4 +1,4 @@
-"""Every example is run as its docstring says, and prints what its docstring says."""
+"""Every example runs with the commands in its docstring, and prints the output shown there."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
 FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
-# A thread of Gloo's that wants the GIL while Python ends aborts the process: one run in twelve on a loaded machine.
-# bootstrap() waits for that thread at the end; a script without mpicomm has to try again.
+# A Gloo thread that requests the GIL while Python exits aborts the process: one run in twelve on a loaded machine.
+# bootstrap() waits for that thread at exit; a script without mpicomm must be run again.
 ABORTED, TRIES = "terminate called without an active exception", 6
 
 
@@ -52,15 +52,15 @@ def run(command: str) -> Outcome:
 
 
 def form(output: str) -> list[str]:
-    """Return what must be equal in every run: the lines in any order, without measured numbers and the machine."""
+    """Return the reproducible part of an output: the lines in any order, without measured numbers and the machine."""
     output = re.sub(r"(rank \d+ of \d+ on) .*", r"\1 ...", output)
-    output = re.sub(r" *\d+\.\d+", " #.#", output)  # with the spaces that align columns
+    output = re.sub(r" *\d+\.\d+", " #.#", output)  # including the spaces that align columns
     return sorted(line.strip() for line in output.splitlines())
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs leave their checkpoints somewhere else."""
+    """Run in a temporary directory, in which runs leave their checkpoints."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -78,9 +78,9 @@ def accuracy(outcome: Outcome) -> float:
 def test_does_what_its_docstring_says(file, command, output):
     outcome = run(command)
     assert outcome.status == (1 if command in FAILING or command.startswith("diff") else 0), outcome
-    if command in FAILING:  # the launcher writes on standard error, too
+    if command in FAILING:  # the launcher also writes to standard error
         assert set(form(output)) <= set(form(outcome.stderr.replace("PMI_RANK", "OMPI_COMM_WORLD_RANK"))), outcome
-    elif file in TRAINED:  # what is printed now and then, and the text that a model writes, are others each time
+    elif file in TRAINED:  # progress lines and the text that a model generates vary
         assert [line for line in form(outcome.stdout) if FIGURES.match(line)] == [
             line for line in form(output) if FIGURES.match(line)
         ], outcome

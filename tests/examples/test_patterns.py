@@ -1,4 +1,4 @@
-"""The examples of parallel programs: on other numbers of ranks, and what their docstrings claim beyond their output."""
+"""The examples of parallel programs: other numbers of ranks, and claims of their docstrings beyond the output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mpicomm.examples import head_worker, model_parallel, overlap, spawn
 from tests.launching import Outcome, run_alone, run_ranks
 
-# In one job, one after the other, because starting one takes longer than these do.
+# One job runs all of them in sequence, because starting a job takes longer than these examples.
 MODULES = (
     "p2p",
     "collectives",
@@ -28,7 +28,7 @@ MODULES = (
 )
 MAINS = "\n".join(f"from mpicomm.examples import {name}\n{name}.main()" for name in MODULES)
 
-# Claims that one job of three ranks checks, one after the other; a traceback names the function that fails.
+# One job of three ranks checks these claims in sequence; a traceback names the function that fails.
 CLAIMS = """
 import math, sys, torch, mpicomm
 import torch.distributed as dist
@@ -106,7 +106,7 @@ def claims() -> Outcome:
 
 
 def lines(outcome: Outcome, pattern: str) -> int:
-    """Return how many lines look like that."""
+    """Return the number of lines that match the pattern."""
     return len(re.findall(f"^{pattern}$", outcome.stdout, re.MULTILINE))
 
 
@@ -209,12 +209,12 @@ def test_too_many_ranks_for_the_layers_is_said_once(rank, monkeypatch, capsys):
     assert capsys.readouterr().out == ("" if rank else said)
 
 
-# -- what they claim -------------------------------------------------------------------------------------------------
+# -- claims of the docstrings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("claim", ["ring", "gathering", "tasks"])
 def test_a_claim_holds(claim, claims):
-    """The ring adds tensors of all sizes; fsdp gathers what it spread out; results come in the order of the tasks."""
+    """The ring reduces tensors of all sizes; fsdp gathers its shards; the results are in the order of the tasks."""
     assert lines(claims, rf"rank \d: {claim} holds") == 3, claims
 
 

@@ -32,7 +32,7 @@ OF_PIP = re.compile(r"PIP_.*|.*_proxy|.*_PROXY|SSL_.*|.*_CA_BUNDLE")
 
 @pytest.fixture(name="checkout")
 def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of this checkout with the README's files; the working directory."""
+    """Copy this checkout, add the README's files, and make the copy the working directory."""
     path = tmp_path / "checkout"
     shutil.copytree(ROOT, path, symlinks=True, ignore=shutil.ignore_patterns(*GENERATED))
     for name, text in README.files().items():
@@ -43,7 +43,7 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def typed(commands: list[str], home: Path) -> Outcome:
-    """Run commands in one shell until one fails, without the variables with which other tests run MPI anywhere."""
+    """Run commands in one shell until one fails, without the variables that let other tests run MPI on any machine."""
     script = "\n".join(["set -e", *[f"echo '$ {each}'\n{each}" for each in commands]])
     python = Path(getattr(sys, "_base_executable", sys.executable)).parent
     own = {name: value for name, value in os.environ.items() if OF_PIP.fullmatch(name)}
@@ -62,7 +62,7 @@ def pip_cache() -> str:
 
 def test_the_quick_start_works_as_typed(checkout: Path, tmp_path: Path) -> None:
     assert COMMANDS[-1] == FIRST
-    # PyTorch's index is out of CI's reach; the torch of CI's own index is the one without CUDA.
+    # CI cannot reach PyTorch's index; its own index has torch without CUDA.
     version = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
     examples_need = "python -c 'import sklearn'"
     outcome = typed([*ENVIRONMENT, f"pip install {version}", *COMMANDS, examples_need], tmp_path)

@@ -22,7 +22,7 @@ OF_DOCSTRINGS = {command for _, command, _ in sessions()}
 
 
 def by_mpirun(command: str) -> str:
-    """Return the command in the form of the docstrings; `mpicomm run` has tests of its own."""
+    """Return the command in the form used in docstrings; `mpicomm run` has separate tests."""
     command = re.sub(r"^mpicomm run -n (\d+) -m ", r"mpirun -n \1 python -m ", command)
     return re.sub(r"^mpicomm run -n (\d+) (\S+\.py)", r"mpirun -n \1 python \2", command)
 
@@ -50,5 +50,5 @@ def test_ci_runs_the_make_targets() -> None:
 
 
 def test_readme_is_short() -> None:
-    """A landing page: reference material belongs into docs/."""
+    """The README is a landing page; reference material belongs in docs/."""
     assert len(README.read_text().splitlines()) <= 120

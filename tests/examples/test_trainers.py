@@ -1,4 +1,4 @@
-"""The examples that train for longer: that they learn, go on where they were, and measure what they say."""
+"""The examples that train for longer: they learn, resume from their checkpoints, and measure the stated quantities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from mpicomm.examples import scaling
 from tests.launching import Outcome, run_alone, run_ranks
 
-RANKS = 2  # the docstrings' commands, in test_examples.py, train with four
+RANKS = 2  # the docstrings' commands, which test_examples.py runs, train with four
 
 SMALL = """
 from mpicomm.examples import scaling

@@ -1,7 +1,7 @@
 """Fault injection: `table` runs all fault cases and writes docs/faults.md, `random 50` runs random faults.
 
 `OTHER_MPI_ENV=path python -m tests.failures table` runs the cases with both MPI libraries, and with `--srun` as steps
-of a Slurm cluster with two nodes, such as `python -m tests.cluster up` starts, where TMPDIR must be a shared directory.
+of a Slurm cluster with two nodes (`python -m tests.cluster up` starts one), where TMPDIR must be a shared directory.
 `python -m tests.failures random 50 [--seed S] [--only K]` repeats all faults of that seed, or the K-th.
 """
 
@@ -32,7 +32,6 @@ _WHO = 2
 
 
 def main() -> int:
-    """Run the subcommand, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.failures", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     table = commands.add_parser("table", help="run all fault cases and write docs/faults.md")
@@ -207,7 +206,7 @@ def ring():
         receive((rank - 1) % size)
 """
 _MOST_OPERATIONS = 30
-_TAG = 99  # of a message that no rank sends
+_TAG = 99  # the tag of a message that no rank sends
 
 
 @dataclasses.dataclass(frozen=True)

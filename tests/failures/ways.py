@@ -45,7 +45,7 @@ BOUNDS = {
     DEADLINE: (TIMEOUT - 0.5, 30.0),
     GOOD: (0.0, 30.0),
 }
-_WITHOUT_RANK_0 = 4.0  # additional seconds if the others must detect that rank 0 does not answer
+_WITHOUT_RANK_0 = 4.0  # additional seconds if the others must detect that rank 0 does not respond
 _LIMIT = 180.0
 
 _ENV = {"MPICOMM_HANG_SECONDS": "3"}
@@ -442,7 +442,7 @@ def _named(lines: Sequence[str]) -> list[int]:
 
 
 def _odd_ones(lines: Sequence[str]) -> set[int]:
-    """Return the ranks that a table shows outside the most frequent place; all if all are in the same operation."""
+    """Return the ranks outside the most frequent place in a table; all ranks if they are in the same operation."""
     places: dict[int, str] = {}
     for line in lines:
         if not line.startswith(" "):

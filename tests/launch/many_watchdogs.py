@@ -1,7 +1,8 @@
-"""What the watchdogs of many ranks cost, and how soon they speak: real threads and sockets, without MPI and torch.
+"""Measures the cost and latency of the watchdogs of many ranks: real threads and sockets, without MPI and torch.
 
-`python -m tests.launch.many_watchdogs 200` starts 200 ranks on 20 made-up nodes of this machine, and prints figures.
-Then it starts rank 0 of 10,000 on 1,250 nodes: its children are sockets of one other process, which beat and answer.
+`python -m tests.launch.many_watchdogs 200` starts 200 ranks on 20 simulated nodes of this machine, and prints figures.
+Then it starts rank 0 of 10,000 ranks on 1,250 nodes. Its children are sockets of a single other process, which sends
+their heartbeats and answers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from mpicomm.watchdog.connection import Connection
 
 HOST = "127.0.0.1"
 CONNECT_SECONDS = 60.0
-SECONDS = 60.0  # in which everything must have happened
-ASK_SECONDS = 1.0  # in an operation, after which the last rank asks; the others never do
+SECONDS = 60.0  # time limit for each event
+ASK_SECONDS = 1.0  # in an operation, after which the last rank requests a report; the others never do
 NEVER = 1e9
-HEAVY = ("torch", "mpi4py", "numpy")  # what these processes are not to import
+HEAVY = ("torch", "mpi4py", "numpy")  # modules that these processes must not import
 PORT_TEXT = 6  # bytes
 TARGET_RANKS, TARGET_NODES = 10_000, 1_250
 
@@ -47,17 +48,17 @@ ChannelEvent = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all ranks know before they start, as they would by MPI."""
+    """The data that all ranks have before they start; in a real job, MPI distributes it."""
 
     size: int
     per_node: int
     folder: Path
     token: bytes
     log: int
-    """The descriptor of a file to which every rank appends what happens."""
+    """The descriptor of a file to which every rank appends its events."""
 
     ports: dict[int, tuple[int, int]]
-    """By hub, the pipe in which its port comes, once for each of its ranks."""
+    """By hub, the pipe that transfers its port, once for each of its children."""
 
     @property
     def nodes(self) -> list[int]:
@@ -69,7 +70,7 @@ class Job:
 
     @property
     def hubs(self) -> list[int]:
-        """The hub of every rank, as `mpicomm.watchdog.channel_setup.rank_info_of` has it."""
+        """The hub of every rank, as `mpicomm.watchdog.channel_setup.rank_info_of` chooses it."""
         first = [node * self.per_node for node in self.nodes]
         return [0 if first[rank] == rank else first[rank] for rank in range(self.size)]
 
@@ -78,17 +79,17 @@ class Job:
 
     def note(self, event: str, **about: Any) -> None:
         line = json.dumps({"event": event, "at": time.monotonic(), **about}) + "\n"
-        os.write(self.log, line.encode())  # in one piece: the file is open for appending
+        os.write(self.log, line.encode())  # a single write: the file is open for appending
 
 
 # -- a rank ----------------------------------------------------------------------------------------------------------
 
 
 class Noted(Watchdog):
-    """A watchdog that notes when it asks and what it says."""
+    """A watchdog that logs its requests and its messages."""
 
     def __init__(self, job: Job, rank: int, channel: Channel) -> None:
-        seconds = ASK_SECONDS if rank in (0, job.size - 1) else NEVER  # rank 0's is the pause between two reports
+        seconds = ASK_SECONDS if rank in (0, job.size - 1) else NEVER  # for rank 0, the pause between two reports
 
         def end(status: int) -> None:
             job.note("ended", rank=rank, status=status)
@@ -112,7 +113,7 @@ class Noted(Watchdog):
 
 
 def be_a_rank(job: Job, rank: int) -> NoReturn:
-    """Open the channel as `mpicomm.watchdog.channel_setup` does, start the watchdog, and do nothing else."""
+    """Open the channel as `mpicomm.watchdog.channel_setup` does, start the watchdog, then only handle signals."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     group = flight_recorder.Group("0", range(job.size), NEVER, is_world=True)
 
@@ -144,7 +145,7 @@ def be_a_rank(job: Job, rank: int) -> NoReturn:
 
 
 class Children:
-    """All children of rank 0 in one process: they beat once a second, and answer for the ranks behind them."""
+    """All children of rank 0 in one process: each sends a heartbeat per second, and answers for its subtree."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -163,7 +164,7 @@ class Children:
             (challenge,) = channels._next_messages(connection, deadline)
             proof = channels._proof(self.job.token, bytes.fromhex(challenge["nonce"]), rank)
             own = local_processes.this_process()
-            connection.send({"rank": rank, "pid": own.pid, "birth": own.birth, "proof": proof})
+            connection.send({"rank": rank, "pid": own.pid, "start_time": own.start_time, "proof": proof})
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
 
@@ -194,7 +195,7 @@ class Children:
         self.connections[1].send({"kind": "hang", "rank": 1, "number": 41, **self._ask()})
 
     def wait(self, number: int, frame: object) -> None:
-        """Tell that all ranks wait for the same."""
+        """Report that all ranks wait in the same operation."""
         needs = f"0-{self.job.size - 1}"
         for child, ranks in self.behind.items():
             for rank in ranks:
@@ -223,7 +224,7 @@ WHAT = {
 
 
 def be_the_children(job: Job) -> NoReturn:
-    """Be all children of rank 0, of which this process is to have the place 1."""
+    """Act as all children of rank 0; `Crowd` treats this process as rank 1."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     children = Children(job)
     open_files.allow(len(children.behind))
@@ -234,11 +235,11 @@ def be_the_children(job: Job) -> NoReturn:
     children.run()
 
 
-# -- all of them -----------------------------------------------------------------------------------------------------
+# -- all ranks -------------------------------------------------------------------------------------------------------
 
 
 class Crowd:
-    """The processes of a job, seen from outside."""
+    """The processes of a job, which this process starts, signals and measures."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -268,7 +269,7 @@ class Crowd:
         return [each for each in self._events if each["event"] == event]
 
     def wait(self, event: str, number: int = 1) -> ChannelEvent:
-        """Wait until something has happened so often, and return the last time."""
+        """Wait until an event has occurred `number` times, and return the last of these events."""
         deadline = time.monotonic() + SECONDS
         while len(found := self.events(event)) < number:
             if time.monotonic() > deadline:
@@ -277,7 +278,7 @@ class Crowd:
         return found[number - 1]
 
     def kill(self, number: int, *ranks: int) -> float:
-        """Send a signal, and return when."""
+        """Send a signal to ranks, and return the time just before."""
         now = time.monotonic()
         for rank in ranks:
             os.kill(self.pids[rank], number)
@@ -289,13 +290,13 @@ class Crowd:
 
     def end(self) -> None:
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)  # nobody has waited for it: it is there, if only as a zombie
+            os.kill(pid, signal.SIGKILL)  # not reaped yet: the process exists, if only as a zombie
         for pid in self.pids:
             os.waitpid(pid, 0)
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process; where the kernel counts nanoseconds, by these."""
+    """Return the CPU seconds of a process, from the kernel's nanosecond counters where available."""
     tasks = list(Path(f"/proc/{pid}/task").glob("*/schedstat"))
     if tasks:
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
@@ -305,10 +306,10 @@ def cpu_seconds(pid: int) -> float:
 
 @contextlib.contextmanager
 def crowd(size: int, per_node: int, *, is_real: bool = True) -> Iterator[Crowd]:
-    """Start so many ranks and wait until all are connected; at the end nobody is left.
+    """Start `size` ranks and wait until all are connected; at the end, kill all of them.
 
     Args:
-        is_real: Otherwise rank 0 alone is a process, and its children are one other.
+        is_real: Whether each rank is a process. If False, rank 0 is one process, and all its children are another.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         log = os.open(Path(folder, "log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -336,14 +337,14 @@ def crowd(size: int, per_node: int, *, is_real: bool = True) -> Iterator[Crowd]:
 
 @dataclasses.dataclass
 class Figures:
-    """What was seen."""
+    """The measured values; times are in seconds."""
 
     size: int
     per_node: int
     heavy: list[str] = dataclasses.field(default_factory=list)
     connected: float = 0.0
     idle_rank_0: float = 0.0
-    """CPU seconds per second, as the next ones."""
+    """CPU seconds per second, like the next three values."""
 
     idle_hub: float = 0.0
     idle_leaf: float = 0.0
@@ -362,11 +363,11 @@ class Figures:
     """The figures of rank 0 of a large job."""
 
     ends: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    """By scenario: who said what at the end, and who ended with which status."""
+    """By scenario: the last messages with their ranks, and the exit statuses with their ranks."""
 
 
 def measure(size: int, per_node: int, idle_seconds: float) -> Figures:
-    """Go through all that can be measured."""
+    """Run all measurements in which each rank is a process."""
     figures = Figures(size, per_node)
     with crowd(size, per_node) as ranks:
         figures.connected = ranks.wait("connected", size)["at"] - ranks.started
@@ -384,7 +385,7 @@ def measure(size: int, per_node: int, idle_seconds: float) -> Figures:
 
 def _measure_idle(ranks: Crowd, figures: Figures, seconds: float) -> None:
     size, per_node = figures.size, figures.per_node
-    time.sleep(1.5)  # until the start is over
+    time.sleep(1.5)  # until the start is complete
     shares = _shares(ranks, seconds)
     hubs = range(per_node, size, per_node)
     leaves = [rank for rank in range(size) if rank % per_node]
@@ -402,7 +403,7 @@ def _shares(ranks: Crowd, seconds: float) -> list[float]:
 
 
 def _measure_reports(ranks: Crowd, figures: Figures, seconds: float) -> None:
-    """Have all but rank 0 wait; report that, then the same with a rank that is stopped."""
+    """Let all ranks but rank 0 wait, and measure the report; then measure it again with one stopped rank."""
     size = figures.size
     before = ranks.cpu()[0]
     ranks.kill(signal.SIGUSR1, *range(1, size))
@@ -411,7 +412,7 @@ def _measure_reports(ranks: Crowd, figures: Figures, seconds: float) -> None:
     figures.report, figures.report_text = said["at"] - asked["at"], said["text"]
     figures.report_cpu = ranks.cpu()[0] - before
     if seconds > 1:
-        time.sleep(6)  # until all have told that they wait
+        time.sleep(6)  # until all ranks have reported their wait
         figures.waiting_rank_0 = _shares(ranks, seconds)[0]
     stopped = size - figures.per_node + 1
     ranks.kill(signal.SIGSTOP, stopped)
@@ -423,7 +424,7 @@ def _measure_reports(ranks: Crowd, figures: Figures, seconds: float) -> None:
 
 
 def _measure_end(ranks: Crowd, figures: Figures, name: str, victim: int) -> float:
-    """Kill a rank, and return how many seconds passed until somebody named it."""
+    """Kill a rank, and return the seconds until another rank reports it."""
     former = len(ranks.events("said"))
     killed = ranks.kill(signal.SIGKILL, victim)
     said = ranks.wait("said", former + 1)
@@ -435,7 +436,7 @@ def _measure_end(ranks: Crowd, figures: Figures, name: str, victim: int) -> floa
 
 
 def measure_rank_0(size: int, per_node: int, idle_seconds: float) -> dict[str, float]:
-    """Return the figures of rank 0 of a large job."""
+    """Measure rank 0 of a large job, whose other ranks are simulated."""
     with crowd(size, per_node, is_real=False) as ranks:
         large = {"connected": ranks.wait("connected", 2)["at"] - ranks.started}
         time.sleep(1.5)
@@ -455,7 +456,7 @@ def measure_rank_0(size: int, per_node: int, idle_seconds: float) -> dict[str, f
 
 
 def show(figures: Figures) -> str:
-    """Return the figures for people."""
+    """Return the figures as a table, followed by the watchdogs' messages."""
     size, per_node = figures.size, figures.per_node
     nodes = size // per_node
     children = nodes - 1 + per_node - 1

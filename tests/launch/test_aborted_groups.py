@@ -1,4 +1,4 @@
-"""A group that one rank aborts is of no use to any other, and the job goes on without it."""
+"""After one rank aborts a group, no rank can use the group, and the job continues without it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.launching import Outcome, run_ranks
 
-pytestmark = [pytest.mark.xdist_group("aborted-groups"), pytest.mark.each_mpi]  # its tests share the outcome of a job
+pytestmark = [pytest.mark.xdist_group("aborted-groups"), pytest.mark.each_mpi]  # the tests share the outcome of one job
 
 SIZE = 3
 SCRIPT = """
@@ -68,7 +68,8 @@ for case in sys.argv[1:]:
     dist.all_reduce(tensor)
     say(f"ends with {tensor[0].item():g}")
 """
-# In one job, a group for each. Those that leave a collective in MPI come last: a thread of rank 0 stays in it.
+# All run in one job, each with its own group. Cases that leave a collective operation in MPI are last: a thread of
+# rank 0 stays in it.
 IN_FLIGHT = ["message", "future_of_a_message", "collective", "queued_collectives"]
 
 

@@ -1,4 +1,4 @@
-"""A rank that never calls `bootstrap()`: a waiting rank says which one, and what to check, long before the deadline."""
+"""A rank never calls `bootstrap()`: long before the deadline, a waiting rank names it and states what to check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.launching import Outcome, run_command, run_ranks
 
-SECONDS = {"MPICOMM_HANG_SECONDS": "2"}  # in place of 30
+SECONDS = {"MPICOMM_HANG_SECONDS": "2"}  # instead of 30
 RANKS = """
 import os, pathlib, signal, sys, time
 variables = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
@@ -37,7 +37,7 @@ def bootstrap_together(ranks, timeout=None):
 
 
 def notices(outcome: Outcome) -> list[str]:
-    """Return every notice in one piece, from its first line to its last."""
+    """Return the complete text of every notice."""
     return re.findall(
         r"^\[mpicomm\] rank .* has waited 2 s .*\n(?:.*\n)*?(?:Check that|  mpirun) .*", outcome.stderr, re.MULTILINE
     )
@@ -71,7 +71,7 @@ bootstrap_together([1, 2])
 
 @pytest.mark.each_mpi
 def test_a_program_on_standard_input_reaches_rank_0_alone(tmp_path: Path) -> None:
-    """As in `cat train.py | mpirun -n 2 python -`, where Open MPI 5 may also keep rank 0 from seeing the end of it."""
+    """As in `cat train.py | mpirun -n 2 python -`, with which rank 0 may also miss the end of input (Open MPI 5)."""
     program, elsewhere = tmp_path / "train.py", tmp_path / "ends.py"
     program.write_text(f"{RANKS}\nhere = pathlib.Path({str(tmp_path)!r})\nbootstrap_together([0])\n")
     elsewhere.write_text(f"{RANKS}\nhere = pathlib.Path({str(tmp_path)!r})\nend_the_job_after_the_notice([0])\n")

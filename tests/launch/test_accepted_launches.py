@@ -1,4 +1,4 @@
-"""Starts that look odd and are right: the world is what MPI, or the user, says."""
+"""Unusual but valid launches: the world is the one that MPI or the user specifies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOW = "import mpicomm; w = mpicomm.bootstrap(); import sys; sys.stdout.write(f'
 
 LIMIT = 120  # seconds
 
-# In a batch script; in a step of mpirun's daemons, one per node.
+# Slurm's variables in a batch script, and in a step of mpirun's daemons with one daemon per node.
 SBATCH = {
     "SLURM_JOB_ID": "17",
     "SLURM_NTASKS": "4",
@@ -27,7 +27,7 @@ DAEMONS = SBATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
 
 
 def worlds(outcome: Outcome) -> list[str]:
-    """Return what the ranks say of themselves, checked to have ended well."""
+    """Check that the job ended with status 0, and return the sorted output of its ranks."""
     assert outcome.status == 0, outcome
     return sorted(outcome.stdout.split("\n")[:-1])
 
@@ -38,7 +38,7 @@ def one_world(size: int) -> list[str]:
 
 @pytest.fixture
 def calls_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put commands with the names of Slurm's first into the PATH; fail if one was called."""
+    """Put fake Slurm commands first in PATH; fail if one of them is called."""
     called = tmp_path / "called"
     for name in ("srun", "scontrol", "sinfo", "squeue"):
         command = tmp_path / name
@@ -84,7 +84,7 @@ def test_single_under_mpirun_is_a_world_each() -> None:
 
 @pytest.mark.each_mpi
 def test_variables_that_agree_are_welcome(calls_no_slurm: None) -> None:
-    """A start of bootstrap within a job whose launcher script exported them already."""
+    """The launcher script has already exported the variables that bootstrap sets."""
     code = "import os; r = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
     code += f"os.environ.update(RANK=r, WORLD_SIZE='2', LOCAL_RANK=r)\n{SHOW}"
     assert worlds(run_ranks(2, code, timeout=LIMIT)) == one_world(2)

@@ -1,4 +1,4 @@
-"""Arguments of `bootstrap()`, drawn: a world, or a clear error; never a hang or a crash."""
+"""Random arguments of `bootstrap()` give a world or a clear error, never a hang or a crash."""
 
 from __future__ import annotations
 

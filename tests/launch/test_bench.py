@@ -1,4 +1,4 @@
-"""`mpicomm bench` as a command: real starts, and ones that fail."""
+"""The command `mpicomm bench`: real job starts, and starts that fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_start_that_fails_is_told_with_its_command_and_its_words() -> None:
 
 
 def test_a_start_that_takes_too_long_is_ended() -> None:
-    """`run_alone` fails if anything of it still runs."""
+    """`run_alone` fails if a process of the benchmark is still running."""
     outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"], timeout=150)
     assert outcome.status == 2, outcome
     assert "a start of 2 ranks ended with status" in outcome.stderr, outcome

@@ -1,4 +1,4 @@
-"""Child processes of a rank: DataLoader workers live and fail as they do without MPI, and cannot bootstrap."""
+"""Child processes of a rank: DataLoader workers run and fail as without MPI, and cannot call `bootstrap()`."""
 
 from __future__ import annotations
 

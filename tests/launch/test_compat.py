@@ -1,4 +1,4 @@
-"""The compatibility suite goes on after a test that ends its job."""
+"""The compatibility suite continues after a test that ends its job."""
 
 from __future__ import annotations
 

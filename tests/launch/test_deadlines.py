@@ -1,4 +1,4 @@
-"""Timeouts of operations: an exception that names the missing ranks, or else a table and the end of the job."""
+"""Timeouts of operations: an exception that names the missing ranks, or a table of all ranks and the end of the job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.launching import Outcome, run_ranks
 
-pytestmark = pytest.mark.xdist_group("deadlines")  # its tests share the outcome of a job
+pytestmark = pytest.mark.xdist_group("deadlines")  # the tests share the outcome of one job
 
 SIZE = 3
 
@@ -71,13 +71,13 @@ for case in sys.argv[1:]:
     say("end")
 sys.exit(3)
 """
-# Those that leave an operation in MPI come last: a thread of rank 0 stays in it.
+# Cases that leave an operation in MPI are last: a thread of rank 0 stays in it.
 RAISES = ["barrier", "barrier-debug", "raise", "raise-own", "async", "raise-async"]
 IN_MPI = {"async", "raise-async"}
 
 
 def cases(names: Sequence[str]) -> list[object]:
-    """Return parameters; what MPI does with an operation that is left in it depends on the library."""
+    """Return parameters; the effect of an operation that stays in MPI depends on the MPI library."""
     return [pytest.param(name, marks=pytest.mark.each_mpi if name in IN_MPI else ()) for name in names]
 
 
@@ -98,7 +98,7 @@ def test_an_exception_names_who_has_not_come(case: str, outcome: Outcome) -> Non
     assert kind == "TimeoutError", outcome
     assert " #2, " in first, outcome
     assert first.endswith(f" timed out after {seconds} s: 2 of 3 ranks did not reach it: ranks 1, 2."), outcome
-    barrier = 1 + RAISES.index(case)  # each case has one in the group of all ranks
+    barrier = 1 + RAISES.index(case)  # each case calls one barrier in the group of all ranks
     assert re.search(rf"^ +ranks 1, 2 +in barrier #{barrier}, at <string>:\d+", table, re.MULTILINE), outcome
     errors.remove((0, kind, text))
     assert sorted(rank for rank, _, _ in errors) == list(range(SIZE)), f"{case}: a rank uses the group\n{outcome}"

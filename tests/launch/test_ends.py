@@ -1,4 +1,4 @@
-"""Ends that could go wrong: the first cause must be told, the healthy must go on, and nobody may hang."""
+"""Difficult ends of jobs: the first cause must be reported, healthy jobs must continue, and no rank may hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ finally:
     mpicomm.shutdown()
 """
 
-# Rank 0, which has the store and the judge, is stopped when rank 1 fails.
+# Rank 0, which runs the store and the coordinator, is stopped when rank 1 fails.
 STOPPED = """
 world = mpicomm.bootstrap(timeout=60)
 dist.barrier()
@@ -90,7 +90,7 @@ def test_a_caught_exit_is_not_the_status_of_the_job() -> None:
     assert "status 3" not in outcome.stderr, outcome
 
 
-# Rank 2 cannot connect: the job runs without the channel.
+# Rank 2 cannot connect: the job runs without the out-of-band channel.
 NO_CHANNEL = """
 from mpicomm.watchdog import channel
 if "2" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
@@ -103,7 +103,7 @@ time.sleep(0.2 * world.rank)
 sys.stdout.write(f"done {world.rank}\\n")
 """
 
-# The program's end is not the end of what its threads do, the first of which calls no operation for a while.
+# After the end of the program, its threads continue; the first operation starts only 2.5 s later.
 THREADS = """
 from mpicomm.watchdog import agent
 agent.WAIT_LIMIT = 1.0
@@ -116,7 +116,7 @@ threading.Thread(target=train).start()
 """
 
 
-# Each group waits a moment for a message that never comes; all of them together for longer than one may.
+# Each group waits 0.5 s for a message that never arrives; together, they wait longer than the 2 s limit of one group.
 UNFINISHED = """
 import warnings
 from mpicomm.backend import executor
@@ -161,7 +161,8 @@ if world.rank == 0:
 dist.all_reduce(torch.ones(1), group=group)
 """
 
-# Rank 1 waits in all of them when the clocks of both ranks jump, as after a suspension, by more than the timeout.
+# While rank 1 waits in all of these operations, the clocks of both ranks jump by more than the timeout, as after a
+# suspension.
 SUSPENDED_IN_WAITS = """
 from datetime import timedelta
 limit = timedelta(seconds=60)
@@ -209,7 +210,7 @@ for wait in waits:
 
 
 def test_a_job_that_was_suspended_goes_on() -> None:
-    """Its clocks ran on, its ranks did not."""
+    """During a suspension the clocks continue, but the ranks do not."""
     outcome = run_ranks(2, IMPORTS + SUSPENDED)
     assert outcome.status == 0, outcome
     assert "suspended" in outcome.stdout, outcome
@@ -225,6 +226,6 @@ def test_timeouts_do_not_count_a_suspension() -> None:
 
 
 def causes(outcome: Outcome) -> list[str]:
-    """Return the lines that name the cause of the end."""
-    lines = re.findall(r"\[mpicomm\] .*", outcome.stderr)  # Open MPI's own words may end in the middle of a line
+    """Return the lines that report the cause of the job's end."""
+    lines = re.findall(r"\[mpicomm\] .*", outcome.stderr)  # Open MPI's own output may end without a newline
     return [re.sub(r" on \S+", " on HOST", line) for line in lines if "possible hang" not in line]

@@ -1,4 +1,4 @@
-"""How a good run ends: with status 0, and nothing on stderr. The plainest one is in test_many_starts.py."""
+"""A successful job ends with status 0 and without output on stderr. test_many_starts.py tests the simplest job."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_world_of_one_takes_the_same_path() -> None:
 
 @pytest.mark.each_mpi
 def test_ranks_end_at_different_times() -> None:
-    """The one with the store ends first."""
+    """Rank 0, which runs the store, exits first."""
     outcome = run_ranks(3, "import mpicomm, time\nwith mpicomm.bootstrap() as w: pass\ntime.sleep(0.5 * w.rank)")
     assert outcome.status == 0, outcome
     assert outcome.stderr == "", outcome

@@ -1,4 +1,4 @@
-"""A rank that fails or does not come: told once, with its rank, and the job is over within seconds."""
+"""A rank fails or does not start: one message names the rank, and the job ends within seconds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ raise ValueError(f"the same on all, here on {world.rank}")
 """
 )
 
-# The missing rank is the last one: rank 0 must wait for every rank, none left out.
+# The missing rank is the last one: rank 0 must wait for every rank, including the last.
 MISSING = (
     OWN_RANK
     + """
@@ -84,7 +84,7 @@ print("came through")
 """
 )
 
-# One rank fails within bootstrap() by what is no error of mpicomm's, while the others go on to the next step.
+# One rank raises an error that is not an MpicommError in bootstrap(), while the others continue with the next step.
 WITHIN = (
     OWN_RANK
     + """
@@ -100,7 +100,7 @@ print("came through")
 
 
 def seconds_to_end(outcome: Outcome) -> float:
-    """Return how long after the last rank's failure the job was over."""
+    """Return the seconds from the last rank's failure to the end of the job."""
     moments = [float(text) for text in re.findall(r"failing at ([\d.]+)", outcome.stdout)]
     assert moments, outcome
     return outcome.ended - max(moments)
@@ -117,7 +117,7 @@ def test_one_rank_fails_in_training() -> None:
 
 
 def test_one_rank_fails_in_a_group_of_its_program() -> None:
-    """Where torch's own hook for exceptions is above ours."""
+    """Torch's exception hook is installed on top of mpicomm's."""
     outcome = run_ranks(2, OWN_GROUP)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: a bad batch") == 1, outcome
@@ -150,7 +150,7 @@ def test_one_rank_is_missing() -> None:
 
 @pytest.mark.each_mpi
 def test_one_rank_never_starts_mpi() -> None:
-    """The others sit in MPI_Init with the GIL held; the stack that a timer in C prints says so."""
+    """The others block in MPI_Init with the GIL held; a timer in C prints a stack that shows it."""
     code = OWN_RANK + (
         "from mpicomm import mpi\nif rank == 2:\n    time.sleep(600)\n"
         "mpi.initialize(wait_limit=5)\nprint('came through')"

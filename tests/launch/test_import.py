@@ -1,4 +1,4 @@
-"""What `import mpicomm` costs: nothing that is not needed yet."""
+"""The cost of `import mpicomm`: it imports no heavy module before it is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HEAVY = {"torch", "mpi4py", "numpy"}
 
 
 def imported(code: str) -> set[str]:
-    """Return the names of all modules that Python imports for some code."""
+    """Return the names of all modules that Python imports to run some code."""
     outcome = run_alone(["-X", "importtime", "-c", code], timeout=30)
     assert outcome.status == 0, outcome
     lines = [line for line in outcome.stderr.splitlines() if line.startswith("import time:")]

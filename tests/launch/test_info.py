@@ -1,4 +1,4 @@
-"""`mpicomm info` under every launcher at hand, and what it is made of."""
+"""`mpicomm info` with every available launcher, and the functions that collect its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFO = ["-m", "mpicomm", "info"]
 
 
 def rows_of(outcome: Outcome) -> list[list[str]]:
-    """Return the cells of the lines of tables."""
+    """Return the cells of each table row."""
     lines = [line for line in outcome.stdout.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 

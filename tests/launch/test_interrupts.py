@@ -1,4 +1,4 @@
-"""A signal handler that raises while a rank waits inside an operation: the ranks are then at different places."""
+"""A signal handler raises while a rank waits in an operation, after which the ranks are out of step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_interrupt_between_two_parts_ends_the_group() -> None:
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("case", ["opening", "size check"])
 def test_an_interrupt_before_a_large_operation_ends_the_job_at_its_timeout(case: str) -> None:
-    """Rank 1 is inside of MPI, where nothing reaches it, until its timeout; rank 0 waits for it in a barrier."""
+    """Rank 1 blocks in MPI, where nothing can interrupt it, until its timeout; rank 0 waits for it in a barrier."""
     outcome = run_ranks(2, ["-c", SCRIPT, case])
     assert outcome.stdout == "", outcome
     assert outcome.status != 0, outcome

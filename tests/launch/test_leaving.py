@@ -1,4 +1,4 @@
-"""Every way in which a rank leaves a job: told once, with the right rank, and the job is over in time."""
+"""Every way in which a rank leaves a job: one message names the right rank, and the job ends in time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.launching import Outcome, run_ranks
 
 SIZE, WHO = 3, 2
 OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
-# `raise SystemExit(4)` ends like the end of the program, and "exception" like the one while another thread runs; only
-# `python -m tests.failures` runs them.
+# `raise SystemExit(4)` has the outcome of a normal end of the program, and "exception" that of the exception while
+# another thread runs; only `python -m tests.failures` runs them.
 SAME_AS_ANOTHER = {"raise SystemExit(4)", "exception"}
 
 CASES = [(way.name, WHO) for way in ways.WAYS if way.name not in SAME_AS_ANOTHER] + [(name, 0) for name in OF_RANK_0]
 
-# How these end depends on the MPI library or its launcher; the others are mpicomm's alone.
+# The outcome of these cases depends on the MPI library or its launcher; that of the others depends on mpicomm alone.
 OF_THE_MPI_LIBRARY = {
     "exception",
     "sys.exit(3)",
@@ -34,7 +34,7 @@ OF_THE_MPI_LIBRARY = {
 
 
 def each_case() -> list[Any]:
-    """Return the cases, with the mark of those to be run with each MPI library."""
+    """Return the cases, and mark those that must run with each MPI library."""
     marked = {True: [pytest.mark.each_mpi], False: []}
     return [
         pytest.param(name, who, id=f"{name}-{who}", marks=marked[name in OF_THE_MPI_LIBRARY]) for name, who in CASES
@@ -47,7 +47,7 @@ def test_a_rank_leaves(name: str, who: int) -> None:
     assert not result.problems, f"{result}: {'; '.join(result.problems)}\n{result.stderr}"
 
 
-# One job: what a rank writes of its operations, then a callback for SIGTERM in a rank that waits.
+# One job tests the flight recorder's dump of each rank, then a SIGTERM callback in a rank that waits.
 DUMP_AND_SIGTERM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -155,7 +155,7 @@ def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None
 
 
 def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> None:
-    """Somebody who may write to the directory above can know the name of the job's."""
+    """Every user who may write to the parent directory can predict the name of the job's directory."""
     dumps = tmp_path / "dumps"
     env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
     outcome = _run(tmp_path, BEGINNING + LINK + ONE_WAITS, size=2, env=env)
@@ -169,7 +169,7 @@ def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> Non
 
 
 def _run(folder: Path, code: str, *args: str, size: int = 2, env: dict[str, str] | None = None) -> Outcome:
-    """Run a program from a file, so that its lines have a place."""
+    """Run a program from a file, so that messages and stacks can name its lines."""
     program = folder / "train.py"
     program.write_text(code)
     return run_ranks(size, [str(program), *args], env=env)

@@ -1,4 +1,4 @@
-"""Many starts side by side: no port is fought for, no job meets another.
+"""Many jobs start concurrently, without port conflicts and without connections between jobs.
 
 `python -m tests.launch.test_many_starts 100` starts a hundred jobs, four at a time.
 """
@@ -25,7 +25,7 @@ sys.stdout.write(f"{world.rank} of {world.size}: {tensor.item()}\\n")
 
 
 def start(_: int = 0) -> str:
-    """Start one job and return "well", or how it ended."""
+    """Run one job, and return "well" or a description of its failure."""
     try:
         outcome = run_ranks(SIZE, CODE, timeout=150)
     except AssertionError as error:
@@ -37,7 +37,7 @@ def start(_: int = 0) -> str:
 
 
 def start_many(starts: int, at_a_time: int) -> collections.Counter[str]:
-    """Start jobs side by side, and count how they ended."""
+    """Run jobs concurrently, and count their results."""
     with concurrent.futures.ThreadPoolExecutor(at_a_time) as pool:
         return collections.Counter(pool.map(start, range(starts)))
 

@@ -1,4 +1,4 @@
-"""The watchdogs of forty ranks on eight nodes, without MPI and torch: what they say is so with hubs, too."""
+"""The watchdogs of forty ranks on eight nodes, without MPI and torch: their reports are correct with hubs, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAUSE = "its process ended without reporting an error (killed, crashed, os._exit
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    """Go through everything once; `run_command` fails if a process is left."""
+    """Run all measurements once; `run_command` fails if they leave a process behind."""
     size = ["tests.launch.many_watchdogs", str(SIZE), "--per-node", str(PER_NODE)]
     outcome = run_command([sys.executable, "-m", *size, "--idle", "0.5", "--json"], timeout=90)
     assert outcome.status == 0, str(outcome)
@@ -26,7 +26,7 @@ def figures() -> dict[str, Any]:
 
 
 def rows(text: str) -> dict[str, str]:
-    """Return by ranks what a table says of them."""
+    """Return the rows of a report's table, by their ranks."""
     lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]
     return dict(line.split("  ", 1) for line in lines)
 
@@ -67,7 +67,7 @@ def test_rank_1_speaks_for_rank_0(figures: dict[str, Any]) -> None:
 
 
 def test_rank_0_of_a_large_job_is_measured_alone() -> None:
-    """Here with 40 ranks, so that `python -m tests.launch.many_watchdogs 200`, which has 10,000, goes on working."""
+    """With 40 ranks, to keep `python -m tests.launch.many_watchdogs 200` working, which simulates 10,000 ranks."""
     code = "import json; from tests.launch import many_watchdogs as crowd; "
     outcome = run_alone(code + f"print(json.dumps(crowd.measure_rank_0({SIZE}, {PER_NODE}, 0.5)))", timeout=120)
     assert (outcome.status, outcome.stderr) == (0, ""), outcome

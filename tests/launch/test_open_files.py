@@ -1,4 +1,4 @@
-"""How many ranks the limit of open files allows: a thousand on one node with the usual one."""
+"""The number of ranks that the limit of open files allows: a thousand on one node with the usual limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Alone:
-    """The communicator of rank 0, whose others are made up."""
+    """The communicator of rank 0, with simulated other ranks."""
 
     rank, size = 0, SIZE
 
@@ -44,7 +44,7 @@ def be_rank_0() -> None:
         be_the_others(job, ports)
     alone: Any = Alone()
     where = topology.from_nodes(0, ["node"] * SIZE, ["host"] * SIZE)
-    meeting = rendezvous.meet(alone, where, {}, None, LIMIT)
+    meeting = rendezvous.open_store(alone, where, {}, None, LIMIT)
     channel = Channel(0, job.token)
     port = channel.listen(HOST)
     channel.expect(job.children(0))
@@ -56,7 +56,7 @@ def be_rank_0() -> None:
 
 
 def be_the_others(job: Any, ports: int) -> NoReturn:
-    """Connect to rank 0 as all other ranks do."""
+    """Connect to rank 0 in place of all other ranks."""
     import torch.distributed as dist
 
     from tests.launch.many_watchdogs import Children
@@ -67,8 +67,8 @@ def be_the_others(job: Any, ports: int) -> NoReturn:
     port_of_store, port = map(int, os.read(ports, 100).split())
     others = Children(job)
     others.connect(port)
-    # A store of torch's asks the domain name system for each connection, which one process must not do so often. The
-    # last one is served when those before it have been accepted.
+    # torch's TCPStore makes a DNS query for each connection, too many for one process: only the last connection is a
+    # TCPStore. The server answers it after it has accepted the previous connections.
     sockets = [socket.create_connection((HOST, port_of_store)) for _ in range(2, SIZE)]
     store = dist.TCPStore(HOST, port_of_store, wait_for_workers=False, timeout=LIMIT)
     store.add("connected", len(sockets) + 1)
@@ -83,7 +83,7 @@ def test_a_thousand_ranks_connect_under_the_usual_limit() -> None:
     assert json.loads(outcome.stdout) == [SIZE - 1, SIZE - 1], outcome
 
 
-# A connection between two ends on this host has two entries, of which one has the store's port as its own.
+# A connection within this host has two entries, of which one has the store's port as its local port.
 CONNECTIONS = """
 from pathlib import Path
 import mpicomm
@@ -125,8 +125,8 @@ def test_a_limit_that_is_too_low_is_an_error_that_names_the_ranks_that_fit() -> 
     assert first.startswith("200 ranks need 254 connections to rank 0 on "), outcome
     assert first.endswith("more files: its hard limit is 128."), outcome
     fit = int(second.split()[0])
-    assert second.startswith(f"{fit} ranks fit with as many on each node. Start fewer, or raise the hard limit"), (
-        outcome
-    )
+    assert second.startswith(
+        f"With this number of ranks per node, {fit} ranks fit. Start fewer, or raise the hard limit"
+    ), outcome
     assert 40 < fit < 80, outcome
     assert soft == "128", outcome

@@ -1,4 +1,4 @@
-"""A program that has called `init_process_group` before `bootstrap()` is told which call to delete."""
+"""If a program calls `init_process_group` before `bootstrap()`, the error names the call to delete."""
 
 from __future__ import annotations
 

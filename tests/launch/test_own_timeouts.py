@@ -1,4 +1,4 @@
-"""A call's own timeout, longer than its group's: the watchdog waits for it, and the job goes on."""
+"""A call has a longer timeout than its group: the watchdog waits for the call's timeout, and the job continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.launching import run_ranks
 
 SIZE = 2
 
-# Rank 1 comes to an operation after the group's timeout, and long before the operation's.
+# Rank 1 calls an operation after the group's timeout, but long before the operation's timeout.
 SCRIPT = """
 import datetime, sys, time
 import torch

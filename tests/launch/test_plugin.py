@@ -1,4 +1,4 @@
-"""`import mpicomm` is all that torch needs to know the backend by its name."""
+"""`import mpicomm` is sufficient for torch to find the backend by its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ print("ended well")
 """
 
 
-# mpicomm waits for the import of torch, but no longer.
+# mpicomm's import hook waits for the import of torch, then removes itself.
 MPICOMM_FIRST = """
 import sys, mpicomm
 finders = len(sys.meta_path)

@@ -1,4 +1,4 @@
-"""`mpicomm run`, for real: the ranks it starts, and how it ends."""
+"""`mpicomm run` with real jobs: the ranks that it starts, and its exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARY = mpi.library()
 IS_OPEN_MPI = LIBRARY.vendor == "Open MPI"
 CORES = len(os.sched_getaffinity(0))
 
-# One write per line: what ranks print at the same time may else be mixed.
+# One write per line: otherwise, the output of different ranks may interleave.
 WHO = """
 import os, sys
 from mpi4py import MPI
@@ -37,7 +37,7 @@ world.Barrier()
 
 
 def run(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120) -> Outcome:
-    """Run the command without what else lets tests run MPI anywhere."""
+    """Run `mpicomm run` without the variables with which other tests run MPI on any machine."""
     helps = [name for name in almost_empty_environment() if name.startswith(("OMPI_", "PRTE_", "OMP_"))]
     bare = [word for name in helps for word in ("-u", name)]
     added = [f"{name}={value}" for name, value in (env or {}).items()]
@@ -46,14 +46,14 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeo
 
 @pytest.fixture(name="who")
 def _who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a script in the working directory."""
+    """Write a script to the working directory, and return its name."""
     monkeypatch.chdir(tmp_path)
     Path("who.py").write_text(WHO)
     return "who.py"
 
 
 def said(size: int, *, per_node: int = 0, threads: int | None = None, arguments: Sequence[str] = ()) -> list[str]:
-    """Return what the script prints where the first node is this one."""
+    """Return the expected output of the script; the first node is this machine."""
     per_node = per_node or size
     threads = max(1, CORES // per_node) if threads is None else threads
     names = [socket.gethostname(), "nodeb"]
@@ -185,7 +185,7 @@ def test_a_logged_rank_ends_by_its_programs_signal(number: int, tmp_path: Path) 
 
 
 def test_a_logged_rank_whose_first_process_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    """As launchers do that kill a process and not its group; run_command looks for what is left."""
+    """Some launchers kill a process, but not its process group; `run_command` checks for leftover processes."""
     program = ["sh", "-c", "kill -KILL $PPID; exec sleep 30"]
     outcome = run_command([sys.executable, "-m", "mpicomm.cli.rank_log", str(tmp_path), "0", *program])
     assert outcome.status == -signal.SIGKILL, outcome
@@ -215,9 +215,9 @@ os.write(1, f"rank {MPI.COMM_WORLD.rank} got {got == [signal.SIGUSR1]}\\n".encod
 
 
 def signalled(number: int, options: Sequence[str]) -> tuple[float, Outcome]:
-    """Send a signal to `mpicomm run` once its ranks are up; return the seconds until it had ended."""
+    """Send a signal to `mpicomm run` once its ranks are up; return the seconds until it exited, and its outcome."""
     Path("waits.py").write_text(WAITS)
-    # The shell sends the signal, so that run_command keeps its watch over the whole job.
+    # The shell sends the signal, so that `run_command` still monitors the whole job.
     line = f"""
         {shlex.join([sys.executable, "-m", "mpicomm", "run", "-n", "2", *options, "waits.py"])} & pid=$!
         while ! [ -e up0 -a -e up1 ]; do kill -0 $pid || exit 99; sleep 0.05; done
@@ -252,8 +252,8 @@ def test_the_job_ends_when_asked_and_leaves_nothing(
 
 # -- other hosts -----------------------------------------------------------------------------------------------------
 
-# As PBS does it: on another host, with hardly any environment, without a shell. The other host is this machine with
-# another name, which is what makes nodes for MPI.
+# Like PBS, it runs a command on another host, with a nearly empty environment and without a shell. The other host is
+# this machine with another name: MPI distinguishes nodes by their names.
 FAKE_TMRSH = """#!/bin/sh
 host=$1
 shift
@@ -265,7 +265,7 @@ exec unshare --uts env -i PATH=/usr/bin:/bin HOME="$HOME" TESTS_JOB="$TESTS_JOB"
 
 @pytest.fixture(name="bin_of_pbs")
 def _bin_of_pbs(tmp_path: Path) -> Path:
-    """A directory with a pbs_tmrsh."""
+    """A directory that contains a fake pbs_tmrsh."""
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this user cannot make hosts with unshare --uts")
     directory = tmp_path / "pbs" / "bin"
@@ -297,12 +297,12 @@ def test_hosts_of_pbs_without_ssh(who: str, bin_of_pbs: Path) -> None:
 
 @pytest.mark.each_mpi
 def test_hosts_that_are_named(who: str, bin_of_pbs: Path) -> None:
-    agent = ROOT / "mpicomm" / "launch" / "pbs_agent.sh"  # takes what ssh takes
+    agent = ROOT / "mpicomm" / "launch" / "pbs_agent.sh"  # accepts the same arguments as ssh
     Path("hosts.txt").write_text(f"{socket.gethostname()} slots=1\nnodeb:1\n")
     environ = {
         "PATH": f"{bin_of_pbs}:{os.environ['PATH']}",
         "PRTE_MCA_plm_ssh_agent": str(agent),
-        "OMPI_MCA_plm_rsh_agent": str(agent),  # Open MPI 4's name for it
+        "OMPI_MCA_plm_rsh_agent": str(agent),  # the name in Open MPI 4
         "HYDRA_LAUNCHER_EXEC": str(agent),
         "HYDRA_LAUNCHER": "ssh",
     }
@@ -358,7 +358,7 @@ def test_a_job_of_slurms_starts_by_srun(who: str, tmp_path: Path) -> None:
         "SLURM_NNODES": "2",
         "SLURM_NTASKS": "8",
         "SLURM_CPUS_PER_TASK": "3",
-        "I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so",  # without it Intel MPI is not started by srun
+        "I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so",  # mpicomm starts Intel MPI by srun only if this is set
     }
     outcome = run([who, "--lr", "1"], env=environ)
     options = f"--mpi={LIBRARY.srun_type} --kill-on-bad-exit=0 --ntasks=8 --cpus-per-task=3"
@@ -372,7 +372,7 @@ def test_a_job_of_slurms_starts_by_srun(who: str, tmp_path: Path) -> None:
 def test_a_rank_starts_no_job() -> None:
     outcome = run_ranks(2, ["-m", "mpicomm", "run", "-n", "2", "true"])
     assert outcome.status != 0, outcome
-    assert "mpicomm run: this is a rank that " in outcome.stderr, outcome
+    assert "mpicomm run: this process is a rank that " in outcome.stderr, outcome
 
 
 @pytest.mark.each_mpi

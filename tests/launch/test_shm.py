@@ -1,4 +1,4 @@
-"""Large tensors on their way through the memory of a node, when a rank dies there, and where there is little memory."""
+"""Large tensors through the memory of a node: a rank dies during the operation, or /dev/shm is small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.failures import ways
 from tests.launching import run_command, run_ranks
 
-SECONDS = 30  # from the death to the end of the job, on a busy machine
+SECONDS = 30  # from the death of the rank to the end of the job, on a busy machine
 
 PROGRAM = """
 import os, signal, sys, time

@@ -1,4 +1,4 @@
-"""The job's store: where it listens, and that code which knows only `env://` finds it."""
+"""The job's store: the addresses on which it listens, and its use by code that knows only `env://`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from tests.launching import Outcome, run_ranks
 from tests.ports import reserved_port
 
-pytestmark = pytest.mark.xdist_group("store")  # its tests share the outcome of a job
+pytestmark = pytest.mark.xdist_group("store")  # the tests share the outcome of one job
 
 SIZE = 2
 TOTAL = SIZE * (SIZE + 1) // 2
 
-# The programs run one after the other in one job, with a start of bootstrap each. Each rank writes lines that begin
-# with the program's name; a traceback names the program that fails, and the tests of those behind it fail too.
+# The programs run one after the other in one job, and each calls bootstrap(). Each rank writes lines that begin with
+# the program's name. If a program fails, the traceback names it, and the tests of the later programs fail, too.
 PROGRAMS = """
 import datetime, os, socket, subprocess, sys
 import torch
@@ -96,7 +96,7 @@ for name in NAMES.split():
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[list[int]]:
-    """Three free ports, and one on which this process listens."""
+    """Three free ports, and a port on which this process listens."""
     with (
         reserved_port() as gloo,
         reserved_port() as mpicomm,
@@ -112,7 +112,7 @@ def outcome(ports: list[int]) -> Outcome:
 
 
 def lines(outcome: Outcome, program: str) -> list[str]:
-    """Return what the ranks said in a program."""
+    """Return the output of the ranks in a program."""
     found = [line.partition(": ") for line in outcome.stdout.splitlines()]
     words = sorted(text for name, _, text in found if name == program)
     assert words, f"the program {program} said nothing: it failed, or one before it\n{outcome}"

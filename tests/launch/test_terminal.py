@@ -1,4 +1,4 @@
-"""Colours and widths of what ranks print: those of the terminal to which their launcher writes, if it is one."""
+"""Colours and width of the ranks' output: those of the terminal to which the launcher writes, if any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpicomm import terminal
 shown = terminal.columns(sys.stdout), terminal.columns(sys.stderr), terminal.columns(open(os.devnull, "w"))
 terminal.console(width=1000).print(f"[bold]columns[/] {shown}", highlight=False)
 """
-# Runs a command with a terminal for its standard output.
+# Runs a command with a terminal as its standard output.
 ON_A_TERMINAL = f"""
 import fcntl, os, pty, struct, subprocess, sys, termios
 ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""An MPI that lets only one thread call at a time: what needs no other thread is served, the rest refused."""
+"""An MPI with thread level MPI_THREAD_SERIALIZED: operations that need no other thread run, all others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under torchrun, its variables are the truth, and MPI stays out of it."""
+"""Under torchrun, the variables of torchrun define the world, and MPI is not used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.launching import Outcome, run_command
 
 SIZE = 2
-SLURM = {  # as where srun starts one torchrun per node
+SLURM = {  # as if srun started one torchrun per node
     "SLURM_JOB_ID": "17",
     "SLURM_STEP_ID": "0",
     "SLURM_NTASKS": "1",

@@ -1,4 +1,4 @@
-"""The tests' own ground: a failure on one rank is one on all, and a rank that leaves does not hang the rest."""
+"""The test harness: a failure on one rank fails the test on all ranks, and a rank that exits does not hang the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ comm = mpi.job_comm()
 
 @pytest.fixture
 def run_tests(tmp_path: Path):
-    """Return a function that runs a file of tests on three ranks, with this project's conftest."""
+    """Return a function that runs a test file on three ranks, with this project's conftest."""
 
     def run(code: str, timeout: float = 60) -> Outcome:
         (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
@@ -32,7 +32,7 @@ def run_tests(tmp_path: Path):
 
 
 def test_failures_and_skips_of_some_ranks(run_tests) -> None:
-    """One job: in each test some ranks fail or skip, and the next test finds the ranks together again."""
+    """In each test of one job, some ranks fail or skip; all ranks start the next test together."""
     outcome = run_tests(
         """
         def test_fails_on_rank_1():

@@ -1,4 +1,4 @@
-"""Starts that cannot become one job: one message with what each party says and a command that works, at once."""
+"""Launches that cannot become one job: one immediate error shows the conflicting values and a working command."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests import other_mpis
 from tests.launching import Outcome, run_alone, run_command, run_ranks
 
 SECONDS = 120  # the time limit of a job, far below the 600 s for which bootstrap waits for ranks
-LIBRARY = mpi.library()  # that of this Python
+LIBRARY = mpi.library()  # the MPI library of this Python
 BOOTSTRAP = "import mpicomm; mpicomm.bootstrap(); print('came through')"
 OWN_RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])"
 
 
 def check(outcome: Outcome, *said: str) -> None:
-    """Check that a job was refused in one message, which has all of `said`."""
+    """Check that a job was refused with one message, which contains all texts in `said`."""
     assert outcome.status != 0, outcome
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("mpicomm.LaunchError: ") == 1, outcome
@@ -30,13 +30,13 @@ def check(outcome: Outcome, *said: str) -> None:
 
 
 def run_side_by_side(environs: Sequence[dict[str, str]]) -> list[Outcome]:
-    """Start one process per environment, as a launcher does that gives MPI nothing to meet by."""
+    """Start one process per environment, like a launcher that provides no PMI."""
     with concurrent.futures.ThreadPoolExecutor(len(environs)) as pool:
         return list(pool.map(lambda env: run_alone(BOOTSTRAP, env=env, timeout=SECONDS), environs))
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return what a user sees of processes that share a terminal; the status is 0 if any is."""
+    """Combine the outcomes of processes that share a terminal; the status is 0 if that of any process is 0."""
     return Outcome(
         status=min(outcome.status for outcome in outcomes),
         stdout="".join(outcome.stdout for outcome in outcomes),
@@ -64,7 +64,7 @@ def test_the_launcher_of_another_mpi(other: str) -> None:
 
 
 def srun(rank: int, size: int) -> dict[str, str]:
-    """Return what `srun --mpi=none` sets, as far as it matters."""
+    """Return the relevant variables that `srun --mpi=none` sets."""
     return {
         "SLURM_JOB_ID": "17",
         "SLURM_STEP_ID": "0",
@@ -100,13 +100,13 @@ def test_pals_without_a_pmi() -> None:
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("rank", [0, 2])
 def test_pals_with_pmix(rank: int) -> None:
-    """The variables alone, with no server behind them; an MPI without PMIx would die in MPI_Init."""
+    """Only the variables are set, without a PMIx server; an MPI without PMIx would abort in MPI_Init."""
     outcome = run_alone(BOOTSTRAP, env=pals(rank, 4) | {"PMIX_RANK": str(rank)}, timeout=SECONDS)
     assert "LaunchError" in outcome.stderr, outcome
     assert outcome.status > 0, outcome
 
 
-# -- left over -------------------------------------------------------------------------------------------------------
+# -- leftover variables ----------------------------------------------------------------------------------------------
 
 
 def test_variables_left_over_in_a_single_process() -> None:
@@ -117,7 +117,7 @@ def test_variables_left_over_in_a_single_process() -> None:
 @pytest.mark.each_mpi
 @pytest.mark.skipif(LIBRARY.vendor == "Open MPI", reason="Open MPI does not read PMI_FD")
 def test_a_program_of_a_rank_without_its_connection_to_the_launcher() -> None:
-    """MPI_Init would end the process, with Intel MPI by a segmentation fault."""
+    """Without the check, MPI_Init would end the process; with Intel MPI, by a segmentation fault."""
     outcome = run_alone(BOOTSTRAP, env={"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "77"}, timeout=SECONDS)
     check(outcome, "PMI_FD=77", "inherited from a rank of another job", "  env -u PMI_FD -u PMI_RANK -u PMI_SIZE ")
 
@@ -147,7 +147,7 @@ except mpicomm.LaunchError as error:
     ], outcome
 
 
-# -- what the user may get wrong -------------------------------------------------------------------------------------
+# -- user errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_wrong_variable_of_ours(env: dict[str, str], said: list[str]) -> None:
 
 
 def test_no_mpi_library(tmp_path: Path) -> None:
-    """A Python that sees torch and no mpi4py."""
+    """A Python with torch, whose mpi4py cannot load the MPI library."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {BOOTSTRAP}"
     outcome = run_command([sys.executable, "-c", code], timeout=SECONDS)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import mpicomm
 
 OPERATIONS, GROUPS, ROUNDS = 10_000, 3_000, 5
-ALLOWED = 4.0  # MiB that the last three rounds may add: memory of Python and malloc varies slightly
+ALLOWED = 4.0  # MiB that the last three rounds may add: the memory of Python and malloc varies slightly
 
 
 def resident() -> float:
@@ -32,7 +32,7 @@ def some_operations(count: int, seed: int) -> None:
         kind, elements = order.randrange(12), order.choice([1, 100, 10_000])
         is_async, dtype = order.random() < 0.5, order.choice([torch.float32, torch.bfloat16, torch.int64])
         work = _call(kind, torch.ones(elements, dtype=dtype), is_async, rank, size)
-        if is_async and work is not None and order.random() < 0.9:  # the other works are dropped without wait()
+        if is_async and work is not None and order.random() < 0.9:  # the other Work objects are dropped without wait()
             work.wait()
 
 

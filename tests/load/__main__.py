@@ -17,7 +17,6 @@ from tests.load import calls, steps
 
 
 def main() -> None:
-    """Measure, and write the figures."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")

@@ -98,7 +98,7 @@ def _amount_for(work: Callable[[int], None], microseconds: float) -> int:
 
 
 def _sleep(amount: int) -> None:
-    """Simulate work of a GPU, for which the host is idle: sleep `amount` times 10 us."""
+    """Simulate a computation on a GPU, during which the host is idle: sleep `amount` times 10 us."""
     time.sleep(1e-5 * amount)
 
 

@@ -20,7 +20,6 @@ COUNTS = (16, 256, 1024, 4096)  # elements of each tensor
 
 
 def main() -> None:
-    """Measure, and write the figures."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         found = {f"{TENSORS} x {4 * count} B": _measure(count) for count in COUNTS}

@@ -1,4 +1,4 @@
-"""DDP training steps with the backend and with Gloo, in interleaved rounds: times, and whether results are equal."""
+"""DDP training steps with the backend and with Gloo, in interleaved rounds: times, and a comparison of the results."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup,
     start = _asynchronously if is_async else _synchronously
     with pytest.raises(mpicomm.MismatchError) as caught:
         start(call, group)
-    assert caught.value.is_everywhere
+    assert caught.value.is_on_all_ranks
     caught.match(rf"rank 0: #\d+ .*{shown_first}.*, at test_debug\.py:\d+")
     caught.match(rf"rank.* 1.*: #\d+ .*{shown_others}.*, at test_debug\.py:\d+")
     total = torch.tensor(1.0)

@@ -108,7 +108,7 @@ def test_memory_that_is_not_exported_is_warned_of(
 ) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
     monkeypatch.setenv(name, f"max_split_size_mb:64, {setting}")
-    with pytest.warns(UserWarning, match=rf"has {setting}: UCX cannot map such memory"):
+    with pytest.warns(UserWarning, match=rf"has {setting}: CUDA IPC cannot export such memory"):
         gpu_transport.choose(world.comm, Settings())
 
 

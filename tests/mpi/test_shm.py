@@ -236,12 +236,12 @@ def test_two_nodes_that_share_memory(make: Make, world: mpicomm.World) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_views_of_shared_memory_do_not_pile_up(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
     group = groups["segment"]
-    monkeypatch.setattr(segment, "_MOST_CUTS", 4)
+    monkeypatch.setattr(segment, "_MAX_SLOTS", 4)
     for count in range(1, 12):
         tensor = torch.full((count,), float(group.rank))
         dist.all_reduce(tensor, group=group.handle)
         assert torch.equal(tensor, torch.full((count,), float(sum(range(group.size)))))
-    assert len(path_of(group.handle)._node._cuts) <= 4
+    assert len(path_of(group.handle)._node._cached_slots) <= 4
 
 
 # -- when it is taken --------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, why
         warnings.simplefilter("always")
         path._open()
     path._comm = comm
-    assert world.comm.allgather(path._levels is None) == [True] * world.size
+    assert world.comm.allgather(path._hierarchical is None) == [True] * world.size
     tensor = torch.full((1000,), float(world.rank))
     dist.all_reduce(tensor, group=handle)
     assert torch.equal(tensor, torch.full((1000,), float(sum(range(world.size)))))

@@ -92,7 +92,7 @@ MUTANTS = [
     # -- startup --------------------------------------------------------------------------------------------
     Mutant(
         "startup/rendezvous.py",
-        old="if all(heard)]",
+        old="if all(received)]",
         new="if any(heard)]",
         fault="The store listens on an address that one node can reach, but not every node.",
         tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
@@ -182,8 +182,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime.py",
-        old="assignment = devices.assign(mates)[where.local_rank]",
-        new="assignment = devices.assign(mates)[comm.rank]",
+        old="assignment = devices.assign(local_ranks)[where.local_rank]",
+        new="assignment = devices.assign(local_ranks)[comm.rank]",
         fault="GPUs are assigned by the rank in the job, not by the rank on the node.",
         tests="tests/unit/test_devices.py -k test_every_node_seats_its_own_ranks",
         ranks=0,
@@ -236,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         "errors.py",
-        old="    error.is_everywhere = True\n",
+        old="    error.is_on_all_ranks = True\n",
         new="",
         fault="An error that every rank raises is not marked as such, so every rank prints it.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
@@ -295,8 +295,8 @@ MUTANTS = [
     ),
     Mutant(
         "cli/info.py",
-        old="out.print(_variables(everybodys[arguments.env]))",
-        new="out.print(_variables(everybodys[world.rank]))",
+        old="out.print(_variables(gathered[arguments.env]))",
+        new="out.print(_variables(gathered[world.rank]))",
         fault="`mpicomm info --env 1` shows the variables of rank 0.",
         tests="tests/launch/test_info.py -k test_what_launchers_say",
         ranks=0,

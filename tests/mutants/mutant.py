@@ -28,7 +28,7 @@ class Mutant:
     """The number of ranks under mpirun; 0 for pytest in one process."""
 
     equivalent: str = dataclasses.field(default="", kw_only=True)
-    """Why no test can detect the fault, if so; such a mutant is listed, but not run."""
+    """The reason if no test can detect the fault; such a mutant is listed, but not run."""
 
     def applied_to(self, source: str) -> str:
         """Return the source with the fault.

@@ -28,7 +28,7 @@ class Verdict:
     """`found`, `missed`, `equivalent`, or `invalid` if the tests give no information about the fault."""
 
     by: str
-    """The first test that failed, or why the mutant is of another kind."""
+    """The first test that failed, or the reason for another outcome."""
 
     seconds: float = 0.0
 
@@ -43,7 +43,6 @@ class Copy:
         self._seconds: dict[tuple[str, int], float | None] = {}
 
     def judge(self, mutant: Mutant) -> Verdict:
-        """Run a mutant's tests."""
         if mutant.equivalent:
             return Verdict("equivalent", mutant.equivalent)
         path = self._root / "mpicomm" / mutant.file

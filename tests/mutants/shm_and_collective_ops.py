@@ -24,7 +24,7 @@ MUTANTS = [
     ),
     Mutant(
         "shm/segment.py",
-        old="            if len(self._cuts) >= _MOST_CUTS:\n                self._cuts.clear()\n",
+        old="            if len(self._cached_slots) >= _MAX_SLOTS:\n                self._cached_slots.clear()\n",
         new="",
         fault="Views of shared memory are cached for every size ever used.",
         tests="tests/mpi/test_shm.py -k test_views_of_shared_memory",

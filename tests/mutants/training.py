@@ -8,7 +8,7 @@ MUTANTS = [
     # -- agreement of the ranks -----------------------------------------------------------------------------
     Mutant(
         "training/rank_sync.py",
-        old="stop_request, has_failed = self._everybodys.tolist()",
+        old="stop_request, has_failed = self._gathered.tolist()",
         new="stop_request, has_failed = self._mine.tolist()",
         fault="Each rank checks only its own vote, so a rank with a stop request exits without the others.",
         tests="tests/training/test_checkpoints.py -k wish_during_the_evaluation",
@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "training/randomness.py",
-        old="own = (seed + _APART * rank) % 2**63",
+        old="own = (seed + _SEED_DISTANCE * rank) % 2**63",
         new="own = seed % 2**63",
         fault="All ranks draw the same random numbers for dropout and augmentation.",
         tests="tests/training/test_steps.py -k draws_random_numbers",
@@ -247,7 +247,7 @@ MUTANTS = [
     ),
     Mutant(
         "training/reporting.py",
-        old="file = directory / FILE if speaks and directory is not None else None",
+        old="file = directory / FILE if prints and directory is not None else None",
         new="file = directory / FILE if directory is not None else None",
         fault="Every rank writes the metrics file.",
         tests="tests/training/test_checkpoints.py -k what_is_written",

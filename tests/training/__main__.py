@@ -1,7 +1,7 @@
-"""Kill runs of the trainer at every point of saving, and at random moments: `python -m tests.training --each 10`.
+"""Kill training runs at every point of saving and at random moments: `python -m tests.training --each 10`.
 
-Every start must go on from the last complete checkpoint, and the parameters, the optimizer's state and the figures at
-the end must be those of a run that was never killed, bit by bit.
+Every start must resume from the last complete checkpoint. The final parameters, optimizer state and metrics must be
+bit-identical to those of a run that was never killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tests.training import kills
 
 
 def main() -> int:
-    """Run what the command line asks for, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--each", type=int, default=10, help="kills at each point of saving (%(default)s)")
     parser.add_argument("--moments", type=int, default=30, help="kills at random moments (%(default)s)")

@@ -1,4 +1,4 @@
-"""What the trainer's tests share."""
+"""Fixtures of the trainer's tests."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ import mpicomm
 
 @pytest.fixture
 def directory(world: mpicomm.World, tmp_path: Path) -> Path:
-    """Return a directory that all ranks share."""
+    """Return the path of a directory that all ranks share."""
     return mpicomm.broadcast_object(tmp_path / "run", src=0)

@@ -1,7 +1,8 @@
-"""A run of the trainer that may be ended anywhere: `mpirun -n 4 python -m tests.training.job DIRECTORY`.
+"""A training run that can be stopped at any point: `mpirun -n 4 python -m tests.training.job DIRECTORY`.
 
-It has everything that has a state: dropout, batch normalization, random augmentation in the dataset, an optimizer with
-moments, a scheduler, accumulation, uneven last steps, an evaluation. What it ends with is DIRECTORY/final-<rank>.json.
+It uses every component that has state: dropout, batch normalization, random augmentation in the dataset, an optimizer
+with moments, a scheduler, gradient accumulation, uneven last steps, an evaluation. Each rank writes its final state to
+DIRECTORY/final-<rank>.json.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ EPOCHS = 8
 SAVE_EVERY = 3
 
 POINTS = ("written", "renaming", "marking", "writing", "removing")
-"""In which a job can be killed: the files are written; just before they get their name; just before the mark; while
-they are being written; the mark of an old checkpoint is gone, and its files are not."""
+"""The points at which a job can be killed: after the files are written; just before their directory is renamed; just
+before the marker is written; while the files are being written; between the removal of the marker of an old checkpoint
+and the removal of its files."""
 
 
 class Samples(Dataset[Any]):
-    """Samples with noise that is another one each time."""
+    """Samples with random noise, which differs at each access."""
 
     def __init__(self, count: int, seed: int, noise: float) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -59,14 +61,13 @@ class Samples(Dataset[Any]):
 
 
 def make_model() -> nn.Module:
-    """Return a network whose first forward pass would not be its second."""
+    """Return a network in which two forward passes with the same input differ."""
     return nn.Sequential(
         nn.Linear(FEATURES, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.Linear(24, 2)
     )
 
 
 def make_trainer(directory: str, arguments: argparse.Namespace) -> Trainer:
-    """Return the trainer of the job."""
     torch.manual_seed(1)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -132,7 +133,7 @@ def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def digest(trainer: Trainer) -> str:
-    """Return a digest of all that this rank holds of the parameters, buffers and the optimizer."""
+    """Return a digest of this rank's part of the parameters, the buffers and the optimizer state."""
     tensors = [*trainer.wrapped.inner.state_dict().values()]
     for state in trainer.optimizer.state.values():
         tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
@@ -154,7 +155,7 @@ def slow_down(trainer: Trainer, seconds: float) -> None:
 
 
 def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
-    """Write down the samples of each step, and leave after one."""
+    """Record the samples of each step, and request a stop in the step `leave_at`."""
     take_step = trainer._take_step
 
     def taking(step: Step, count: int) -> None:
@@ -172,7 +173,7 @@ def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
 
 
 def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
-    """Have the whole job killed at a point of saving."""
+    """Kill all processes of the job when it reaches a point of saving for the `number`-th time."""
     countdown = iter(range(number - 1, -1, -1))
 
     def strike() -> None:
@@ -192,7 +193,7 @@ def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
     elif rank == 0 and point == "removing":
         import shutil
 
-        # What is removed before a rename is what was left of an earlier try, and is not there.
+        # Count only removals of existing directories, not calls for leftovers that do not exist.
         _before(shutil, "rmtree", lambda path, *_, **__: strike() if Path(path).exists() else None)
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed again and again, and what they come to in the end."""
+"""Training runs that are killed repeatedly, and the comparison of their final state with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _START = "pids "
 
 @dataclasses.dataclass
 class Chain:
-    """A run that was killed a number of times before it came to its end."""
+    """A run that was killed `kills` times before it completed."""
 
     what: str
     kills: int = 0
@@ -52,7 +52,7 @@ def start(directory: Path, ranks: int, *arguments: str) -> subprocess.Popen[str]
 
 
 def finish(job: subprocess.Popen[str]) -> str:
-    """Wait for a start to end, and return what it printed."""
+    """Wait for the job to exit, and return its output."""
     try:
         output, _ = job.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -63,14 +63,14 @@ def finish(job: subprocess.Popen[str]) -> str:
 
 
 def starts(directory: Path) -> list[int]:
-    """Return the steps from which the starts of a run went on, as far as they came to say so."""
+    """Return the steps from which a run started or resumed, for the starts that recorded it in the metrics file."""
     path = directory / "metrics.jsonl"
     entries = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
     return [entry["step"] for entry in entries if entry["event"] in ("start", "resume")]
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines of a metrics file up to where it was cut off."""
+    """Return the complete lines of a metrics file, whose last line may be truncated."""
     lines = path.read_text().split("\n")
     return [line for line in lines[:-1] if line.endswith("}")]
 
@@ -86,10 +86,10 @@ def run_to_the_end(directory: Path, ranks: int, *arguments: str) -> None:
 
 
 def at_a_point(point: str) -> Callable[[Path, int, random.Random], None]:
-    """Return what starts a run that is killed at one of its next checkpoints."""
+    """Return a function that starts a run and has it killed at one of its next checkpoints."""
 
     def kill(directory: Path, ranks: int, chance: random.Random) -> None:
-        # The mark of an old checkpoint goes when there are more than are kept.
+        # The marker of an old checkpoint is removed only if there are more checkpoints than `keep_checkpoints`.
         number = chance.randint(3, 4) if point == "removing" else chance.randint(1, 3)
         job = start(directory, ranks, "--kill", f"{point}:{number}")
         finish(job)
@@ -113,12 +113,12 @@ def at_a_moment(directory: Path, ranks: int, chance: random.Random) -> None:
 
 
 def chains(folder: str, each: int, moments: int, ranks: int, seed: int) -> Iterator[Chain]:
-    """Kill runs, go on with them to their end, and compare them with one that was never killed.
+    """Kill runs, resume them until they complete, and compare them with a run that was never killed.
 
     Args:
-        folder: Where the runs are; those that are as they must be are removed.
-        each: Kills at each point of saving.
-        moments: Kills at random moments.
+        folder: The directory of the runs; runs without problems are removed from it.
+        each: The number of kills at each point of saving.
+        moments: The number of kills at random moments.
     """
     chance = random.Random(seed)
     whole = Path(folder, "whole")
@@ -160,5 +160,5 @@ def _run_chain(
         wrong = [step for step in starts(directory)[before:] if step != complete]
         if wrong:
             chain.problems.append(f"went on from step {wrong[0]}, where {complete} was complete")
-        if len(final(directory)) == ranks:  # a kill may come when only some have written theirs
+        if len(final(directory)) == ranks:  # a kill can occur after only some ranks have written their file
             return

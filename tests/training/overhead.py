@@ -1,7 +1,7 @@
-"""What the trainer adds to a step: `mpirun -n 2 python -m tests.training.overhead`.
+"""The time that the trainer adds to a training step: `mpirun -n 2 python -m tests.training.overhead`.
 
-Beside it is a loop written by hand, with the same model of 530,000 parameters, DDP, loader and optimizer, that adds up
-its losses. Rank 0 writes docs/results/trainer-<ranks>-<MPI>.json.
+The reference is a loop written by hand, with the same model of 530,000 parameters, DDP, loader and optimizer, which
+also adds up its losses. Rank 0 writes docs/results/trainer-<ranks>-<MPI>.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ MODELS, ROUNDS, STEPS, BATCH = 6, 12, 50, 64
 
 
 def main() -> None:
-    """Measure, and write what was found."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         count = STEPS * BATCH * world.size
@@ -38,7 +37,7 @@ def main() -> None:
 
 
 class Pairs(Dataset[Any]):
-    """A dataset of which the trainer knows nothing."""
+    """A dataset of a type that the trainer does not optimise."""
 
     def __init__(self, pairs: TensorDataset) -> None:
         self._pairs = pairs
@@ -82,7 +81,8 @@ def by_hand(world: mpicomm.World, data: Any, model: nn.Module) -> Callable[[int]
 def measure(world: mpicomm.World, data: Any) -> dict[str, Any]:
     """Return milliseconds of a step (collective).
 
-    Where a model comes to lie in memory makes a difference of some percent: several are made of each.
+    The position of a model in memory changes the time by some percent, so the result includes several models of each
+    kind.
     """
     ours: list[float] = []
     hand: list[float] = []
@@ -108,7 +108,7 @@ def _added(ours: list[float], hand: list[float]) -> float:
 
 
 def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[float], list[float]]:
-    """Return the times of epochs of the trainer's, and of ones by hand, one after the other (collective)."""
+    """Return the times of alternating epochs of the trainer and of the loop by hand (collective)."""
     models = [make_model(), make_model()]
     epoch_by_hand = by_hand(world, data, models.pop(ours_first))
     model = models.pop()
@@ -133,11 +133,11 @@ def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[
         train_epoch = trainer._train_epoch
         trainer._train_epoch = both  # type: ignore[method-assign]
         trainer.fit(data, ROUNDS + 1)
-    return ours[1:], hand[1:]  # the first have warmed up
+    return ours[1:], hand[1:]  # without the first epochs, which are the warm-up
 
 
 def _time(epoch: Callable[[], object]) -> float:
-    """Return the milliseconds of a step of the slowest rank."""
+    """Return the milliseconds per step on the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     epoch()

@@ -1,4 +1,4 @@
-"""Checkpoints and leaving, in the job that runs the tests; tests/training/test_runs.py has jobs that are killed."""
+"""Checkpoints and preemption within the pytest job; tests/training/test_runs.py starts jobs and kills them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.each_torch("trainer")]
 
 def make_trainer(directory: Path | None, model: nn.Module | None = None, **options: Any) -> Trainer:
     torch.manual_seed(1)
-    random.seed(1)  # the random numbers of a new process, not those where the last trainer stopped
+    random.seed(1)  # the random state of a new process, not the one in which the previous trainer stopped
     np.random.seed(1)
     model = model or make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -47,7 +47,7 @@ def fit(trainer: Trainer, epochs: int = 3) -> list[dict[str, float]]:
 
 
 def complete(directory: Path) -> list[str]:
-    """Return the names of the complete checkpoints, on all ranks (collective)."""
+    """Return the names of the complete checkpoints, the same on all ranks (collective)."""
     found = sorted(path.parent.name for path in directory.glob("*/COMPLETE"))
     return mpicomm.broadcast_object(found, src=0)
 
@@ -93,7 +93,7 @@ def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep_checkpo
 
 
 class Busy:
-    """A shutil.rmtree that cannot remove one directory, as on NFS while a process has a file of it open."""
+    """A `shutil.rmtree` that fails to remove one directory, as on NFS while a process has one of its files open."""
 
     inner = staticmethod(shutil.rmtree)
 
@@ -112,7 +112,7 @@ class Busy:
 def test_an_old_checkpoint_that_cannot_be_removed(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues, and each later save tries again."""
+    """The run continues, and each later save retries the removal."""
     old = "step-000000002"
     whole = make_trainer(None)
     expected = fit(whole)
@@ -121,7 +121,7 @@ def test_an_old_checkpoint_that_cannot_be_removed(
         monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1000))
         fit(make_trainer(directory, save_every=2, keep_checkpoints=1), 2)
         assert mpicomm.broadcast_object((directory / old).exists(), src=0)
-        # The next start cannot remove it either; the first save of it can.
+        # The next start also fails to remove it; the first save of that start succeeds.
         monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1))
         trainer = make_trainer(directory, save_every=2, keep_checkpoints=1)
         assert fit(trainer) == expected
@@ -136,7 +136,7 @@ def test_an_old_checkpoint_that_cannot_be_removed(
 
 
 def test_a_signal_to_one_rank_makes_all_leave(world: mpicomm.World, directory: Path) -> None:
-    """By SIGTERM; tests/unit/test_leaving_in_time.py has all signals."""
+    """Tests SIGTERM; tests/unit/test_leaving_in_time.py tests all signals."""
     whole = make_trainer(None)
     expected = fit(whole)
     before = signal.getsignal(signal.SIGTERM)
@@ -197,7 +197,7 @@ def test_another_optimizer_is_refused_by_name(world: mpicomm.World, directory: P
 
 
 class OfNewerTorch:
-    """Cannot be unpickled, as the metadata of torch 2.15 by torch 2.13."""
+    """An object that cannot be unpickled, like metadata of torch 2.15 in torch 2.13."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (divmod, (1, 2, 3))
@@ -205,7 +205,7 @@ class OfNewerTorch:
 
 @pytest.mark.parametrize("its", ["2.99.0+cpu", str(torch.__version__), None])
 def test_a_checkpoint_of_another_torch_is_refused(world: mpicomm.World, directory: Path, its: str | None) -> None:
-    """The error names both versions, the one of the checkpoint if it is known."""
+    """The error names both versions, if the version of the checkpoint is known."""
     fit(make_trainer(directory), 1)
     mpicomm.barrier()
     newest = directory / complete(directory)[-1]
@@ -270,7 +270,7 @@ def test_a_directory_that_another_job_uses_is_refused(
 def test_a_checkpoint_is_synced_before_it_is_marked(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it could be marked complete, and its content lost with the power."""
+    """Otherwise a power failure could leave a checkpoint that is marked complete without its content."""
     events: list[str] = []
     root, fsync, rename = directory.resolve(), os.fsync, Path.rename
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_is_synced_before_it_is_marked(
     monkeypatch.undo()
     everybodys = itertools.chain.from_iterable(mpicomm.all_gather_object(events))
     names = [Path(each).name for each in everybodys if each.startswith("sync")]
-    synced = {each.removesuffix(".tmp").removesuffix(".new") for each in names}  # as they are called in the end
+    synced = {each.removesuffix(".tmp").removesuffix(".new") for each in names}  # the final names
     content = {path.name for path in (directory / name).iterdir()}
     assert {".metadata", "COMPLETE", "__0_0.distcp"} <= content <= synced
     if world.rank == 0:
@@ -303,12 +303,12 @@ def test_a_checkpoint_is_synced_before_it_is_marked(
             f"sync {name}",
         ]
         left = iter(events)
-        assert [each for each in needed if each not in left] == [], events  # each after the one before
+        assert [each for each in needed if each not in left] == [], events  # in this order
 
 
 @pytest.fixture
 def small_files() -> Iterator[Any]:
-    """Let this process write no more into a file than some bytes, as on a disk that is full."""
+    """Limit the size of the files that this process writes, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,4 +1,4 @@
-"""A model's weights in a file: for other programs, and to start another run from."""
+"""Export of a model's weights to a file, for other programs and as the start of another run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 
 
 class Noted(nn.Module):
-    """A model with layers, buffers, and more than tensors in its state."""
+    """A model with layers, buffers, and state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def make_trainer(model: nn.Module, **options: Any) -> mpicomm.Trainer:
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
-    """Return the state on every rank (collective)."""
+    """Return the full state dict on every rank (collective)."""
     return {
         name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in model.state_dict().items()
     }
@@ -64,7 +64,7 @@ def test_weights_go_to_a_file_and_into_another_run(world: mpicomm.World, directo
     model = Noted()
     model.note = "second"
     trainer = make_trainer(model, strategy=strategy)
-    trainer.export(path)  # of no step yet
+    trainer.export(path)  # before the first step
     trainer.fit(data, 1)
     trainer.export(path)
     expected = whole(model)
@@ -126,7 +126,7 @@ def test_weights_that_cannot_be_loaded_are_refused_on_every_rank(world: mpicomm.
 
 @pytest.fixture
 def full_disk() -> Iterator[Any]:
-    """Let this process write no more into a file than some bytes, as on a disk that is full."""
+    """Limit the size of the files that this process writes, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(
 def test_a_file_is_synced_before_it_has_its_name(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it could have its name, and its content be lost with the power."""
+    """Otherwise a power failure could leave a file under its final name without its content."""
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
     root = directory.resolve()

@@ -1,4 +1,4 @@
-"""What a run may be told besides: to compile the model, to be repeatable, to write for TensorBoard, to log by rank."""
+"""Optional features of a run: compilation, determinism, TensorBoard; and MPI without persistent collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_compiled_model_trains_as_it_would(world: mpicomm.World, strategy: str
     model = make_model()
     trainer = make_trainer(model, batch_size=8, strategy=strategy, compile_model=True)
     torch._dynamo.utils.counters.clear()
-    with torch._inductor.config.patch(compile_threads=1):  # more are processes that stay
+    with torch._inductor.config.patch(compile_threads=1):  # more would be processes that outlive the test
         trainer.fit(data, 2, eval_data=data)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     found = [each.full_tensor() if strategy == "fsdp" else each for each in model.parameters()]  # type: ignore[operator]

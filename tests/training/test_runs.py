@@ -1,4 +1,4 @@
-"""Runs that are killed, asked to leave, moved to other numbers of ranks, or spoilt: as jobs of their own."""
+"""Runs in separate jobs that are killed, preempted, resumed on other numbers of ranks, or stopped by a bad loss."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ JOB = ["-m", "tests.training.job"]
 
 
 def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    """At the points in turn; `python -m tests.training` does more of that, and at random moments.
+    """Each start is killed at another point of saving.
 
-    "written" is left to that: it leaves the same files as "renaming".
+    `python -m tests.training` kills more often, and also at random moments. Only that command uses the point "written",
+    because it leaves the same files as "renaming".
     """
     shorter = ["--epochs", "5"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -45,13 +46,13 @@ def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "slow"),
     [
-        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.each_mpi),  # whose launcher passes the status 85 on
+        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.each_mpi),  # the launcher must pass on the status 85
         (signal.SIGUSR1, 1),
         (signal.SIGTERM, -1),
     ],
 )
 def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int) -> None:
-    """All leave together with status 85, also while others wait in a collective for that rank, or it for another."""
+    """All ranks exit with status 85, also while others wait in a collective for that rank, or it waits for another."""
     job = kills.start(
         tmp_path, 4, "--pause", "0.3" if slow >= 0 else "0.05", "--pause-on", str(slow), "--progress", "lines"
     )
@@ -207,7 +208,7 @@ sys.stdout.write(f"main {calls[False] > 0}, saving {calls[True]}\\n")
 
 
 def test_checkpoints_use_a_group_of_their_own_on_the_host(tmp_path: Path) -> None:
-    """Training and saving call operations from two threads, whose order differs between ranks."""
+    """Training and saving call operations from two threads, in an order that differs between ranks."""
     program = tmp_path / "train.py"
     program.write_text(SAVES_WITH_ANOTHER_BACKEND)
     outcome = run_ranks(2, [str(program), str(tmp_path / "run")])

@@ -1,4 +1,4 @@
-"""When the learning rate changes: with the figures of an epoch, and not with a step that was left out."""
+"""Changes of the learning rate: they depend on the metrics of an epoch, and do not occur at skipped steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 
 
 def make_trainer(directory: Path | None = None, *, leave_in_evaluation: int = 0, **options: Any) -> mpicomm.Trainer:
-    """Return a trainer whose learning rate is halved after each epoch but the first, which no other is better than."""
+    """Return a trainer that halves its learning rate after each epoch but the first, which remains the best one."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
@@ -48,7 +48,7 @@ def state_of(trainer: mpicomm.Trainer) -> tuple[Any, ...]:
 def test_a_plateau_of_the_evaluation_lowers_the_rate(
     world: mpicomm.World, directory: Path, save_every: int | None
 ) -> None:
-    """And a run that was ended within an evaluation, and after an epoch, is the one that never was, bit by bit."""
+    """A run that was stopped during an evaluation and after an epoch is bit-identical to an uninterrupted one."""
     train, test = samples(16 * world.size), samples(20, seed=1)
     whole = make_trainer()
     expected = whole.fit(train, 4, test)
@@ -103,7 +103,7 @@ def test_a_scheduler_skips_the_steps_that_overflow_in_float16(
         parameters.append([each.detach().clone() for each in local] if strategy == "ddp" else [])
         loss = nn.functional.cross_entropy(outputs.float(), labels)
         overflows = trainer.position.step == 1 and world.rank == world.size - 1
-        return loss * 1e30 if overflows else loss  # which is finite; its gradients are not
+        return loss * 1e30 if overflows else loss  # the loss is finite, its gradients are not
 
     trainer = mpicomm.Trainer(
         model,
@@ -122,6 +122,6 @@ def test_a_scheduler_skips_the_steps_that_overflow_in_float16(
     assert rates == [0.1 * 0.5**3] * world.size
     assert trainer.precision.scaler.get_scale() == 2.0**16 / 2
     if strategy == "ddp":
-        before, after = parameters[-3:-1]  # the second and the third of four steps
+        before, after = parameters[-3:-1]  # at the second and the third of four steps
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the step was left out"
     assert all(torch.isfinite(each).all() for each in model.parameters())

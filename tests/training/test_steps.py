@@ -1,4 +1,4 @@
-"""What a step does: the same as one process would with all the samples, however they are cut up."""
+"""A step gives the same result as one process with all samples, regardless of the division into ranks and batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_trainer(model: nn.Module, **options: Any) -> mpicomm.Trainer:
 
 
 def train(data: TensorDataset, epochs: int = 2, **options: Any) -> list[torch.Tensor]:
-    """Return the parameters after training by the trainer."""
+    """Return the parameters after training with `Trainer`."""
     model = make_model()
     make_trainer(model, **options).fit(data, epochs)
     return [each.detach() for each in model.parameters()]
@@ -72,7 +72,7 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("count", [96, 101, 67])
 def test_all_ranks_train_as_one_process_would(world: mpicomm.World, count: int) -> None:
-    """Also where the last step has fewer samples, and not the same number on all ranks."""
+    """The last step may have fewer samples, and different numbers of them on the ranks."""
     data = samples(count)
     assert_close(train(data, batch_size=8), train_alone(data, 8, world.size))
 

@@ -1,4 +1,4 @@
-"""Batches of any structure, and models that return their loss: all train as pairs of tensors do."""
+"""Batches of any structure, and models that return their loss, train like pairs of tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class IterableSource(Structured, IterableDataset[Any]):
 
 
 class Net(nn.Module):
-    """A model that takes two halves, and more."""
+    """A model whose forward pass calls `take` with the layers and the batch, which contains two halves of the input."""
 
     def __init__(self, take: Callable[..., Any]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_stream_of_mappings(world: mpicomm.World) -> None:
 
 
 def test_batches_of_lists_count_their_samples(world: mpicomm.World) -> None:
-    """The first tensor of such a batch is one image of 3 channels, whatever the number of samples."""
+    """The first tensor of such a batch is one image with 3 channels, regardless of the number of samples."""
 
     def as_lists(pairs: list[Any]) -> Any:
         return [x.expand(3, -1) for x, _ in pairs], torch.stack([label for _, label in pairs])
@@ -170,11 +170,11 @@ def test_what_is_no_loss_is_refused_at_the_first_step(
         trainer.fit(samples(8 * world.size), 1)
     assert trainer.position.step == 0
     trainer.loss_fn = nn.functional.cross_entropy
-    trainer.fit(samples(8 * world.size), 1)  # no rank has sent anything that another one waits for
+    trainer.fit(samples(8 * world.size), 1)  # the refused step has left no rank waiting for another
 
 
 class InAnObject(nn.Module):
-    """A model in which FSDP finds no layers, and returns what FSDP does not look into."""
+    """A model in which FSDP finds no layers, and whose output is an object that FSDP does not inspect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class InAnObject(nn.Module):
 
 
 def test_outputs_that_fsdp_does_not_see_are_refused(world: mpicomm.World) -> None:
-    """Otherwise each rank would train by its own gradients, and say nothing."""
+    """Otherwise each rank would train with its own gradients, without an error."""
     trainer = make_trainer(
         InAnObject(), loss_fn=lambda out, y: nn.functional.cross_entropy(out.logits, y), strategy="fsdp"
     )

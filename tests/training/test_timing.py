@@ -1,4 +1,4 @@
-"""How the trainer divides the time of a step, with a clock that the test sets."""
+"""The trainer's division of the time of a step, measured with a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: py
     clock = step_timing.Clock(torch.device("cpu"))
     clock.start()  # at 10 s
     clock.add("data")  # at 13 s
-    clock.add_backward(is_synchronized=True)  # at 20 s, of which it waited since 18 s
+    clock.add_backward(is_synchronized=True)  # at 20 s, after waiting since 18 s
     clock.add_backward(is_synchronized=False)  # at 30 s
-    clock.add_backward(is_synchronized=True)  # at 31 s; its last operation was called before it began
+    clock.add_backward(is_synchronized=True)  # at 31 s; the last operation was called before this pass began
     clock.add("compute")
     assert clock.take() == {"data": 3.0, "compute": 5.0 + 10.0 + 1.0 + 0.5, "communication": 2.0}
     assert clock.take() == {"data": 0.0, "compute": 0.0, "communication": 0.0}

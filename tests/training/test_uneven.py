@@ -1,4 +1,4 @@
-"""Runs whose ranks do not have equally much, or of which a part has no state: nothing hangs, and nothing is lost."""
+"""Runs with uneven data on the ranks, or with parameters without optimizer state: no hang, and no loss of data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_trainer(model: nn.Module | None = None, *, leave_at: int = 0, **options
 
 
 def assert_trained(trainer: Trainer, data: TensorDataset, steps: list[list[int]]) -> None:
-    """Compare the parameters with those of one process that takes these samples in each step."""
+    """Compare the parameters with those of one process that trains on these samples in each step."""
     alone = make_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     x, y = data.tensors
@@ -64,7 +64,7 @@ def assert_trained(trainer: Trainer, data: TensorDataset, steps: list[list[int]]
 
 
 def parameters_of(trainer: Trainer) -> list[torch.Tensor]:
-    """Return the whole parameters on every rank (collective)."""
+    """Return the full parameters on every rank (collective)."""
     found = [each.detach() for each in trainer.wrapped.inner.parameters()]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
 
@@ -73,7 +73,7 @@ def parameters_of(trainer: Trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("grad_accum_steps", [1, 2])
 def test_a_stream_that_ends_sooner_on_some_ranks(world: mpicomm.World, strategy: str, grad_accum_steps: int) -> None:
     whole = 2 * world.size * grad_accum_steps
-    count = whole + 2  # one more batch, for rank 0
+    count = whole + 2  # one additional batch, on rank 0
     trainer = test_steps.make_trainer(make_model(), batch_size=2, strategy=strategy, grad_accum_steps=grad_accum_steps)
     (epoch,) = trainer.fit(IterableSource(count), 1)
     assert epoch["samples"] == count
@@ -103,7 +103,7 @@ def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World
 
 
 class Partly(nn.Module):
-    """A model of which a part never gets a gradient, and with more than tensors in its state."""
+    """A model with a part that never gets a gradient, and with state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory:
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_skipped_steps_leave_nothing_behind(world: mpicomm.World, place: int) -> None:
-    """Not in the buffers, and not in what a rank goes through a step with that has no data left."""
+    """Neither the buffers nor the padding batch of a rank without data contain values of a skipped step."""
     stream = IterableSource(2 * world.size + 2)
     stream.pairs.tensors[0][2 * world.size - 1 if place else 0] = torch.nan
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
@@ -177,7 +177,7 @@ def test_all_ranks_hear_of_a_failed_checkpoint_at_once(
         try:
             save(self, *arguments)
         finally:
-            time.sleep(0.1 * world.rank)  # so that the others do not know yet when rank 0 does
+            time.sleep(0.1 * world.rank)  # rank 0 detects the failure before the other ranks do
 
     monkeypatch.setattr(Checkpoints, "_save", late)
     monkeypatch.setattr(Checkpoints, "_publish", lambda *_: "no room")
@@ -240,6 +240,6 @@ def children() -> list[int]:
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Tell whether a process ignores a signal; torch's workers end with status 0 at a SIGTERM that they do not."""
+    """Return whether a process ignores a signal; torch's workers exit with status 0 if they do not ignore SIGTERM."""
     (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(mask, 16) >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""The notice of a rank that waits for absent ones: what it says, and when it is printed."""
+"""The notice that a rank prints while it waits for absent ranks: its text and its timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend "auto" selects, what each backend needs, and the devices for which ours is registered."""
+"""The backend that "auto" selects, the requirements of each backend, and the device types of mpicomm's own backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONCRETE = [name for name in backend_choice.KNOWN if name != "auto"]
 
 @pytest.mark.parametrize(
     "backend", [*backend_choice.KNOWN, None], ids=repr
-)  # pytest-mpi takes an id `mpi` for its mark
+)  # pytest-mpi interprets a test id `mpi` as its marker
 def test_a_known_back_end_is_accepted(backend: str | None) -> None:
     backend_choice.check(backend)
 
@@ -53,7 +53,7 @@ def test_what_a_back_end_needs_is_in_its_name(backend: str | None) -> None:
     ("uuids", "hosts", "each"),
     [
         (["a", "b", "c"], ["x", "x", "y"], True),
-        (["a", "a"], ["x", "y"], True),  # virtual machines may give every host's GPU the same name
+        (["a", "a"], ["x", "y"], True),  # on virtual machines, the GPUs of different hosts may have the same UUID
         (["a", "a"], ["x", "x"], False),
         (["a", None], ["x", "x"], False),
         (["a", None, "a"], ["x", "x", "y"], False),

@@ -1,4 +1,4 @@
-"""Batches of any structure: the call that each becomes, its samples, its way to a device, and what a loss must be."""
+"""Batches of any structure: the model call, the number of samples, the copy to a device, and the checks of a loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Graph:
 
 
 class Encoding(collections.UserDict):
-    """A mapping that is no dict, as tokenizers return."""
+    """A mapping that is not a dict, as tokenizers return."""
 
 
 class Movable:
@@ -139,13 +139,13 @@ IMAGES = [(torch.zeros(3, size), number) for number, size in enumerate((5, 4, 7,
 
 
 def as_lists(samples: list[Any]) -> Any:
-    """Return a batch of images of different sizes, which cannot be one tensor."""
+    """Collate images of different sizes, which cannot form one tensor, as a list."""
     return [image for image, _ in samples], [number for _, number in samples]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_of_a_loader_are_counted_by_their_samples(num_workers: int) -> None:
-    """Not by the first tensor, which is one image of 3 channels here."""
+    """The first tensor, here one image of 3 channels, does not determine the number of samples."""
     loader: DataLoader[Any] = DataLoader(
         IMAGES, 2, sampler=range(5), num_workers=num_workers, persistent_workers=num_workers > 0, collate_fn=as_lists
     )
@@ -164,7 +164,7 @@ def test_batches_of_a_sampler_of_batches_are_counted_too() -> None:
 
 
 class Doubling(DataLoader[Any]):
-    """A loader that makes other batches of those that it has loaded."""
+    """A loader that builds new batches from those that it loads."""
 
     def __iter__(self) -> Any:
         return ((torch.cat([x, x]), torch.cat([y, y])) for x, y in super().__iter__())

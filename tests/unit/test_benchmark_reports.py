@@ -1,4 +1,4 @@
-"""What `mpicomm bench` shows of its figures: tables and curves."""
+"""The tables and curves in which `mpicomm bench` shows its figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def row(backend: str, us: float, nbytes: int = 1024, **values: Any) -> dict[str,
 
 
 def cells(table: Table) -> dict[str, list[Any]]:
-    """Return the cells by the titles of their columns."""
+    """Return the cells of each column by its title."""
     return {str(column.header): list(column.cells) for column in table.columns}
 
 

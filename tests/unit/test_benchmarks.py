@@ -1,4 +1,4 @@
-"""The arithmetic of `mpicomm bench`: known times in, known figures out; nothing is measured."""
+"""The arithmetic of `mpicomm bench`: the tests pass known times and compare the figures; they measure nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpicomm.launch.request import Start
 
 
 class Clock:
-    """Stands in for the module `time`; calls move it by whole microseconds."""
+    """Replaces the module `time`; calls advance it by whole microseconds."""
 
     def __init__(self) -> None:
         self.us = 0
@@ -32,7 +32,7 @@ class Clock:
         return self.us * 1000
 
     def after(self, *us: int) -> Callable[..., None]:
-        """Return a call that takes these times in turn, the last of them from then on."""
+        """Return a callable that takes these times in turn, and then repeats the last one."""
         left = list(us)
 
         def call(*_: Any, **__: Any) -> None:
@@ -42,7 +42,7 @@ class Clock:
 
 
 def alone() -> Bench:
-    """Return the bench of a single rank."""
+    """Return a `Bench` of a single rank."""
     return Bench(lambda mine: [mine], lambda: None, lambda: None, rounds=2, seconds=1e-4)
 
 
@@ -59,7 +59,7 @@ def test_latency_is_the_fastest_round_of_the_slowest_rank(monkeypatch: pytest.Mo
         means, p99 = mine
         return [mine, ([3 * each for each in means], 3 * p99)]  # the other rank takes three times as long
 
-    bench = Bench(gather, lambda: None, lambda: None, rounds=3, seconds=1e-6)  # so short that a round has three calls
+    bench = Bench(gather, lambda: None, lambda: None, rounds=3, seconds=1e-6)  # short enough for three calls per round
     warm_up = [1] * 6
     found = timing.in_turn(bench, {"call": clock.after(*warm_up, 9, 9, 9, 5, 5, 5, 7, 7, 7)})
     assert found == {"call": Times(least=15.0, median=21.0, p99=27.0)}
@@ -93,11 +93,11 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
     assert overlap.percent(alone(), start, torch.device("cpu")) == percent
     assert " ".join(events) == (
         "alone start wait compute compute 100 us together start compute 100 us wait"
-    )  # the operation is on its way during the computation
+    )  # the operation is in progress during the computation
 
 
 def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data 1 ms; data and computing 5 ms; all of it 9 ms by one backend, and hardly more than 5 ms by the other."""
+    """Data take 1 ms, data and computation 5 ms, the whole step 9 ms with one backend and 4.99 ms with the other."""
     us = {"data": 1000.0, "compute": 5000.0, "mpi": 9000.0, "none": 4990.0}
     monkeypatch.setattr(
         training.timing, "in_turn", lambda _, calls: {name: Times(us[name], 2 * us[name], None) for name in calls}
@@ -111,7 +111,7 @@ def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(row.data_ms, row.compute_ms, row.communication_ms) for row in rows] == [(1.0, 4.0, 4.0), (1.0, 4.0, 0.0)]
 
 
-# -- starts --------------------------------------------------------------------------------------------------------
+# -- startup times -------------------------------------------------------------------------------------------------
 
 
 def test_each_step_of_a_start_has_its_own_time(
@@ -157,7 +157,7 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
     assert on_progress[-1] == "round 2 of 2: 2 ranks by torchrun + Gloo"
 
 
-# -- the machine, and the ratios -------------------------------------------------------------------------------------
+# -- machine settings and ratios -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_ratio_is_met_on_the_right_side_of_its_target(value: float, is_least: 
 
 
 def operations(dtype: str, **us: dict[int, float]) -> list[dict[str, Any]]:
-    """Return rows with these microseconds by backend and size, and two wrong elements in the first of them."""
+    """Return rows with these times in microseconds, by backend and size; the first row has two wrong elements."""
     rows = [
         {"in_place": True, "dtype": dtype, "nbytes": nbytes, "backend": backend, "us": each, "wrong": 0}
         for backend, by_size in us.items()

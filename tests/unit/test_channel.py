@@ -1,4 +1,4 @@
-"""The side channel over real sockets: what comes through, who gets in, and what is noticed when somebody goes."""
+"""The out-of-band channel over real sockets: messages, authentication, and detection of lost connections."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mpicomm.watchdog.connection import Connection, Message
 
 TOKEN = bytes(range(channels.TOKEN_BYTES))
 HOST = "127.0.0.1"
-SECONDS = 10.0  # in which everything here must have happened
+SECONDS = 10.0  # time limit of each wait in these tests
 LIMIT = connections._LIMIT
-STRANGERS_LIMIT = connections._STRANGERS_LIMIT
+STRANGERS_LIMIT = connections._UNAUTHENTICATED_LIMIT
 
 
 def pump(condition: Callable[[], Any], *polled: Channel) -> list[ChannelEvent]:
-    """Poll channels until something is so, and return what they saw."""
+    """Poll channels until the condition holds, and return their events."""
     events: list[ChannelEvent] = []
     deadline = time.monotonic() + SECONDS
     while not condition():
@@ -42,7 +42,7 @@ def pump(condition: Callable[[], Any], *polled: Channel) -> list[ChannelEvent]:
 
 
 def take(channel: Channel, number: int, *others: Channel) -> list[ChannelEvent]:
-    """Poll a channel until it has seen so many events, and keep others going, which see none."""
+    """Poll a channel until it has returned `number` events; poll the other channels too, which must return none."""
     events: list[ChannelEvent] = []
     deadline = time.monotonic() + SECONDS
     while len(events) < number and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def take(channel: Channel, number: int, *others: Channel) -> list[ChannelEvent]:
 
 
 def message_of(size: int) -> Message:
-    """Return a message whose text has so many bytes."""
+    """Return a message whose JSON text has `size` bytes."""
     return {"x": "a" * (size - len('{"x":""}'))}
 
 
@@ -78,7 +78,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Tell whether the other side has hung up; what it said before is thrown away."""
+    """Return whether the peer has closed the connection; discard all data that it sent before."""
     while select.select([sock], [], [], 0)[0]:
         try:
             if not sock.recv(1 << 16):
@@ -89,7 +89,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def join(hub: Channel, port: int, ranks: list[int]) -> dict[int, Channel]:
-    """Connect ranks to their hub, each on a thread as if it were a process."""
+    """Connect ranks to their hub, each on its own thread instead of a process."""
     children = {rank: Channel(rank, TOKEN) for rank in ranks}
     with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
         joining = [pool.submit(child.connect, HOST, port, SECONDS) for child in children.values()]
@@ -123,7 +123,7 @@ def test_a_lost_host_is_noticed_after_the_time_that_was_asked_for() -> None:
 
 
 class Office:
-    """A hub whose ranks connect one by one."""
+    """A hub to which ranks connect one by one."""
 
     def __init__(self, *expected: int) -> None:
         self.hub = Channel(0, TOKEN)
@@ -132,7 +132,7 @@ class Office:
         self._sockets: list[socket.socket] = []
 
     def stranger(self) -> tuple[socket.socket, Message]:
-        """Connect without a word, and return what the hub says to begin with."""
+        """Connect without sending anything, and return the socket and the hub's first message."""
         sock = self.call()
         pump(lambda: select.select([sock], [], [], 0)[0], self.hub)
         return sock, read_frame(sock)
@@ -143,7 +143,7 @@ class Office:
         return sock
 
     def raw(self, rank: int) -> socket.socket:
-        """Connect a rank that has no channel, and can say what it likes."""
+        """Connect as a rank without a `Channel`, so that the test can send arbitrary bytes."""
         sock, challenge = self.stranger()
         sock.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), rank)))
         pump(lambda: rank in self.hub.children, self.hub)
@@ -151,7 +151,7 @@ class Office:
         return sock
 
     def refuses(self, sock: socket.socket) -> bool:
-        """Tell whether a stranger is dropped, and nobody hears of it."""
+        """Return whether the hub closes an unauthenticated connection and reports no event."""
         return pump(lambda: is_closed(sock), self.hub) == []
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Office:
 
 def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
     proof = channels._proof(token, nonce, rank)
-    return json.dumps({"rank": rank, "pid": os.getpid(), "birth": "", "proof": proof}).encode()
+    return json.dumps({"rank": rank, "pid": os.getpid(), "start_time": "", "proof": proof}).encode()
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def office(*expected: int) -> Iterator[Office]:
 
 @contextlib.contextmanager
 def family(*ranks: int) -> Iterator[tuple[Channel, dict[int, Channel]]]:
-    """Return a hub and the channels of these ranks, all connected."""
+    """Yield a hub and the channels of these ranks, all connected."""
     with office(*ranks) as opened:
         children = join(opened.hub, opened.port, list(ranks))
         try:
@@ -185,7 +185,7 @@ def family(*ranks: int) -> Iterator[tuple[Channel, dict[int, Channel]]]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, Connection]]:
-    """Two connections to each other, which trust each other."""
+    """Yield two connected ends, both marked as trusted."""
     with socket.create_server((HOST, 0)) as listener:
         ends = Connection(socket.create_connection(listener.getsockname()[:2])), Connection(listener.accept()[0])
     for end in ends:
@@ -196,7 +196,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
 
 
 def receive_all(sender: Connection, receiver: Connection, number: int) -> tuple[list[Message], str]:
-    """Move what waits from one end to the other until so many messages are there, or the connection is lost."""
+    """Transfer messages until the receiver has `number` of them or the connection is lost."""
     messages: list[Message] = []
     lost = ""
     deadline = time.monotonic() + SECONDS
@@ -305,7 +305,7 @@ def test_who_sends_garbage_is_lost_and_the_others_go_on(garbage: bytes) -> None:
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # the other side may hang up before it has heard all
+    with contextlib.suppress(OSError):  # the peer may close the connection before it has received all data
         sock.sendall(data)
 
 
@@ -321,7 +321,7 @@ def test_half_a_message_is_none(part: bytes) -> None:
         assert take(opened.hub, 1) == [ChannelEvent(2, {})]
 
 
-# -- the tree --------------------------------------------------------------------------------------------------------
+# -- hubs and children -----------------------------------------------------------------------------------------------
 
 
 def test_messages_go_both_ways_in_order() -> None:
@@ -424,10 +424,10 @@ def test_who_is_woken_often_does_not_block() -> None:
             alone.wake()
         pump(lambda: not select.select([alone._woken], [], [], 0)[0], alone)
         assert alone.woken.count(b"\0") > 100
-    alone.wake()  # closed: nobody waits any more
+    alone.wake()  # closed: no thread waits in poll()
 
 
-# -- who gets in -----------------------------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------------------------
 
 
 def says_nothing_of_it(nonce: bytes) -> bytes:
@@ -451,11 +451,11 @@ def is_not_expected(nonce: bytes) -> bytes:
 
 
 def has_no_pid(nonce: bytes) -> bytes:
-    return json.dumps({"rank": 1, "birth": "", "proof": channels._proof(TOKEN, nonce, 1)}).encode()
+    return json.dumps({"rank": 1, "start_time": "", "proof": channels._proof(TOKEN, nonce, 1)}).encode()
 
 
 def has_a_birth_that_is_a_number(nonce: bytes) -> bytes:
-    return json.dumps({**json.loads(credentials(nonce, 1)), "birth": 7}).encode()
+    return json.dumps({**json.loads(credentials(nonce, 1)), "start_time": 7}).encode()
 
 
 def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
@@ -463,11 +463,11 @@ def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
 
 
 def has_a_proof_that_is_a_number(nonce: bytes) -> bytes:
-    return b'{"rank": 1, "pid": 1, "birth": "", "proof": 7}'
+    return b'{"rank": 1, "pid": 1, "start_time": "", "proof": 7}'
 
 
 def has_a_proof_of_other_letters(nonce: bytes) -> bytes:
-    return json.dumps({"rank": 1, "pid": 1, "birth": "", "proof": "é" * 64}).encode()
+    return json.dumps({"rank": 1, "pid": 1, "start_time": "", "proof": "é" * 64}).encode()
 
 
 def says_too_much(nonce: bytes) -> bytes:
@@ -531,13 +531,13 @@ def test_what_another_rank_proved_lets_nobody_in() -> None:
 def test_the_hub_does_not_send_the_token() -> None:
     with office(1) as opened:
         _, challenge = opened.stranger()
-        assert set(challenge) == {"nonce", "rank", "pid", "birth"}
+        assert set(challenge) == {"nonce", "rank", "pid", "start_time"}
         assert TOKEN.hex() not in challenge.values()
 
 
 def test_a_rank_sends_its_proof_and_not_the_token() -> None:
     nonce = b"n" * channels._NONCE_BYTES
-    challenge = {"nonce": nonce.hex(), "rank": 0, "pid": 1, "birth": ""}
+    challenge = {"nonce": nonce.hex(), "rank": 0, "pid": 1, "start_time": ""}
     with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as rank:
         listener.settimeout(SECONDS)
         connecting = threading.Thread(target=rank.connect, args=(*listener.getsockname(), SECONDS))
@@ -551,7 +551,7 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
             connecting.join()
             rank.close()
             assert hub.recv(1) == b"", "something follows the proof"
-    assert sent == {**json.loads(credentials(nonce, 1)), "birth": local_processes.this_process().birth}
+    assert sent == {**json.loads(credentials(nonce, 1)), "start_time": local_processes.this_process().start_time}
     assert sent["proof"] == hmac.digest(TOKEN, nonce + b"1", "sha256").hex()
 
 
@@ -582,7 +582,7 @@ def test_a_rank_may_speak_right_after_its_proof() -> None:
 
 
 def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_STRANGERS_SECONDS", 0.3)
+    monkeypatch.setattr(channels, "_AUTHENTICATION_SECONDS", 0.3)
     with office(1) as opened:
         silent, _ = opened.stranger()
         slow, _ = opened.stranger()
@@ -591,10 +591,10 @@ def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.Monkey
         assert opened.refuses(silent)
         assert opened.refuses(slow)
         assert time.monotonic() - start < 5
-        assert opened.hub._strangers == {}
+        assert opened.hub._unauthenticated == {}
         real = opened.raw(1)
         time.sleep(0.5)
-        assert opened.hub.poll(0.1) == []  # who is in stays in
+        assert opened.hub.poll(0.1) == []  # an authenticated rank stays connected
         assert not is_closed(real)
 
 
@@ -604,12 +604,12 @@ def test_somebody_who_hangs_up_at_once_is_forgotten() -> None:
             opened.call().close()
         listener = opened.hub._listener
         assert listener is not None
-        pump(lambda: not opened.hub._strangers and not select.select([listener], [], [], 0)[0], opened.hub)
+        pump(lambda: not opened.hub._unauthenticated and not select.select([listener], [], [], 0)[0], opened.hub)
         opened.raw(1)
 
 
 def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_STRANGERS_SECONDS", 1.0)
+    monkeypatch.setattr(channels, "_AUTHENTICATION_SECONDS", 1.0)
     ranks = list(range(1, 9))
     with office(*ranks) as opened, contextlib.ExitStack() as stack:
 
@@ -618,7 +618,7 @@ def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch)
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             flooding = [pool.submit(flood, first) for first in range(0, 200, 50)]
-            concurrent.futures.wait(flooding[:2])  # who wait before the ranks do
+            concurrent.futures.wait(flooding[:2])  # unauthenticated connections that wait before those of the ranks
             children = join(opened.hub, opened.port, ranks)
             for child in children.values():
                 stack.callback(child.close)
@@ -627,7 +627,7 @@ def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch)
             if sock is not None:
                 stack.callback(sock.close)
         assert sorted(opened.hub.children) == ranks
-        pump(lambda: not opened.hub._strangers, opened.hub)
+        pump(lambda: not opened.hub._unauthenticated, opened.hub)
         for child in children.values():
             child.send_up({})
         assert sorted(event.rank or 0 for event in take(opened.hub, 8)) == ranks
@@ -636,7 +636,7 @@ def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch)
 def _stranger(port: int, text: bytes) -> socket.socket | None:
     try:
         sock = socket.create_connection((HOST, port), timeout=SECONDS)
-    except ConnectionError:  # all ranks are in: nobody listens any more
+    except ConnectionError:  # all ranks are connected: the hub no longer listens
         return None
     _send(sock, text)
     return sock
@@ -666,7 +666,7 @@ def test_a_hub_that_does_not_take_a_rank_in_says_so_at_once() -> None:
             pump(joining.done, opened.hub)
             with pytest.raises(ConnectionError, match="the hub closed the connection"):
                 joining.result()
-        child.send_up({})  # there is nobody, and nothing happens
+        child.send_up({})  # has no effect without a connection
 
 
 def test_nobody_is_there() -> None:
@@ -681,7 +681,7 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
 
         def take_in() -> socket.socket:
             sock = listener.accept()[0]
-            sock.sendall(frame(json.dumps({"nonce": "00" * 16, "rank": 0, "pid": 7, "birth": ""}).encode()))
+            sock.sendall(frame(json.dumps({"nonce": "00" * 16, "rank": 0, "pid": 7, "start_time": ""}).encode()))
             read_frame(sock)
             sock.sendall(frame(b'{"welcome": 1}') + frame(b'{"kind": "collect"}'))
             return sock
@@ -693,7 +693,7 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
                 assert child.poll(0.5) == [ChannelEvent(None, {"kind": "collect"})]
 
 
-# -- who goes --------------------------------------------------------------------------------------------------------
+# -- lost connections ------------------------------------------------------------------------------------------------
 
 
 def test_the_hub_notices_which_child_is_gone() -> None:
@@ -729,9 +729,9 @@ def test_who_is_gone_while_much_waits_for_him_is_noticed() -> None:
 
 
 def descriptors() -> dict[str, str]:
-    """Return this process's open descriptors, but for the one that lists them."""
+    """Return the open descriptors of this process, except the one used to list them."""
     links = {}
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Path.iterdir would be no different
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Path.iterdir would do the same
         with contextlib.suppress(OSError):
             links[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
     return links
@@ -764,7 +764,7 @@ def test_a_rank_that_could_not_connect_leaves_nothing_open() -> None:
 
 @contextlib.contextmanager
 def forked(in_child: Callable[[], Any]) -> Iterator[None]:
-    """Fork a child that does something, and then lives until the end of the block."""
+    """Fork a child that calls `in_child` and then lives until the end of the block."""
     ready, is_ready = os.pipe()
     end, ends = os.pipe()
     if (pid := os.fork()) == 0:

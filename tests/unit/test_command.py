@@ -1,4 +1,4 @@
-"""The command `mpicomm`."""
+"""The `mpicomm` command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENTRIES = [
 
 
 def a_run(directory: Path, *, broken: bool = False) -> str:
-    """Write a run's file, and return its directory."""
+    """Write the metrics file of a run, and return the run's directory."""
     directory.mkdir()
     lines = [json.dumps(entry) for entry in ENTRIES]
     (directory / FILE).write_text("\n".join([*["{"] * broken, *lines[broken:], ""]))

@@ -1,4 +1,4 @@
-"""What a user reads where mpicomm cannot run with the installed torch."""
+"""The errors that a user sees if mpicomm cannot run with the installed torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INSTALL = "  pip install 'torch>=2.8,<2.16'"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Let torch be of another version."""
+    """Make torch report this version."""
     monkeypatch.setattr("torch.version.__version__", version)
     monkeypatch.setattr(torch, "__version__", version)
 
 
 def import_anew(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Import the module with torch's private names, and return the message of its error."""
+    """Reimport the module that uses torch's private names, and return the message of its error."""
     monkeypatch.delitem(sys.modules, "mpicomm.backend.torch_internals")
     with pytest.raises(mpicomm.MpicommError) as caught:
         importlib.import_module("mpicomm.backend.torch_internals")
@@ -72,7 +72,7 @@ def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _make_group(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Let `bootstrap` make the process group with a torch that raises an error."""
+    """Create the process group as `bootstrap` does, with a torch that raises this error."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise error

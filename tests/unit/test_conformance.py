@@ -1,4 +1,4 @@
-"""The pure parts of `python -m tests.conformance`: what becomes of verdicts, and what the page says."""
+"""The pure parts of `python -m tests.conformance`: the combination of verdicts, and the text of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge: what rank 0 says and does when ranks die, leave or stand still."""
+"""The coordinator: the reports and actions of rank 0 when ranks die, exit or hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERYBODY = hang_report.ranges(range(SIZE))
 
 
 class Hands:
-    """What the judge has done."""
+    """Records the actions that the coordinator requests."""
 
     def __init__(self, may_claim: bool = True) -> None:
         self.may_claim = may_claim
@@ -52,7 +52,7 @@ class Hands:
 
 
 class Court:
-    """A judge whose clock goes by hand."""
+    """A coordinator whose clock the test advances."""
 
     def __init__(self, *, nodes: tuple[int, ...] = (0,) * SIZE, may_claim: bool = True) -> None:
         self.hands = Hands(may_claim)
@@ -77,7 +77,7 @@ class Court:
 
     @property
     def number(self) -> int:
-        """The number of the last collection."""
+        """The number of the last status collection."""
         numbers: list[int] = [message["number"] for message in self.hands.to_all if message["kind"] == "collect"]
         return numbers[-1]
 
@@ -112,7 +112,7 @@ class Court:
 
 
 def what(**changes: Any) -> dict[str, Any]:
-    """Return what a rank tells of an operation."""
+    """Return a rank's description of an operation."""
     return {
         "name": "all_reduce",
         "sequence": 42,
@@ -129,11 +129,11 @@ def what(**changes: Any) -> dict[str, Any]:
 
 
 def status_of(sequence: int = 42, **changes: Any) -> dict[str, Any]:
-    """Return what a rank says of itself."""
+    """Return a rank's status report."""
     return {"running": [what()], "last": what(), "main": "train.py:88", "sequences": {"0": sequence}, **changes}
 
 
-# -- death -----------------------------------------------------------------------------------------------------------
+# -- dead ranks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_message", [True, False])
@@ -201,7 +201,7 @@ def test_a_rank_that_calls_os_exit_is_named_and_told_that_it_was_heard() -> None
     assert court.hands.ended == [1]
 
 
-# -- who ends the job ------------------------------------------------------------------------------------------------
+# -- failure reports and abort of the job ----------------------------------------------------------------------------
 
 
 def test_a_rank_that_failed_and_then_died_tells_it_itself() -> None:
@@ -266,7 +266,7 @@ def test_a_broken_group_is_told_to_all() -> None:
     assert not court.coordinator.is_busy
 
 
-# -- leaving ---------------------------------------------------------------------------------------------------------
+# -- exited ranks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaver_first", [True, False])
@@ -354,7 +354,7 @@ def test_who_goes_on_did_not_wait_for_the_leaver() -> None:
     court.wait_in(0)
     court.leave(2)
     court.take(kind="goes on", rank=0, number=7)
-    court.take(kind="goes on", rank=1, number=7)  # of whom nobody had heard that it waits
+    court.take(kind="goes on", rank=1, number=7)  # rank 1 has not reported a wait
     court.tick(GATHER)
     assert (court.hands.to_all, court.coordinator.is_busy) == ([], False)
 
@@ -368,7 +368,7 @@ def test_a_message_from_somebody_who_left_does_not_come(leaver_first: bool) -> N
         else:
             court.wait_in(0, sequence=None, needs="2")
     court.tick(GATHER)
-    assert court.hands.to_all == []  # it may be on its way
+    assert court.hands.to_all == []  # the message may still be in transit
     court.tick(TRANSIT - GATHER)
     court.answer(*range(SIZE))
     court.tick()
@@ -418,7 +418,7 @@ def test_who_takes_its_groups_down_waits_for_nobody_who_left() -> None:
 
 @pytest.mark.parametrize("silent", [{}, {"silent": 3.0, "state": ""}], ids=["no word", "its hub's word"])
 def test_who_does_not_answer_may_wait_no_more(silent: dict[str, Any]) -> None:
-    """Until it answers, and still waits."""
+    """The wait counts again as soon as the rank answers and still waits."""
     court = Court()
     court.wait_in(0)
     court.leave(2)
@@ -501,7 +501,7 @@ def test_it_costs_little_that_many_wait(monkeypatch: pytest.MonkeyPatch) -> None
     assert parsed == [EVERYBODY]
 
 
-# -- standing still --------------------------------------------------------------------------------------------------
+# -- hangs and timeouts ----------------------------------------------------------------------------------------------
 
 
 def test_a_hang_is_reported_with_everybodys_place() -> None:
@@ -597,7 +597,7 @@ def test_a_deadline_does_not_wait_for_the_next_report() -> None:
 
 
 class AnswersAtOnce(Hands):
-    """The hands of rank 0, which hears a question before anybody else."""
+    """The actions of rank 0, which receives a request before all other ranks."""
 
     court: Court
 
@@ -630,7 +630,7 @@ def test_a_deadline_that_ends_while_it_is_looked_at_ends_nothing() -> None:
     court = Court()
     court.hang(0)
     court.deadline(1, 31.0, 30.0)
-    court.take(kind="goes on", rank=1, number=8)  # something else
+    court.take(kind="goes on", rank=1, number=8)  # a different operation
     court.take(kind="goes on", rank=1, number=7)
     court.answer(*range(SIZE))
     court.tick(TELLER)
@@ -661,7 +661,7 @@ def test_files_are_written_at_the_first_hang_and_at_the_end() -> None:
     assert [message["files"] for message in court.hands.to_all] == [True, False, False, True]
 
 
-# -- where everybody is ----------------------------------------------------------------------------------------------
+# -- status of all ranks ---------------------------------------------------------------------------------------------
 
 
 def test_a_collection_ends_as_soon_as_all_have_answered() -> None:
@@ -738,7 +738,7 @@ def test_a_rank_that_left_and_is_asked_is_shown_as_left() -> None:
     assert court.hands.said[0].splitlines()[2] == "  rank 2         exited 12 s ago with status 0"
 
 
-# -- who is missing --------------------------------------------------------------------------------------------------
+# -- missing ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_who_gave_up_waiting_hears_who_has_not_come() -> None:

@@ -1,4 +1,4 @@
-"""Who started a process, and who contradicts whom: every row of the tables, every rule."""
+"""Detection of the launcher of a process, and of contradictions: every row of the tables, every rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MPICH_PMIX = Library("MPICH", "5.0.2", description="MPICH configure: --with-pmix
 def environ_of(
     launcher: Launcher, rank: int = RANK, size: int = SIZE, local_rank: int = LOCAL_RANK, local_size: int = LOCAL_SIZE
 ) -> dict[str, str]:
-    """Return what a launcher sets for one rank."""
+    """Return the variables that a launcher sets for one rank."""
     values = {
         launcher.rank: rank,
         launcher.size: size,
@@ -45,10 +45,10 @@ PMI, PMIX = by_title("PMI launcher"), by_title("PMIx launcher")
 each_launcher = pytest.mark.parametrize("launcher", MPI_LAUNCHERS, ids=lambda launcher: launcher.title)
 
 
-# -- the tables ------------------------------------------------------------------------------------------------------
+# -- the tables of variables -----------------------------------------------------------------------------------------
 
-# What each launcher sets for rank 5 of 8 on two nodes, with the local rank 1 of 4: the most specific launcher first.
-# The numbers of nodes and the node's rank must not be taken for others.
+# The variables that each launcher sets for rank 5 of 8 on two nodes, with local rank 1 of 4; the most specific launcher
+# is first. Detection must not use the number of nodes or the node rank as another value.
 SET_BY = {
     "Open MPI's mpirun": (
         "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4 "
@@ -111,7 +111,7 @@ def test_the_most_specific_launcher_gives_the_title() -> None:
 
 @each_launcher
 def test_the_rank_of_an_mpi_launcher_is_the_best_guess(launcher: Launcher) -> None:
-    """RANK may be left over, and SLURM_PROCID is the rank of mpirun's daemon."""
+    """RANK may be left over from another job, and SLURM_PROCID is the rank of mpirun's daemon."""
     assert detect.guess_rank({launcher.rank: "5", "RANK": "1", "SLURM_PROCID": "0"}) == 5
 
 
@@ -220,7 +220,7 @@ def test_the_remedy_starts_as_many_as_were_started(launcher: Launcher) -> None:
 
 @each_launcher
 def test_slurm_is_ignored_where_a_launcher_speaks(launcher: Launcher) -> None:
-    """Under mpirun in a job, SLURM_* describe the launcher's daemons, one per node."""
+    """Under mpirun in a Slurm job, SLURM_* describe the launcher's daemons, one per node."""
     environ = environ_of(launcher) | environ_of(SLURM, rank=0, size=2)
     environ |= {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
     assert problem(environ, RANK, SIZE) is None
@@ -235,7 +235,7 @@ def test_slurm_is_ignored_also_where_it_makes_no_sense() -> None:
 
 @pytest.mark.parametrize("outer", MPI_LAUNCHERS[:-1], ids=lambda launcher: launcher.title)
 def test_one_agreeing_launcher_is_proof_in_a_larger_world(outer: Launcher) -> None:
-    """A job started within another's shell inherits the outer launcher's variables."""
+    """A job started from the shell of another job inherits the variables of the outer launcher."""
     inner = PMIX if outer is not PMIX else PMI
     environ = environ_of(outer, rank=0, size=64, local_rank=0, local_size=16) | environ_of(inner)
     assert problem(environ, RANK, SIZE) is None
@@ -259,7 +259,7 @@ def test_more_local_ranks_than_ranks_are_a_contradiction() -> None:
     assert problem(environ, 0, SIZE - 1) is not None
 
 
-# -- b) said before MPI_Init -------------------------------------------------------------------------------------------
+# -- b) reported before MPI_Init ---------------------------------------------------------------------------------------
 
 
 def before(environ: dict[str, str], library: Library, override: str | None = None) -> str | None:
@@ -283,7 +283,7 @@ def test_mpich_under_srun_with_pmix_is_told_which_type_to_use() -> None:
 
 
 def test_mpich_under_pals_with_pmix_alone_is_told_before_it_dies() -> None:
-    """PALS says its rank in variables of its own; the only way in that it offers here is PMIx."""
+    """PALS passes the rank in its own variables; the only process management interface that it offers here is PMIx."""
     message = before(environ_of(PALS, rank=1, local_size=LOCAL_SIZE) | environ_of(PMIX, rank=1), MPICH)
     assert message is not None
     assert f"  {MPICH.mpiexec} -n {LOCAL_SIZE} {COMMAND}\n" in message, "the ranks of the node"
@@ -296,7 +296,7 @@ def test_mpich_under_pals_with_pmix_alone_is_told_before_it_dies() -> None:
         (environ_of(MPIRUN) | environ_of(PMIX), MPICH_PMIX),
         (environ_of(MPIRUN), Library("MPICH", "4.0", description="a text that says nothing")),
         (environ_of(PMI), MPICH),
-        (environ_of(MPIRUN) | environ_of(PMI), MPICH),  # mpirun's are left over
+        (environ_of(MPIRUN) | environ_of(PMI), MPICH),  # the variables of mpirun are left over
         (environ_of(PALS), MPICH),
         ({}, MPICH),
     ],
@@ -305,7 +305,7 @@ def test_nothing_is_said_before_where_mpi_may_start(environ: dict[str, str], lib
     assert before(environ, library) is None
 
 
-@pytest.mark.parametrize("override", ["single", "mpi"], ids=repr)  # pytest-mpi takes an id `mpi` for its mark
+@pytest.mark.parametrize("override", ["single", "mpi"], ids=repr)  # pytest-mpi interprets a test id `mpi` as its marker
 def test_nothing_is_said_before_where_the_user_knows_better(override: str) -> None:
     assert before(environ_of(MPIRUN), MPICH, override) is None
 
@@ -334,7 +334,7 @@ def test_the_pmi_that_srun_offered_is_named() -> None:
 
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_pmix_under_slurm_says_no_size_but_slurm_does(rank: int) -> None:
-    """PMIX_RANK=0 alone would agree with a world of one."""
+    """PMIX_RANK=0 alone would agree with a world of size 1."""
     environ = environ_of(PMIX, rank=rank) | environ_of(SLURM, rank=rank) | {"SLURM_STEP_ID": "0"}
     message = problem(environ, 0, 1)
     assert message is not None
@@ -347,7 +347,7 @@ def test_a_step_of_one_task_is_a_world_of_one() -> None:
     assert problem(environ_of(SLURM, rank=0, size=1) | {"SLURM_STEP_ID": "0"}, 0, 1) is None
 
 
-# -- d) left over ----------------------------------------------------------------------------------------------------
+# -- d) leftover variables -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -456,12 +456,12 @@ def test_the_title_of_a_library_without_a_path() -> None:
     assert MPICH.title == f"MPICH 5.0.2, {MPICH.path}"
 
 
-# -- what a Slurm step says ------------------------------------------------------------------------------------------
+# -- the variables of a Slurm step -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("claims", [{}, {"PMIX_RANK": "5"}, {"PMI_RANK": "5", "PMI_SIZE": "8"}], ids=repr)
 def test_a_step_says_how_many_share_the_node(claims: dict[str, str]) -> None:
-    """No PMI says it, and Open MPI must know when ranks outnumber cores."""
+    """No PMI passes the number of ranks on the node, and Open MPI needs it to recognise oversubscription."""
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_GTIDS": "4,5,6,7"}
     launch = detect.detect(step | claims)
     assert (launch.rank, launch.size, launch.local_size) == (5, 8, 4)

@@ -1,4 +1,4 @@
-"""Which GPU is whose, without a GPU: assignment is pure, and torch's answers are replaced."""
+"""The assignment of GPUs to ranks, without a GPU: it is a pure function, and the tests replace torch's results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ subsets = st.lists(st.sampled_from(NODE), unique=True)
 
 
 def chosen(visible: list[list[str]]) -> list[str | None]:
-    """Return the UUID of every rank's GPU."""
+    """Return the UUID of each rank's GPU."""
     seats = devices.assign(visible)
     return [uuids[assignment.index] if assignment else None for uuids, assignment in zip(visible, seats, strict=True)]
 
 
 def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -> int:
-    """Return how many ranks can have a GPU of their own, by trying everything."""
+    """Return the largest number of ranks that can have a GPU of their own, by exhaustive search."""
     if not visible:
         return 0
     without = most_seated(visible[1:], taken)
@@ -49,7 +49,7 @@ def test_the_order_in_which_a_rank_sees_gpus_counts() -> None:
 
 
 def test_ranks_that_see_more_give_way_to_ranks_that_see_less() -> None:
-    """Greedy would give GPU-0 to the first rank and leave the last one without."""
+    """A greedy assignment would give GPU-0 to the first rank and leave the last rank without a GPU."""
     assert chosen([NODE[:2], NODE[:3], NODE[:1]]) == [NODE[1], NODE[2], NODE[0]]
 
 
@@ -86,7 +86,7 @@ def test_as_many_as_possible_have_their_own(visible: list[list[str]]) -> None:
 
 
 class FourRanks:
-    """The communicator of four ranks on two nodes, as one of them has it; every rank sees both GPUs of its node."""
+    """The communicator of four ranks on two nodes, as one rank sees it; every rank sees both GPUs of its node."""
 
     size = 4
     gpus = (["GPU-a0", "GPU-a1"], ["GPU-b0", "GPU-b1"])
@@ -107,17 +107,17 @@ def test_every_node_seats_its_own_ranks(rank: int, monkeypatch: pytest.MonkeyPat
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     request = runtime._Request(backend=None, timeout=None, comm=None, device=None, abort_on_error=True)
-    device, uuids = runtime._seat(FourRanks(rank), where, request)
+    device, uuids = runtime._assign_device(FourRanks(rank), where, request)
     assert [device] == current == [torch.device("cuda", rank % 2)]
     assert set(uuids) == {FourRanks.gpus[rank // 2][rank % 2]}
 
 
-# -- what the user asks for ------------------------------------------------------------------------------------------
+# -- the device that the user requests -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """Make torch see so many GPUs."""
+    """Make torch report as many GPUs as the parameter gives."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
     return request.param
@@ -162,7 +162,7 @@ def test_no_gpus_are_visible_where_there_are_none(gpus: int) -> None:
     assert devices.visible_gpus() == []
 
 
-# -- before NCCL sees them -------------------------------------------------------------------------------------------
+# -- checks before NCCL starts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

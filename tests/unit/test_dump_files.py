@@ -1,4 +1,4 @@
-"""The files of a rank's last operations and stacks, in directories that somebody else has prepared."""
+"""The dump files of a rank's last operations and stacks, in directories that another user may have prepared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = {"rank-3.json", "rank-3.stacks.txt"}
 
 def test_only_this_user_can_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "dumps" / "job"
-    for _ in range(2):  # later ones replace the first
+    for _ in range(2):  # later files replace the first ones
         path = dump.write(folder, 3, {"size": 4}, is_of_job=True)
     assert path == folder / "rank-3.json"
     assert json.loads(path.read_text())["size"] == 4
@@ -45,7 +45,7 @@ def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
     ):
         dump.write(tmp_path / "job", 3, {}, is_of_job=True)
     assert list((tmp_path / "victim").iterdir()) == []
-    dump.write(tmp_path / "job", 3, {})  # the user has chosen it
+    dump.write(tmp_path / "job", 3, {})  # allowed, because the user has chosen the directory
     assert {each.name for each in (tmp_path / "victim").iterdir()} == NAMES
 
 

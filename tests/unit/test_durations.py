@@ -1,4 +1,4 @@
-"""Timeouts as users pass them, and as waits keep them."""
+"""Timeouts as arguments of users, and as deadlines of waits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_timeout_of_a_wrong_type_is_refused(timeout: Any) -> None:
 
 
 class Clock:
-    """A clock that a test sets."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""What ends a process: the status that its rank tells the others, and the exceptions that end the job."""
+"""The end of a process: the status that its rank reports to the other ranks, and the exceptions that abort the job."""
 
 from __future__ import annotations
 

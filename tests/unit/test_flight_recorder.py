@@ -1,4 +1,4 @@
-"""The recorder: what a rank knows of its last operations, and where in the program they were called."""
+"""The flight recorder: a rank's last operations, and the lines of the program that called them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).name
 
 @pytest.fixture(autouse=True)
 def empty_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test begin as a process does."""
+    """Reset the recorder to its state at the start of a process."""
     monkeypatch.setattr(flight_recorder, "_ring", [None] * RING)
     monkeypatch.setattr(flight_recorder, "_running", {})
     monkeypatch.setattr(flight_recorder, "_numbers", itertools.count())
@@ -48,7 +48,7 @@ def note(
     is_message: bool = False,
     is_running: bool = True,
 ) -> Operation:
-    """Note a call whose caller is the one of this function."""
+    """Record a call whose caller is the caller of this function."""
     return flight_recorder.note(group, name, "torch.float32", 1024, peer, is_message, is_running, depth=2)
 
 
@@ -57,7 +57,7 @@ def line_here() -> int:
     return frame.f_lineno
 
 
-# -- the ring --------------------------------------------------------------------------------------------------------
+# -- the ring buffer -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_was_called() -> None:
@@ -102,7 +102,7 @@ def test_threads_call_at_the_same_time() -> None:
             note(group).finish()
 
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # seconds; with the usual 5 ms each thread ends before the next one runs
+    sys.setswitchinterval(1e-6)  # seconds; with the default of 5 ms each thread ends before the next one runs
     try:
         threads = [threading.Thread(target=call) for _ in range(8)]
         for thread in threads:
@@ -131,7 +131,7 @@ def test_messages_are_not_counted() -> None:
 
 
 def test_a_group_that_was_closed_is_still_told() -> None:
-    """Others may wait in it, and rank 0 has to know whether this rank has come."""
+    """Other ranks may wait in the group, and rank 0 must know whether this rank has reached their operation."""
     note(group_of("1")).finish()
     flight_recorder._groups["1"].is_closed = True
     gc.collect()
@@ -198,7 +198,7 @@ def test_messages_are_not_counted_when_they_begin() -> None:
     assert (queued.sequence, queued.needs, group.sequence) == (None, [1], 0)
 
 
-# -- an operation ----------------------------------------------------------------------------------------------------
+# -- operations ------------------------------------------------------------------------------------------------------
 
 
 def test_an_operation_runs_until_it_is_finished() -> None:
@@ -211,7 +211,7 @@ def test_an_operation_runs_until_it_is_finished() -> None:
     assert operation.end is not None
     assert operation.called <= operation.start <= operation.end
     assert flight_recorder.running() == []
-    operation.finish()  # again, on another thread: nothing is wrong with that
+    operation.finish()  # another thread may call it a second time
 
 
 def test_an_operation_may_begin_at_once() -> None:
@@ -284,11 +284,11 @@ def test_an_operation_that_has_not_begun_takes_no_time() -> None:
     assert note(group_of(), is_running=False).describe(0.0)["seconds"] is None
 
 
-# -- where -----------------------------------------------------------------------------------------------------------
+# -- source lines ----------------------------------------------------------------------------------------------------
 
 
 def function_of(source: str, file: str) -> Callable[..., Any]:
-    """Return the function `call` of a program that lies in a file."""
+    """Return the function `call` of a program with this source and file name."""
     module = types.ModuleType("program")
     exec(compile(source, file, "exec"), module.__dict__)
     function: Callable[..., Any] = module.call
@@ -296,12 +296,12 @@ def function_of(source: str, file: str) -> Callable[..., Any]:
 
 
 def direct(group: Group) -> Operation:
-    """Note a call whose caller is the frame above."""
+    """Record a call whose caller is the frame above."""
     return flight_recorder.note(group, "barrier", None, 0, None, False, True, depth=2)
 
 
 def recorder_of_cpp(group: Group) -> Operation:
-    """Note a call from a thread on which there is no frame of the user's."""
+    """Record a call from a thread without a frame of the user's program."""
     return flight_recorder.note(group, "barrier", None, 0, None, False, True, depth=2)
 
 
@@ -458,7 +458,7 @@ def test_a_thread_with_the_number_of_one_that_ended_is_another() -> None:
 
 
 class Work:
-    """What an inner backend returns of an operation."""
+    """The object that an inner backend returns for an operation."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -593,7 +593,7 @@ def test_operations_start_while_the_watchdog_looks() -> None:
     assert all(each.end for each in flight_recorder.recorded())
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
+# -- dump files ------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_writes_its_operations_and_stacks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which GPU and which streams the threads of a group use; torch and the CUDA driver are made up."""
+"""The GPU and the streams that the threads of a group use; torch and the CUDA driver are simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CREATED = 0xABC0
 
 
 class Driver:
-    """Notes what is called on it."""
+    """Records the functions that are called on it."""
 
     def __init__(self, fails: str = "") -> None:
         self.called: list[str] = []
@@ -36,7 +36,7 @@ class Driver:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Make up a process that works on its second GPU, once CUDA has started there."""
+    """Simulate a process that uses its second GPU after the initialisation of CUDA."""
     state = SimpleNamespace(is_started=False, entered=[], driver=Driver())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: state.is_started)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -59,7 +59,7 @@ GPU = torch.device("cuda", 1)
 
 
 def test_a_worker_that_is_older_than_cuda_works_on_the_gpu_of_its_callers(cuda: SimpleNamespace) -> None:
-    """It would open a context on GPU 0, which belongs to another rank."""
+    """Otherwise it would create a context on GPU 0, which belongs to another rank."""
     worker, entered = Worker("test"), []
     worker.submit(lambda: entered.append(list(cuda.entered)), mock.Mock())
     worker.wait_until_idle()

@@ -1,4 +1,4 @@
-"""What people read of a job that stands still."""
+"""The text of the report on a job that hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOSTS = ["alpha", "alpha", "beta", "beta"]
 
 
 def what(**changes: Any) -> dict[str, Any]:
-    """Return an operation as `recorder.Operation.describe` does."""
+    """Return an operation as `flight_recorder.Operation.describe` does."""
     return {
         "name": "all_reduce",
         "group": "0",
@@ -33,7 +33,7 @@ def what(**changes: Any) -> dict[str, Any]:
 
 
 def inside(**changes: Any) -> dict[str, Any]:
-    """Return what a rank says that is inside one operation."""
+    """Return the status of a rank inside one operation."""
     return {"running": [what(**changes)], "last": what(**changes), "main": "train.py:88", "sequences": {"0": 42}}
 
 

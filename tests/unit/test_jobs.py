@@ -1,4 +1,4 @@
-"""Job scripts as programs: the recorded ones in jobs/, and what a script does, with stand-ins for what starts ranks."""
+"""Job scripts as programs: the recorded scripts in jobs/, and the behaviour of scripts with stand-in launchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("collectives", "ddp", "p2p", "torchrun", "trainer")
 each_job = pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 
-# Says how it was called, and does as it is told.
+# Records its name and arguments, and behaves as TERMINATES and STATUS_<name> in the environment request.
 STAND_IN = r"""#!/bin/bash
 name=${0##*/}
 printf '%s\0' "$name" "$@" $'\036' >>"$CALLS"  # at once: there may be several at a time
@@ -48,7 +48,7 @@ VARIABLES = {
 
 
 class Job:
-    """A script that is run where stand-ins are found first."""
+    """A script that runs with the stand-ins first in PATH."""
 
     def __init__(self, directory: Path, spec: JobSpec, file: str = "the job.sh") -> None:
         self.calls_file = directory / "calls"
@@ -71,13 +71,13 @@ class Job:
 
     def run(self, **env: str | int) -> Outcome:
         added = {name: str(value) for name, value in env.items()}
-        # Slurm starts the script where it was submitted, PBS in the home directory.
+        # Slurm starts the script in the directory of its submission, PBS in the home directory.
         where = self.submitted if "SLURM_JOB_ID" in self.env else Path("/")
         command = ["/bin/bash", "-c", 'cd "$0" && exec /bin/bash "$1"', str(where), str(self.script)]
         return run_command(command, env=self.env | added, timeout=30)
 
     def calls(self, *names: str) -> list[list[str]]:
-        """Return the calls, with what was called."""
+        """Return the recorded calls, each with its program first."""
         if not self.calls_file.exists():
             return []
         text = self.calls_file.read_bytes().decode(errors="surrogateescape")
@@ -93,7 +93,7 @@ def job(tmp_path: Path):
     return make
 
 
-# -- what is recorded ------------------------------------------------------------------------------------------------
+# -- recorded scripts ------------------------------------------------------------------------------------------------
 
 
 def test_each_kind_is_there_for_both_schedulers() -> None:
@@ -186,7 +186,7 @@ def test_one_job_of_an_array_is_requeued_alone(job) -> None:
 
 @pytest.mark.parametrize("requeue", [False, True])
 def test_the_status_outlives_a_term_by_pbs_and_the_end_is_the_end(job, requeue: bool) -> None:
-    """qdel sends TERM to the script as well as to the ranks, which then leave with 85: nobody wants them again."""
+    """qdel sends TERM to the script as well as to the ranks, which then exit with 85: the job must not run again."""
     made = job("pbs", requeue=requeue)
     outcome = made.run(STATUS_mpirun=85, TERMINATES="mpirun")
     assert outcome.status == 85, outcome
@@ -209,7 +209,7 @@ def test_nothing_computes_in_another_directory(job, scheduler: Scheduler) -> Non
     assert made.calls() == []
 
 
-# -- how ranks are started -------------------------------------------------------------------------------------------
+# -- starting ranks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mpi", "kind"), [("openmpi", "pmix"), ("mpich", "pmi2")])
@@ -301,7 +301,7 @@ def test_the_ranks_find_their_surroundings(job, scheduler: Scheduler) -> None:
 @each_scheduler
 @settings(deadline=None, derandomize=True, max_examples=20)
 @example(words=["", "'", '"', "$HOME", "`id`", "a\nb", "\\", "*", "#", "\r", "ä\x07", "-- ", "!", "&&", "\udcff"])
-@example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in words that are not printable
+@example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in unprintable words
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\036", exclude_categories=["Cs"])), max_size=6))
 def test_the_program_gets_its_words(scheduler: Scheduler, words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -319,7 +319,7 @@ LEAVES = "import sys; from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print(MP
 
 
 def real(directory: Path, *command: str, **options: object) -> Job:
-    """Return a job in PBS on this host, which has two ranks' place in it."""
+    """Return a PBS job with two slots on this host."""
     made = Job(
         directory, JobSpec("pbs", command, ranks_per_node=2, mpi="openmpi" if HAS_OPEN_MPI else "mpich", **options)
     )

@@ -1,4 +1,4 @@
-"""`mpicomm job`: what a script says of the job, read back from its directives, and what is refused."""
+"""`mpicomm job`: the description of the job, read back from the directives of a script, and refused input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 
 
 def directives(text: str) -> list[str]:
-    """Return what a scheduler reads: the directives before the first command, of which there are no others."""
+    """Return the directives before the first command, which the scheduler reads; assert that there are no others."""
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     first_command = next(number for number, line in enumerate(lines) if not line.startswith("#"))
@@ -37,7 +37,7 @@ def of_slurm(spec: JobSpec) -> dict[str, str]:
 
 
 def of_pbs(spec: JobSpec) -> dict[str, str]:
-    """Return options by letter, and what `-l` says by its own names."""
+    """Return options by letter, and the resources of `-l` by name."""
     pairs = [each.split(" ", 1) for each in directives(script(spec))]
     found = {}
     for letter, value in pairs:
@@ -57,7 +57,7 @@ def job(scheduler: Scheduler, *command: str, **options: object) -> JobSpec:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run the command and return what it prints."""
+    """Run the command and return its output."""
     assert main(["job", *arguments]) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -65,7 +65,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that is refused, and return its one line."""
+    """Run a command that must be refused, and return its error, which is one line."""
     try:
         status = main(["job", *arguments])
     except SystemExit as end:
@@ -78,7 +78,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.err.strip()
 
 
-# -- what a script says ----------------------------------------------------------------------------------------------
+# -- the directives of a script --------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -122,7 +122,7 @@ def test_slurm_gets_a_task_for_each_rank(size: dict[str, object], has_torchrun: 
 
 
 def seconds(time: str) -> int:
-    """Read days-hours:minutes:seconds."""
+    """Return the seconds of days-hours:minutes:seconds."""
     days, _, clock = time.rpartition("-")
     hours, minutes, rest = map(int, clock.split(":"))
     assert hours < 24 or not days
@@ -257,14 +257,14 @@ def test_interactively_it_is_the_same_job(capsys: pytest.CaptureFixture[str]) ->
     assert set(directives(text)) - {"-N train", "-j oe"} == set(re.findall(r"-\w \S+", line.partition("-I ")[2]))
 
 
-# -- what cannot break a script --------------------------------------------------------------------------------------
+# -- values that must not break a script -----------------------------------------------------------------------------
 
 NASTY = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]) | st.sampled_from("\n\r'\"\\$`;#& "))
-FREE = ("name", "partition", "account", "array", "mail_user", "output", "error", "mem", "time")  # of both
+FREE = ("name", "partition", "account", "array", "mail_user", "output", "error", "mem", "time")  # of both schedulers
 
 
 def only_the_script_itself(text: str) -> Iterator[str]:
-    """Yield the lines before the first command, which must all be comments that were meant."""
+    """Yield the lines before the first command, which must all be intended comments."""
     for line in text.splitlines():
         if not line.startswith("#"):
             return
@@ -297,10 +297,10 @@ def test_what_would_not_be_expanded_is_refused(scheduler: Scheduler, field: str,
         job(scheduler, **{field: (value,) if field == "module" else value})
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refused input ---------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    # (the options, the program, what is said)
+    # (the options, the program, the expected part of the error)
     ("slurm --nodez 2", "python x.py", "unknown option --nodez; did you mean --nodes?"),
     ("slurm --node 2", "python x.py", "did you mean --nodes"),
     ("slurm --gpus-per-nod=2", "python x.py", "unknown option --gpus-per-nod; did you mean --gpus-per-node"),

@@ -1,4 +1,4 @@
-"""From what is asked for and what surrounds it to a command line: no launcher is run here."""
+"""Construction of a command line from the request and the environment: these tests run no launcher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_mpiexec(
 
 
 def options(start: Start) -> str:
-    """Return what is between the launcher and the program."""
+    """Return the options between the launcher and the program."""
     assert start.command[0] == "mpiexec"
     assert start.command[-len(PROGRAM) :] == PROGRAM
     return shlex.join(start.command[1 : -len(PROGRAM)])
@@ -225,7 +225,7 @@ def test_a_task_has_threads_for_its_cpus() -> None:
 
 # -- mpiexec ---------------------------------------------------------------------------------------------------------
 
-ALONE = [  # what is asked, of what machine; options of Open MPI and of MPICH; threads
+ALONE = [  # request, machine, options of Open MPI, options of MPICH, threads
     (Request(PROGRAM), MACHINE, "-n 8 --map-by ppr:8:node:PE=1 --bind-to core", "-n 8 -bind-to core:1", 1),
     (Request(PROGRAM, 3), MACHINE, "-n 3 --map-by ppr:3:node:PE=2 --bind-to core", "-n 3 -bind-to core:2", 2),
     (Request(PROGRAM, 9), MACHINE, "-n 9 --map-by :OVERSUBSCRIBE --bind-to none", "-n 9", 1),
@@ -283,7 +283,7 @@ ON_HOSTS = [
         "8",
     ),
     (
-        Request(PROGRAM, 6, hosts=(Host("a", 1), Host("b", 1))),  # three on each
+        Request(PROGRAM, 6, hosts=(Host("a", 1), Host("b", 1))),  # three ranks on each host
         f"-n 6 --host a:1,b:1 {UNBOUND} {FORWARDED}",
         "-n 6 -hosts a:1,b:1",
         "2",
@@ -314,7 +314,7 @@ def a_job(*numbers: int, cpus: int = 8) -> PBS:
     ("job", "machine", "of_open_mpi", "of_mpich"),
     [
         (a_job(2, 2), MACHINE, "-n 4 --hostfile /aux/7 --map-by ppr:2:node:PE=4 --bind-to core", "-bind-to core:4 "),
-        (a_job(2, 2, cpus=2), MACHINE, f"-n 4 --hostfile /aux/7 {UNBOUND}", ""),  # others have the rest
+        (a_job(2, 2, cpus=2), MACHINE, f"-n 4 --hostfile /aux/7 {UNBOUND}", ""),  # other jobs have the remaining cores
         (a_job(3, 1), MACHINE, f"-n 4 --hostfile /aux/7 {UNBOUND}", ""),
         (a_job(9, 9), MACHINE, f"-n 18 --hostfile /aux/7 {UNBOUND}", ""),
     ],
@@ -337,9 +337,9 @@ def test_one_host_of_pbs_needs_no_agent() -> None:
 @pytest.mark.parametrize(
     ("ncpus", "threads", "expected"),
     [
-        ("8", "8", "4"),  # what PBS sets for one rank on a node, and here are two
-        ("8", "3", "3"),  # the user's
-        ("4", "4", "4"),  # ompthreads=4
+        ("8", "8", "4"),  # set by PBS for one rank per node; the job has two
+        ("8", "3", "3"),  # set by the user
+        ("4", "4", "4"),  # set by PBS from ompthreads=4
     ],
 )
 def test_threads_that_pbs_sets_for_one_rank_are_shared(ncpus: str, threads: str, expected: str) -> None:
@@ -365,7 +365,7 @@ def test_root_is_allowed_to_run_open_mpi() -> None:
 @pytest.mark.parametrize(
     ("ranks", "environ", "expected"),
     [
-        (8, {}, None),  # it binds each rank to the cores that it can have
+        (8, {}, None),  # Intel MPI binds each rank to its share of the cores
         (9, {}, "0"),
         (9, {"I_MPI_PIN": "1"}, "1"),
         (9, {"I_MPI_PIN_DOMAIN": "core"}, None),
@@ -491,9 +491,9 @@ def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said
 @pytest.mark.parametrize(
     ("environ", "ancestors"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "0", "RANK": "0"}, ["bash", "tmux: server"]),  # left over
+        ({"OMPI_COMM_WORLD_RANK": "0", "RANK": "0"}, ["bash", "tmux: server"]),  # leftover variables
         ({"SLURM_JOB_ID": "7"}, ["bash", "slurmstepd"]),  # a batch script
-        ({"SLURM_STEP_ID": "4294967290"}, ["bash", "slurmstepd"]),  # the shell of an salloc on a node
+        ({"SLURM_STEP_ID": "4294967290"}, ["bash", "slurmstepd"]),  # a shell that salloc starts on a node
         ({}, ["bash", "mpirun"]),
     ],
 )
@@ -501,7 +501,7 @@ def test_others_do(environ: dict[str, str], ancestors: list[str]) -> None:
     environment.refuse_ranks(environ, ancestors)
 
 
-# -- the launcher ----------------------------------------------------------------------------------------------------
+# -- the MPI launcher ------------------------------------------------------------------------------------------------
 
 SAID = {
     "mpiexec (Open MPI) 5.0.11\n": OPEN_MPI,
@@ -532,7 +532,7 @@ def test_debians_launchers_have_the_names_of_their_mpi() -> None:
 
 
 def test_the_launcher_above_the_library(tmp_path: Path) -> None:
-    """In Debian's directory, where the launchers of two MPIs are."""
+    """Debian installs the launchers of two MPIs in one directory."""
     (tmp_path / "bin").mkdir()
     for name in ("mpiexec", "mpiexec.mpich", "mpiexec.openmpi"):
         (tmp_path / "bin" / name).touch(mode=0o755)
@@ -559,12 +559,12 @@ def test_a_missing_launcher_is_told_with_the_remedy() -> None:
     "call",
     [
         ["node2", 'A=1;export A;printf \'%s.\' "$A" "two words"'],  # Open MPI: a line for a shell
-        ["-x", "node2", "A=1", "printf", "'%s.'", "1", '"two words"'],  # Hydra: options, and words of such a line
+        ["-x", "node2", "A=1", "printf", "'%s.'", "1", '"two words"'],  # Hydra: options, and the words of such a line
     ],
 )
 def test_pbs_gets_a_program_where_ssh_gets_a_line(call: list[str], tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    fake = tmp_path / "bin" / "pbs_tmrsh"  # like the real one, it runs what it is given without a shell
+    fake = tmp_path / "bin" / "pbs_tmrsh"  # like the real pbs_tmrsh, it runs its arguments without a shell
     fake.write_text('#!/bin/sh\nprintf "%s:" "$1"\nshift\nexec "$@"\n')
     fake.chmod(0o755)
     (tmp_path / "pbs.conf").write_text(f"PBS_EXEC={tmp_path}\nPBS_SERVER=pbs1\n")

@@ -1,4 +1,4 @@
-"""When a run wishes to leave: signals, and what schedulers say of the time that is left."""
+"""Stop requests of a run: signals, and the remaining time that schedulers report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_pbs_does_not_say(text: str) -> None:
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A scheduler's command that says what is in a file."""
+    """Install a scheduler command that prints the contents of the returned file."""
     said = tmp_path / "said"
     command = tmp_path / "squeue"
     command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {said}\n')
@@ -87,7 +87,7 @@ def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeyp
         wait_until(lambda: stop_request.why is not None)
         assert stop_request.why == "119 s remaining in the allocation"
     squeue.write_text("1:00\n")
-    with stop_request.listening(120.0, asks=True):  # each run of a short job is to come further
+    with stop_request.listening(120.0, asks=True):  # limited to half of 60 s: each run of a short job progresses
         time.sleep(0.3)
         assert stop_request.why is None
         squeue.write_text("0:29\n")
@@ -108,8 +108,8 @@ def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     with stop_request.listening(None, asks=False):
         os.kill(os.getpid(), number)
         assert stop_request.why == number.name
-        os.kill(os.getpid(), number)  # launchers repeat it
-    # SIGUSR1 and SIGUSR2, which nothing else handles, stay harmless; SIGTERM ends the process again.
+        os.kill(os.getpid(), number)  # launchers repeat the signal
+    # SIGUSR1 and SIGUSR2, for which no other handler is set, stay harmless; SIGTERM ends the process again.
     is_harmless = before is signal.SIG_DFL and number != signal.SIGTERM
     assert signal.getsignal(number) is (preemption._take_no_note if is_harmless else before)
 

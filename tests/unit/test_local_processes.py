@@ -1,4 +1,4 @@
-"""Processes of this host: what is said of them, and that only the right one is killed."""
+"""Processes of this host: their reported state, and the check that only the intended process is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def introduced(process: subprocess.Popen[bytes]) -> LocalProcess:
-    return LocalProcess(process.pid, local_processes.birth_of(process.pid))
+    return LocalProcess(process.pid, local_processes.start_time_of(process.pid))
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -36,12 +36,12 @@ def test_a_process_is_killed(process: subprocess.Popen[bytes], is_stopped: bool)
 
 
 @pytest.mark.parametrize(
-    "birth",
-    ["", "another moment", local_processes.birth_of(os.getpid())],
-    ids=["unknown", "no birth", "of another process"],
+    "start_time",
+    ["", "another moment", local_processes.start_time_of(os.getpid())],
+    ids=["unknown", "no start_time", "of another process"],
 )
-def test_another_process_with_its_pid_is_not(process: subprocess.Popen[bytes], birth: str) -> None:
-    local_processes.kill(dataclasses.replace(introduced(process), birth=birth))
+def test_another_process_with_its_pid_is_not(process: subprocess.Popen[bytes], start_time: str) -> None:
+    local_processes.kill(dataclasses.replace(introduced(process), start_time=start_time))
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.2)
 
@@ -51,17 +51,17 @@ def test_one_that_has_ended_is_not(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait(10)
     local_processes.kill(was)
-    assert local_processes.birth_of(process.pid) == ""
+    assert local_processes.start_time_of(process.pid) == ""
     assert local_processes.state_of(process.pid) == ""
 
 
 def test_births_differ(process: subprocess.Popen[bytes]) -> None:
     own = local_processes.this_process()
-    assert own == LocalProcess(os.getpid(), local_processes.birth_of(os.getpid()))
-    moment, _, place = own.birth.partition(" ")
+    assert own == LocalProcess(os.getpid(), local_processes.start_time_of(os.getpid()))
+    moment, _, place = own.start_time.partition(" ")
     assert int(moment) <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
     assert place == str(Path("/proc/self/ns/pid").readlink())
-    assert introduced(process).birth.endswith(place)
+    assert introduced(process).start_time.endswith(place)
 
 
 def test_a_stopped_process_is_said_to_be(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The losses of a rank between two entries of the metrics file, on a device where they are read late."""
+"""The losses of a rank between two entries of the metrics file, on a device from which they are read late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.errors import TrainingError
 from mpicomm.training.data import Batch
 from mpicomm.training.metrics import Losses
 
-GPU = torch.device("cuda")  # its type alone matters: no tensor of this test is there
+GPU = torch.device("cuda")  # only its type matters: no tensor of these tests is on it
 
 
 def test_inputs_are_not_kept_until_the_losses_are_read() -> None:

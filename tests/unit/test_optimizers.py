@@ -1,4 +1,4 @@
-"""Which optimizers and schedulers the trainer takes, and what it says of the others."""
+"""The optimizers and schedulers that the trainer accepts, and its errors for all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.training import optimizers
 
 MODEL = nn.Linear(2, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
-STEP_LR = lr_scheduler.StepLR(SGD, 1)  # which puts a function of its own in the place of SGD.step
+STEP_LR = lr_scheduler.StepLR(SGD, 1)  # replaces SGD.step by a function of its own
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_when_a_scheduler_steps(scheduler: Any, schedule: str | None, monitor: s
 
 
 class OfTime:
-    """A scheduler whose step() needs to know the epoch, as those of timm do."""
+    """A scheduler whose step() requires the epoch, as in timm."""
 
     def step(self, epoch: int) -> None: ...
 

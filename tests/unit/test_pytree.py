@@ -1,4 +1,4 @@
-"""Containers and their descriptions on the wire, without any wire: round trips, and garbage."""
+"""Containers and their encoded descriptions, without communication: round trips, and invalid input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONTAINERS = st.recursive(
 
 
 def sent(data: pytree.Data) -> Any:
-    """Return data as a receiver gets them."""
+    """Return the data that a receiver gets."""
     description = Description.of(data)
     got = Description.decoded(description.encoded())
     assert got == description
@@ -148,7 +148,7 @@ def test_a_description_with_a_change_is_one_or_an_error(data: Any, draws: st.Dat
 
 
 def with_a_change(plain: Any, draws: st.DataObject) -> Any:
-    """Return JSON in which something else is in one place."""
+    """Return the JSON value with one element replaced."""
     if not isinstance(plain, list) or not plain or draws.draw(st.integers(0, 9)) == 0:
         return draws.draw(JSON | st.integers(2**60, 2**64))
     index = draws.draw(st.integers(0, len(plain) - 1))

@@ -1,4 +1,4 @@
-"""Where rank 0 may listen, and whether it is rank 0 who answers."""
+"""The addresses on which rank 0 may listen, and the proof that rank 0 itself answers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NAME = "rank0.cluster"
 
 @contextlib.contextmanager
 def someone_who_says(*parts: bytes, pause: float = 0.0) -> Iterator[tuple[str, int]]:
-    """Answer one caller with these bytes, piece by piece, and hang up."""
+    """Answer one caller with these bytes, piece by piece, and close the connection."""
 
     def answer() -> None:
-        with contextlib.suppress(OSError):  # nobody called, or the caller is gone
+        with contextlib.suppress(OSError):  # no caller connected, or the caller has disconnected
             connection, _ = listener.accept()
             with connection:
                 for part in parts:
@@ -42,7 +42,7 @@ def someone_who_says(*parts: bytes, pause: float = 0.0) -> Iterator[tuple[str, i
 
 @contextlib.contextmanager
 def rank_0(token: bytes, listeners: int = 1) -> Iterator[list[tuple[str, int]]]:
-    """Answer every caller as rank 0 does."""
+    """Answer every caller with the token, as rank 0 does."""
     done = threading.Event()
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(listeners)]
@@ -57,7 +57,7 @@ def rank_0(token: bytes, listeners: int = 1) -> Iterator[list[tuple[str, int]]]:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Replace what names stand for; all others are unknown."""
+    """Replace the addresses to which host names resolve; all other names are unknown."""
     known: dict[str, list[str]] = {}
 
     def resolve(name: str, *args: object, **kwargs: object) -> list[tuple[object, ...]]:
@@ -69,7 +69,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return known
 
 
-# -- proof -----------------------------------------------------------------------------------------------------------
+# -- proof of identity -----------------------------------------------------------------------------------------------
 
 
 def test_rank_0_is_reached() -> None:
@@ -107,7 +107,7 @@ def test_somebody_else_is_not_rank_0(answer: bytes) -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.socket() as bound:  # bound and not listening: nobody else can take the port meanwhile
+    with socket.socket() as bound:  # bound but not listening: no other process can take the port meanwhile
         bound.bind(("127.0.0.1", 0))
         start = time.monotonic()
         assert not rendezvous.reaches(bound.getsockname(), TOKEN)
@@ -122,7 +122,7 @@ def test_somebody_who_says_nothing_is_not_waited_for_long() -> None:
 
 
 class ThreeRanks:
-    """The communicator of three ranks on three nodes, as rank 1 has it: rank 2 does not reach the first place."""
+    """The communicator of three ranks on three nodes, on rank 1: rank 2 does not reach the first address."""
 
     rank = 1
 
@@ -155,7 +155,7 @@ def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -
     assert "MPICOMM_INTERFACE" in message
 
 
-# -- what the user asks for --------------------------------------------------------------------------------------------
+# -- port, address and interface that the user sets --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("port", [1, 29500, 65535])
@@ -191,13 +191,13 @@ def test_a_name_that_stands_for_nothing_is_refused(names: dict[str, list[str]]) 
 
 @pytest.mark.parametrize("text", [".cluster", "a" * 64])
 def test_what_can_be_no_name_is_refused(text: str) -> None:
-    """Python's codec for names raises an error of its own."""
+    """Python's codec for host names raises an error of its own."""
     with pytest.raises(LaunchError, match="cannot be resolved"):
         rendezvous._given_addresses({"MASTER_ADDR": text}, None, num_nodes=1)
 
 
 def test_loopback_is_no_address_for_several_nodes(names: dict[str, list[str]]) -> None:
-    """Debian gives a machine's own name a loopback address."""
+    """Debian resolves a machine's own name to a loopback address."""
     names[NAME] = ["127.0.1.1"]
     assert rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=1) == ["127.0.1.1"]
     assert rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=2) == []
@@ -235,7 +235,7 @@ def test_one_node_listens_on_loopback_only() -> None:
 
 
 def test_several_nodes_never_listen_on_loopback(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The addresses that the host's name stands for come first."""
+    """The addresses to which the host's name resolves are first."""
     addresses = ["127.0.0.1", "10.0.0.1", "10.1.0.1", "::1", "fd00::1"]
     monkeypatch.setattr(rendezvous, "_interfaces", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
     assert rendezvous.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
@@ -253,4 +253,4 @@ def test_a_port_in_use_is_refused_with_the_reason() -> None:
 
 def test_an_address_of_another_host_is_refused_with_the_reason() -> None:
     with pytest.raises(LaunchError, match=r"203\.0\.113\.1 port 0: Cannot assign requested address"):
-        rendezvous._listen(2, {"MASTER_ADDR": "203.0.113.1"}, None)  # an address for examples only, RFC 5737
+        rendezvous._listen(2, {"MASTER_ADDR": "203.0.113.1"}, None)  # reserved for documentation by RFC 5737

@@ -21,7 +21,7 @@ from mpicomm.training.state import Position
 
 
 class Clock:
-    """Stands in for the module `time`; the test moves it."""
+    """Replaces the module `time`; the test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,14 +37,14 @@ def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reporting, "time", clock)
     entries: list[dict[str, Any]] = []
     world: Any = types.SimpleNamespace(size=4, device=torch.device("cpu"))
-    reporter = Reporter(world, Journal(None, entries.append), Display("none", 1, None, speaks=False))
+    reporter = Reporter(world, Journal(None, entries.append), Display("none", 1, None, prints=False))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     position = Position()
-    for steps in (3, 1):  # a step has 64 samples of all ranks, and takes 2 s
+    for steps in (3, 1):  # a step has 64 samples over all ranks, and takes 2 s
         for _ in range(steps):
             clock.now += 2.0
             reporter.step(position, 64)
-        with reporter.aside():  # an evaluation does not count
+        with reporter.aside():  # the time of an evaluation does not count
             clock.now += 7.0
         reporter.log(position, 0.25, optimizer)
     assert [(entry["event"], entry["samples_per_s"], entry["lr"]) for entry in entries] == [("step", 32.0, 0.5)] * 2
@@ -62,7 +62,7 @@ def test_an_entry_is_a_line_also_after_a_crash(tmp_path: Path, before: str) -> N
 
 
 def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
-    """The limit on the size of files stands for the end of the disk: a write up to it takes a part, the next fails."""
+    """RLIMIT_FSIZE simulates a full disk: a write that reaches the limit is partial, and the next write fails."""
     path = tmp_path / "metrics.jsonl"
     logged: list[dict[str, Any]] = []
     journal = Journal(path, logged.append)
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
             journal.write("step", step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    journal.write("step", step=3)  # into the closed file nothing goes; the logger goes on
+    journal.write("step", step=3)  # the closed file receives no entry; the logger still does
     journal.close()
     assert path.read_bytes() == before
     assert [entry["step"] for entry in logged] == [1, 2, 3]
@@ -92,5 +92,5 @@ def test_a_progress_line_has_the_time_left_in_the_run(
 ) -> None:
     output = io.StringIO()
     monkeypatch.setattr(progress_display, "console", lambda: Console(file=output, width=110))
-    Display("lines", 3, total, speaks=True).show(1, 5, 50, 0.5, 10.0)
+    Display("lines", 3, total, prints=True).show(1, 5, 50, 0.5, 10.0)
     assert output.getvalue() == f"{text}\n"

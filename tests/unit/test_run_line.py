@@ -1,4 +1,4 @@
-"""What `mpicomm run` suggests where options are those of another launcher, or follow the program."""
+"""The suggestions of `mpicomm run` for options of another launcher, and for options that follow the program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_options_that_follow_the_program_get_a_note(line: str, options: str, mea
     first, command, last = note.splitlines()
     assert first == f"{options} follows {name}, and is passed to it. If it is meant for mpicomm run:"
     assert command == f"  mpicomm run {meant}"
-    assert kept is None or last == f"If it is meant for {name}, this prints no note: mpicomm run -- {kept}"
+    assert kept is None or last == f"To pass it to {name} without this note: mpicomm run -- {kept}"
 
 
 @pytest.mark.parametrize(

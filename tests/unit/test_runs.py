@@ -1,4 +1,4 @@
-"""Runs as their metrics files tell them: what counts, the figures, the table and the plot."""
+"""Runs read from their metrics files: the entries that count, the figures, the table and the plot."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def end(step: int, epoch: int) -> Line:
     return entry("end", step, epoch, seconds=9.0, samples_per_s=90.0, ranks=memory)
 
 
-# Two epochs of 100 samples in ten steps each; an entry for every five.
+# Two epochs of 100 samples in ten steps each, with an entry every five steps.
 FIRST = [start(), a_step(5, 0, 50, loss=4.0), a_step(10, 0, 100, loss=2.0), an_epoch(10, 1)]
 SECOND = [a_step(15, 1, 50, rate=50.0), a_step(20, 1, 100, loss=0.5, rate=50.0), an_epoch(20, 2)]
 WHOLE = [
@@ -77,7 +77,7 @@ def read(directory: Path, lines: Sequence[Line | str], cut: str = "") -> Run:
     """Write a file and read it.
 
     Args:
-        cut: What follows the last whole line.
+        cut: Text after the last complete line.
     """
     (directory / runs.FILE).write_text(text_of(lines) + cut)
     return runs.read(directory, directory.name)
@@ -146,7 +146,7 @@ def test_a_file_without_entries(directory: Path, cut: str) -> None:
     assert (found.state, found.ranks, found.steps, found.samples_per_s) == ("interrupted", None, 0, None)
 
 
-# -- what counts -----------------------------------------------------------------------------------------------------
+# -- entries that count ----------------------------------------------------------------------------------------------
 
 
 def test_what_came_after_the_checkpoint_of_a_resume_does_not_count(directory: Path) -> None:
@@ -297,7 +297,7 @@ def test_what_is_not_finite_is_no_best_and_no_json(directory: Path) -> None:
 
 
 def printed(*found: Run) -> dict[str, list[str]]:
-    """Return the cells of the rows."""
+    """Return the cells of each row by its title."""
     console = Console(width=200)
     with console.capture() as capture:
         console.print(tables.table([figures.of(run) for run in found]))

@@ -1,4 +1,4 @@
-"""The variables MPICOMM_*."""
+"""The MPICOMM_* environment variables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_empty_variable_counts_as_unset(field: str) -> None:
     assert Settings.from_environ({PREFIX + field.upper(): ""}) == Settings()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=repr)  # pytest-mpi takes an id `mpi` for its mark
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=repr)  # pytest-mpi interprets a test id `mpi` as its marker
 def test_each_launcher_is_known(launcher: str) -> None:
     assert Settings.from_environ({"MPICOMM_LAUNCHER": launcher}).launcher == launcher
 

@@ -1,4 +1,4 @@
-"""How an epoch is cut into steps and batches: every sample once, whatever the ranks and wherever it was interrupted."""
+"""Partition of an epoch into steps and batches: each sample once, for any number of ranks and any interruption."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_steps_are_whole_where_the_last_is_dropped(
 
 @pytest.fixture(autouse=True)
 def workers_are_gone() -> Iterator[None]:
-    """Wait for the threads that feed workers: they end a moment after these."""
+    """Wait for the threads that feed workers: they end shortly after the workers."""
     yield
     end = time.monotonic() + 5
     while any(each.name == "QueueFeederThread" for each in threading.enumerate()) and time.monotonic() < end:
@@ -96,7 +96,7 @@ def numbers(length: int) -> TensorDataset:
 
 
 def taken(steps: list[list[Step]]) -> list[int]:
-    """Return the samples that count, of all ranks."""
+    """Return the counted samples of all ranks."""
     batches = [batch for of_rank in steps for step in of_rank for batch in step.batches]
     return [int(each) for batch in batches for each in batch.content[0][: batch.count]]
 

@@ -1,4 +1,4 @@
-"""SIGTERM on its way to the watchdog, and everybody else's signals on theirs."""
+"""The delivery of SIGTERM to the watchdog, and of other signals to their previous receivers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USR1 = bytes([signal.SIGUSR1])
 
 @pytest.fixture(autouse=True)
 def untouched_signals(ear: Ear, other_ear: Ear) -> Iterator[None]:
-    """Begin as a process does, and leave as it was, before the ears are closed."""
+    """Start with the signals of a new process, and restore the previous state before each `Ear` is closed."""
     wakeup = signal.set_wakeup_fd(-1)
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
@@ -36,7 +36,7 @@ def untouched_signals(ear: Ear, other_ear: Ear) -> Iterator[None]:
 
 
 class Ear:
-    """What a wake-up descriptor hears."""
+    """A wake-up descriptor, and the bytes that it receives."""
 
     def __init__(self) -> None:
         self.fd, self._heard = socket.socketpair()
@@ -97,7 +97,7 @@ def test_unwatch_restores_what_was(ear: Ear, other_ear: Ear, has_previous: bool)
     signals.unwatch()
     assert wakeup_fd() == previous
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    signals.unwatch()  # again: nothing is left to undo
+    signals.unwatch()  # a second call has no effect
     assert wakeup_fd() == previous
 
 
@@ -139,7 +139,7 @@ def test_a_wakeup_descriptor_that_came_on_top_stays(ear: Ear, other_ear: Ear) ->
     assert wakeup_fd() == other_ear.fileno()
     signals.unwatch()
     assert wakeup_fd() == other_ear.fileno()
-    signal.set_wakeup_fd(watched)  # as who came on top does at its end
+    signal.set_wakeup_fd(watched)  # as the code that replaced the descriptor does at its end
     os.kill(os.getpid(), signal.SIGUSR1)
     assert ear.heard() == b""
 
@@ -163,7 +163,7 @@ def test_after_unwatch_on_another_thread_no_file_gets_signals(
     unwatch_on_another_thread()
     watched.close()
     with (tmp_path / "weights").open("wb", buffering=0) as file:
-        assert file.fileno() == number  # the lowest free number
+        assert file.fileno() == number  # the lowest free descriptor
         os.kill(os.getpid(), signal.SIGUSR1)
     assert (tmp_path / "weights").read_bytes() == b""
     assert other_ear.heard() == (USR1 if has_previous else b"")
@@ -213,8 +213,8 @@ def test_the_former_descriptor_may_be_somebody_elses_file(ear: Ear) -> None:
     signal.set_wakeup_fd(number)
     signals.watch(ear.fileno())
     former.close()
-    file = os.open(os.devnull, os.O_WRONLY)  # takes the lowest free number
-    os.set_blocking(file, False)  # as a wake-up descriptor has to be
+    file = os.open(os.devnull, os.O_WRONLY)  # gets the lowest free descriptor
+    os.set_blocking(file, False)  # required of a wake-up descriptor
     try:
         assert file == number
         signals.unwatch()
@@ -238,7 +238,7 @@ def test_a_process_that_let_go_on_another_thread_still_ends_by_sigterm() -> None
     assert outcome.status == -signal.SIGTERM
 
 
-# -- handing on ------------------------------------------------------------------------------------------------------
+# -- forwarding ------------------------------------------------------------------------------------------------------
 
 
 def test_who_watched_before_hears_all_signals(ear: Ear, other_ear: Ear) -> None:
@@ -301,7 +301,7 @@ def test_a_process_is_ended_as_sigterm_does(thread: bool) -> None:
 
 
 def status_of_a_child_that_gets_sigterm() -> int:
-    """Fork a child that sends SIGTERM to itself, and return what came of it."""
+    """Fork a child that sends SIGTERM to itself, and return its exit code."""
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -312,7 +312,7 @@ def status_of_a_child_that_gets_sigterm() -> int:
 def test_a_forked_childs_signals_reach_the_parent_without_a_watchdog_that_lets_go(ear: Ear) -> None:
     signals.watch(ear.fileno())
     assert status_of_a_child_that_gets_sigterm() == 77
-    # torch has a handler for the ends of children, once a DataLoader has had workers.
+    # torch has a handler for SIGCHLD once a DataLoader has had workers.
     assert ear.heard().replace(bytes([signal.SIGCHLD]), b"") == TERM
 
 
@@ -334,7 +334,7 @@ def test_a_forked_childs_signals_do_not_reach_the_parent(forks_on_a_thread: bool
         assert statuses == [-signal.SIGTERM]
         watch._thread.join(0.3)
         assert calls == []
-        os.kill(os.getpid(), signal.SIGTERM)  # one of its own does
+        os.kill(os.getpid(), signal.SIGTERM)  # a signal of the parent's own reaches it
         watch._thread.join(0.3)
         assert calls == [1]
     finally:

@@ -1,4 +1,4 @@
-"""GPU tensors by way of the host: chunks, order, memory, failures. The device is one on the host that copies late."""
+"""GPU tensors staged through the host: chunks, order, memory, failures. The device is simulated and copies late."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def inverted(tensor: torch.Tensor) -> Call:
-    """What MPI does in these tests to a tensor in place."""
+    """Return the call that replaces MPI in these tests: it inverts a tensor in place."""
 
     def call() -> None:
         raw = tensor.view(-1).view(torch.uint8)
@@ -153,7 +153,7 @@ def test_the_next_chunk_is_on_its_way_while_mpi_has_one() -> None:
 
 
 class Watched(LateMover):
-    """Writes down what it starts."""
+    """Records the steps that it starts."""
 
     def __init__(self, started: list[str]) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None
     assert torch.equal(tensor.isnan(), torch.arange(8) >= 2 * failing)
 
 
-@pytest.mark.parametrize("seed", range(10))  # of which copies are late
+@pytest.mark.parametrize("seed", range(10))  # selects the copies that are late
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_a_message_goes_out_and_comes_in(is_dense: bool, seed: int) -> None:
     transport, mover = staged(2, 8, seed)

@@ -1,4 +1,4 @@
-"""The house: what may import what, read off the syntax tree, and what the public names are."""
+"""The structure of the package: its imports between layers, read from the syntax trees, and its public names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import mpicomm
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mpicomm"
 
-# A room is a module or a package directly under mpicomm. Imports point to lower floors, or stay in the room.
+# The layer of each module or package directly under mpicomm. It imports only from itself and from lower layers.
 LAYERS = {
     "errors": 0,
     "settings": 0,
@@ -39,9 +39,9 @@ LAYERS = {
     "cli": 8,
     "__main__": 9,
 }
-BASE = 0  # whose rooms may import each other, and otherwise the standard library alone
-DOOR_TO_MPI = "mpicomm.mpi"
-DOOR_TO_PRIVATE_TORCH = "mpicomm.backend.torch_internals"
+BASE = 0  # its members may import each other, and otherwise only the standard library
+MPI_MODULE = "mpicomm.mpi"
+PRIVATE_TORCH_MODULE = "mpicomm.backend.torch_internals"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Import:
     target: str
     line: int
     is_run: bool
-    """False under `if TYPE_CHECKING`: for the type checker alone."""
+    """False under `if TYPE_CHECKING`: only the type checker reads the import."""
 
 
 def name_of(path: Path) -> str:
@@ -60,7 +60,7 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> str:
-    """Return the room of a module; the package itself is nobody's room."""
+    """Return the key of a module in `LAYERS`, or "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -113,7 +113,7 @@ def test_every_module_has_a_floor(module: str) -> None:
 
 @each_module
 def test_imports_point_down(module: str) -> None:
-    """Also those for the type checker: what a room knows of is below it."""
+    """This includes imports for the type checker: a module refers only to lower layers."""
     if not layer_of(module):
         pytest.skip("the package's own module names the public ones, on first use")
     layer = layer_of(module)
@@ -144,14 +144,14 @@ def test_the_ground_floor_needs_the_standard_library_alone(module: str) -> None:
 
 @each_module
 def test_mpi4py_is_imported_behind_one_door(module: str) -> None:
-    if module == DOOR_TO_MPI:
+    if module == MPI_MODULE:
         return
     assert [each for each in imports_of(module) if each.is_run and within(each.target, "mpi4py")] == []
 
 
 @each_module
 def test_private_names_of_torch_are_behind_one_door(module: str) -> None:
-    if module == DOOR_TO_PRIVATE_TORCH:
+    if module == PRIVATE_TORCH_MODULE:
         return
     imported = [each.target for each in imports_of(module) if within(each.target, "torch") and "._" in each.target]
     used = [
@@ -167,7 +167,7 @@ def test_private_names_of_torch_are_behind_one_door(module: str) -> None:
 
 @each_module
 def test_what_is_unpickled_is_in_the_modules_that_security_md_names(module: str) -> None:
-    """Ranks exchange objects, and checkpoints hold them. The out-of-band channel and the store carry none."""
+    """Operations exchange objects, and checkpoints contain them. The out-of-band channel and the store carry none."""
     pickles = {each.target for each in imports_of(module)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert not pickles or module in {"mpicomm.collective_ops.pytree", "mpicomm.training.checkpoint"}
     for node in ast.walk(TREES[module]):
@@ -176,7 +176,7 @@ def test_what_is_unpickled_is_in_the_modules_that_security_md_names(module: str)
 
 
 def test_importing_the_package_imports_little_of_ours() -> None:
-    """What the public names need comes on their first use."""
+    """The modules that the public names need are imported on first use."""
     at_top = {each.target for each in imports_of("mpicomm") if each.is_run}
     assert {target for target in at_top if within(target, "mpicomm")} == {"mpicomm.backend.plugin"}
 
@@ -190,7 +190,7 @@ def test_no_module_is_a_drawer_for_everything(module: str) -> None:
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:
-    """`mpicomm.bench` would be the function or the module, depending on what was imported before."""
+    """`mpicomm.bench` would be the function or the module, depending on earlier imports."""
     last = {module.split(".")[-1] for module in TREES if module != "mpicomm"}
     assert not last & set(mpicomm.__all__)
 

@@ -1,4 +1,4 @@
-"""Who is where, from what every rank calls its node."""
+"""The placement of ranks on nodes, from the node identifier that each rank reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpicomm.startup import topology
 from mpicomm.startup.topology import Topology
 
-SHAPES = [(1, 1), (1, 4), (3, 1), (2, 3), (4, 2)]  # nodes, ranks on each
+SHAPES = [(1, 1), (1, 4), (3, 1), (2, 3), (4, 2)]  # nodes, ranks per node
 
 
 def everyone(nodes: list[str]) -> list[Topology]:

@@ -1,4 +1,4 @@
-"""What happens to a rank's own part of a checkpoint when another number of ranks reads it."""
+"""The per-rank part of a checkpoint when a different number of ranks reads it."""
 
 from __future__ import annotations
 
