@@ -1,4 +1,4 @@
-"""Tests of what PyTorch builds on a backend: all of them run on every rank of a world."""
+"""Tests of PyTorch features that use the backend: all of them run on every rank of a world."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import mpicomm
 
 @pytest.fixture(autouse=True)
 def groups_go(world: mpicomm.World) -> Iterator[None]:
-    """Destroy at the end of a test the groups that were made in it: a mesh makes some, and never destroys them.
+    """Destroy, at the end of a test, the groups that it created: a mesh creates groups, and never destroys them.
 
-    DTensor remembers by which operation it came to which placements, and with them a mesh; the next that is equal would
-    get the groups of one that is gone.
+    DTensor caches the placements of each operation together with their mesh: the next equal mesh would get the groups
+    of a destroyed one.
     """
     before = set(dist.distributed_c10d._world.pg_map)
     yield
@@ -29,5 +29,5 @@ def groups_go(world: mpicomm.World) -> Iterator[None]:
 
 @pytest.fixture
 def mesh(world: mpicomm.World) -> dist.DeviceMesh:
-    """A mesh of all ranks in a row."""
+    """A one-dimensional mesh of all ranks."""
     return dist.init_device_mesh("cpu", (world.size,))

@@ -1,4 +1,4 @@
-"""A small regression problem: each rank has samples of its own, and one process can train on those of all."""
+"""A small regression problem: each rank has its own samples, and one process can train on the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Weight(torch.nn.Module):
 
 
 def numbers_of(rank: int) -> torch.Tensor:
-    """Return numbers from 1 to 16: once they are fp16 or bfloat16, float32 adds them up exactly in any order."""
+    """Return numbers from 1 to 16: after rounding to fp16 or bfloat16, their float32 sum is exact in any order."""
     return 1 + 15 * torch.rand(1000, generator=torch.Generator().manual_seed(rank))
 
 
 def dense_model() -> torch.nn.Module:
-    """Return a network in float64, the same on all ranks."""
+    """Return a float64 network with equal parameters on all ranks."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(FEATURES, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
@@ -37,7 +37,7 @@ def dense_model() -> torch.nn.Module:
 
 
 def batches(world: mpicomm.World, steps: int) -> torch.Tensor:
-    """Return the samples of all ranks, the same on all: (steps, size, BATCH, FEATURES)."""
+    """Return the samples of all ranks, equal on all ranks: (steps, size, BATCH, FEATURES)."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(steps, world.size, BATCH, FEATURES, generator=generator, dtype=torch.float64)
 
@@ -58,7 +58,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: torch
 
 
 def train_alone(model: torch.nn.Module, data: torch.Tensor) -> None:
-    """Train on everybody's samples in one process."""
+    """Train on the samples of all ranks in one process."""
     train(model, sgd(model), data.flatten(1, 2))
 
 

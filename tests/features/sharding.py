@@ -1,4 +1,4 @@
-"""What the tests of sharded tensors share."""
+"""A helper function for the tests of sharded tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def shard_of(whole: torch.Tensor, index: int, count: int, dim: int = 0) -> torch.Tensor:
-    """Return a rank's part of a tensor, as torch shards it: there may be fewer chunks than ranks."""
+    """Return a rank's shard of a tensor, as torch shards it: the number of chunks may be smaller than that of ranks."""
     chunks = whole.detach().chunk(count, dim)
     return chunks[index] if index < len(chunks) else whole.detach().narrow(dim, 0, 0)

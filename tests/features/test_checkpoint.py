@@ -1,4 +1,4 @@
-"""Distributed checkpoints of a sharded training: loaded on any number of ranks, they are what was saved, bit by bit."""
+"""Distributed checkpoints of sharded training: any number of ranks can load them, with bit-identical state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 import mpicomm
 
 FEATURES, BATCH = 6, 3
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # the optimizer's state, too, has one name per value
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # flattens the optimizer state as well: one name per value
 
 
 @dataclasses.dataclass
 class Training:
-    """A sharded network and its optimizer, whose state has the network's shape."""
+    """A sharded network and its optimizer, whose state has the shapes of the network's parameters."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -40,7 +40,7 @@ class Training:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with this rank's shards, as DCP asks for it."""
+        """Return the state with this rank's shards, in the form that DCP requires."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
         return {"model": model, "optimizer": optimizer}
 
@@ -54,7 +54,7 @@ class Training:
         )
 
     def whole_state(self) -> dict[str, Any]:
-        """Return a copy of the state by name, in whole tensors (collective)."""
+        """Return a copy of the state by name, in full tensors (collective)."""
         state = self.state_dict()
         return {
             name: copy.deepcopy(value.full_tensor() if isinstance(value, DTensor) else value)
@@ -64,7 +64,7 @@ class Training:
 
 @pytest.fixture
 def folder(world: mpicomm.World) -> Iterator[Path]:
-    """Give all ranks one directory, which rank 0 makes and removes."""
+    """Create a temporary directory for all ranks; rank 0 creates and removes it."""
     path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="mpicomm-test-") if world.rank == 0 else None))
     yield path
     world.comm.Barrier()
@@ -73,7 +73,7 @@ def folder(world: mpicomm.World) -> Iterator[Path]:
 
 
 def make_training(mesh: DeviceMesh, seed: int, steps: int) -> Training:
-    """Return a training that has gone some steps; no number of ranks divides the sizes of its network."""
+    """Return a training after some steps; the sizes of its network are not divisible by the number of ranks."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5))
     fully_shard(model[0], mesh=mesh)
@@ -102,7 +102,7 @@ def result_of(future: Future) -> Any:
 
 
 def assert_holds(folder: Path, expected: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Check that another training becomes the expected one when it loads the checkpoint (collective over the mesh)."""
+    """Check that another training has the expected state after loading the checkpoint (collective over the mesh)."""
     training = make_training(mesh, seed=1, steps=1)
     assert not torch.equal(training.whole_state()["0.weight"], expected["0.weight"])
     dcp.load({"training": training}, checkpoint_id=folder, process_group=mesh.get_group())
@@ -121,7 +121,7 @@ def test_another_number_of_ranks(world: mpicomm.World, folder: Path, savers: str
         training = make_training(saving, seed=0, steps=3)
         dcp.save({"training": training}, checkpoint_id=folder, process_group=saving.get_group())
         expected = training.whole_state()
-    expected = world.comm.bcast(expected)  # rank 0 is always among those who save
+    expected = world.comm.bcast(expected)  # rank 0 always saves
     if world.rank < loading.size():
         assert_holds(folder, expected, loading)
 
@@ -138,7 +138,7 @@ def test_a_training_that_goes_on_is_the_one_that_never_stopped(world: mpicomm.Wo
 
 
 class PatientWriter(dcp.FileSystemWriter):
-    """Writes only after it is told to."""
+    """A writer that starts to write when `may_write` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -151,7 +151,7 @@ class PatientWriter(dcp.FileSystemWriter):
 
 @pytest.mark.parametrize("saves_on", ["default group", "own group"])
 def test_saving_while_training(world: mpicomm.World, folder: Path, saves_on: str) -> None:
-    """The thread that saves has collectives on one group while the main thread has its own on another."""
+    """The saving thread calls collectives on one group while the main thread calls collectives on another one."""
     another = dist.new_group(list(range(world.size)))
     saving, training_on = (another, dist.group.WORLD) if saves_on == "own group" else (dist.group.WORLD, another)
     mesh = DeviceMesh.from_group(training_on, "cpu")

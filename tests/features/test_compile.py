@@ -1,4 +1,4 @@
-"""Compiled functions and models with collectives in them do what the same computation in one process does."""
+"""Compiled functions and models that contain collectives give the results of the same computation in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_backend = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 @pytest.fixture(autouse=True)
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile from scratch, without processes of the compiler's own, which a rank must not fork."""
+    """Compile with an empty cache and without compiler processes, because a rank must not fork."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     from torch import _dynamo, _inductor
 
@@ -34,7 +34,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def counting(backend: str) -> Any:
-    """Return a compiler that counts the graphs it is given."""
+    """Return a compiler that counts the graphs that it receives."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     return CompileCounterWithBackend(backend)
@@ -45,7 +45,7 @@ def inputs(world: mpicomm.World) -> list[torch.Tensor]:
 
 
 class Network(torch.nn.Module):
-    """A model of a class that is not torch's own: the compiler skips those when DDP calls them."""
+    """A model of a custom class: the compiler skips models of torch's own classes if DDP calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Network(torch.nn.Module):
         return self.layers(samples)
 
 
-# Products of matrices and collectives alone: for these inductor needs no C++ compiler, which would take half a minute.
+# Only matrix products and collectives: inductor compiles them without a C++ compiler, which would take half a minute.
 
 
 @each_backend
 def test_functional_collectives(world: mpicomm.World, backend: str) -> None:
-    """One graph holds them, forward and backward."""
+    """A single graph contains all collectives, forward and backward."""
     weight = numbers(0, 3, 3)
 
     def step(mine: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_functional_collectives(world: mpicomm.World, backend: str) -> None:
 
 @each_backend
 def test_collectives_of_torch_distributed(world: mpicomm.World, backend: str) -> None:
-    """The compiler puts functional ones in their place."""
+    """The compiler replaces them by functional collectives."""
 
     def step(mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = mine @ mine.T
@@ -98,8 +98,8 @@ def test_collectives_of_torch_distributed(world: mpicomm.World, backend: str) ->
 
 
 def test_ddp(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler splits the model where DDP's buckets end."""
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)  # instead of a megabyte, which holds all of it
+    """The compiler splits the model at the boundaries of DDP's buckets."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)  # instead of 1 MiB, which holds the whole model
     data = batches(world, steps=3)
     model = Network()
     alone = copy.deepcopy(model)

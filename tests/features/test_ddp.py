@@ -31,7 +31,7 @@ pytestmark = pytest.mark.each_torch("DDP")
 
 
 class Branches(torch.nn.Module):
-    """A network with a branch that some steps leave out."""
+    """A network with two branches, of which each step uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Branches(torch.nn.Module):
 
 
 class TwoDtypes(torch.nn.Module):
-    """A network whose gradients cannot share a bucket."""
+    """A network whose gradients cannot share a bucket, because their dtypes differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_no_sync_accumulates(world: mpicomm.World, views: bool) -> None:
 
 
 def test_unused_parameters(world: mpicomm.World) -> None:
-    """Every rank leaves out another branch, and its gradient is the mean over those that used it and zeros."""
+    """Even and odd ranks use different branches; the mean gradient of a branch includes zeros of the other ranks."""
     torch.manual_seed(0)
     model = Branches().double()
     alone = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def test_unused_parameters(world: mpicomm.World) -> None:
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     loss_of(parallel, data[world.rank], world.rank % 2).backward()
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        if theirs.grad is not None:  # with one rank, the branch that nobody used
+        if theirs.grad is not None:  # None with one rank, for the branch that no rank used
             torch.testing.assert_close(mine.grad, theirs.grad / world.size, rtol=1e-9, atol=1e-11)
 
 
@@ -145,13 +145,13 @@ def test_two_dtypes(world: mpicomm.World) -> None:
 
     parallel = DistributedDataParallel(model)
     loss_of(parallel, data[world.rank]).backward()
-    # The second layer is as exact as its inputs, which are computed in float32 in other batches.
+    # The second layer is as exact as its inputs, which are computed in float32 with different batch sizes.
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_of_bfloat16_are_rounded_once(world: mpicomm.World) -> None:
-    """DDP itself multiplies by 1 / size before, and rounds that."""
+    """DDP multiplies the gradients by 1 / size before the reduction, and rounds the products."""
     parallel = DistributedDataParallel(Weight(1000).bfloat16())
     parallel(numbers_of(world.rank).bfloat16()).backward()
     addends = [numbers_of(rank).bfloat16() * (1 / world.size) for rank in range(world.size)]
@@ -167,7 +167,7 @@ def test_buffers_follow_rank_0(world: mpicomm.World) -> None:
     for step in data:
         parallel(step[world.rank]).sum().backward()
         alone(step[0])
-    parallel.eval()(torch.zeros(BATCH, FEATURES, dtype=torch.float64))  # takes over rank 0's buffers, changes none
+    parallel.eval()(torch.zeros(BATCH, FEATURES, dtype=torch.float64))  # copies rank 0's buffers without updating them
     for mine, rank_0s in zip(model.buffers(), alone.buffers(), strict=True):
         torch.testing.assert_close(mine, rank_0s, rtol=1e-9, atol=1e-11)
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:
 
 @pytest.fixture
 def inputs(world: mpicomm.World) -> list[torch.Tensor]:
-    """Return what each rank puts in; its rows can be split among the ranks."""
+    """Return the inputs of all ranks, whose rows can be split among the ranks."""
     return [numbers(rank, 2 * world.size, 3) for rank in range(world.size)]
 
 

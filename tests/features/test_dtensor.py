@@ -1,4 +1,4 @@
-"""Distributed tensors and device meshes on the backend: placements change, contents do not."""
+"""Distributed tensors and device meshes on the backend: redistribution changes placements, and preserves contents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import (
 import mpicomm
 from tests.features.sharding import shard_of
 
-SHAPE = (7, 5)  # no number of ranks divides it; of 5 rows or columns in chunks of 2, the fourth rank has nothing
+SHAPE = (7, 5)  # not divisible by the number of ranks; with 5 rows or columns in chunks of 2, the fourth shard is empty
 PARTIALS = {
     "sum": lambda parts: parts.sum(0),
     "avg": lambda parts: parts.mean(0),
@@ -27,7 +27,7 @@ PARTIALS = {
     "min": lambda parts: parts.amin(0),
     "product": lambda parts: parts.prod(0),
 }
-WHOLE = [Replicate(), Shard(0), Shard(1)]  # what can be redistributed to
+WHOLE = [Replicate(), Shard(0), Shard(1)]  # possible targets of a redistribution
 PLACEMENTS = [*WHOLE, *map(Partial, PARTIALS)]
 EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -39,12 +39,12 @@ def square() -> DeviceMesh:
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return numbers that are the same on all ranks."""
+    """Return numbers that are equal on all ranks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def placed(placement: Placement, mesh: DeviceMesh) -> tuple[DTensor, torch.Tensor]:
-    """Return a tensor with this placement on a mesh of one dimension, and its content."""
+    """Return a tensor with this placement on a one-dimensional mesh, and its full content."""
     if not isinstance(placement, Partial):
         whole = numbers(*SHAPE)
         return distribute_tensor(whole, mesh, [placement]), whole
@@ -54,7 +54,7 @@ def placed(placement: Placement, mesh: DeviceMesh) -> tuple[DTensor, torch.Tenso
 
 
 def local_part(whole: torch.Tensor, placements: list[Placement], mesh: DeviceMesh) -> torch.Tensor:
-    """Return what this rank holds of a tensor: a dimension of the mesh cuts what the one before has left."""
+    """Return this rank's part of a tensor: each mesh dimension shards the result of the previous dimension."""
     for placement, index, count in zip(placements, mesh.get_coordinate(), mesh.shape, strict=True):
         if isinstance(placement, Shard):
             whole = shard_of(whole, index, count, placement.dim)
@@ -116,7 +116,7 @@ def test_products_of_matrices(mesh: DeviceMesh, left: Placement, right: Placemen
 
 
 def test_softmax_over_what_is_sharded(mesh: DeviceMesh) -> None:
-    """DTensor itself has to move the data for it."""
+    """DTensor must redistribute the data for this operation."""
     tensor, whole = placed(Shard(1), mesh)
     torch.testing.assert_close(tensor.softmax(1).full_tensor(), whole.softmax(1), **CLOSE)
 

@@ -1,6 +1,6 @@
 """Fully sharded training on the backend gives the parameters of the same training in one process.
 
-FSDP2 averages float32 and bf16 gradients by AVG, and float64 ones by SUM with a division before and after.
+FSDP2 averages float32 and bf16 gradients with AVG, and float64 gradients with SUM and divisions before and after it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.features.sharding import shard_of
 pytestmark = pytest.mark.each_torch("FSDP2")
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
-BF16_STEP = {"rtol": 2**-8, "atol": 0.0}  # from one bf16 number to the next
+BF16_STEP = {"rtol": 2**-8, "atol": 0.0}  # relative distance between adjacent bf16 numbers
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    """Return a network whose sizes no number of ranks divides; of the last bias, some ranks have nothing."""
+    """Return a network whose sizes are not divisible by the number of ranks; some shards of the last bias are empty."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(FEATURES, 17), torch.nn.Tanh(), torch.nn.Linear(17, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
@@ -52,7 +52,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def assert_shards(mine: list[torch.Tensor], whole: list[torch.Tensor], mesh: dist.DeviceMesh, **close: float) -> None:
-    """Check that this rank holds its part of each tensor, on a mesh of one dimension."""
+    """Check this rank's shard of each tensor, on a one-dimensional mesh."""
     rank, size = mesh.get_local_rank(), mesh.size()
     for shard, tensor in zip(mine, whole, strict=True):
         torch.testing.assert_close(shard.to_local().detach(), shard_of(tensor, rank, size), **close)
@@ -82,7 +82,7 @@ def test_memory_that_the_group_may_allocate(world: mpicomm.World, mesh: dist.Dev
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None], ids=["reduced in float32", "reduced in bf16"])
 def test_mixed_precision(world: mpicomm.World, mesh: dist.DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
-    """The gradients of all ranks are bf16, and their mean is rounded once, if at all."""
+    """The gradients of all ranks are bf16; their mean is rounded at most once."""
     data = batches(world, steps=1)[0].float()
     means = [torch.zeros_like(parameter) for parameter in network().parameters()]
     for inputs in data.bfloat16():
@@ -112,10 +112,10 @@ def test_accumulation_without_synchronization(world: mpicomm.World, mesh: dist.D
     assert_shards(gradients(model), gradients(alone), mesh, **TOLERANCES[torch.float32])
 
 
-@pytest.mark.mpi(min_size=2)  # one rank reduces nothing, and torch 2.13 divides its sums twice
+@pytest.mark.mpi(min_size=2)  # one rank reduces nothing, and torch 2.13 divides the sums twice
 @pytest.mark.parametrize("only_sums", [False, True], ids=["PREMUL_SUM", "SUM"])
 def test_a_divisor_of_ones_own(world: mpicomm.World, mesh: dist.DeviceMesh, only_sums: bool) -> None:
-    divisor = 7.0  # of the sum, in place of the number of ranks
+    divisor = 7.0  # divides the sum, in place of the number of ranks
     alone, data = network(), batches(world, steps=1)[0].float()
     model = sharded(alone, mesh)
     for part in model.modules():
@@ -135,14 +135,14 @@ def test_clipping_the_norm_of_all_gradients(world: mpicomm.World, mesh: dist.Dev
     loss_of(alone, data.flatten(0, 1)).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
     expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm=0.1)
-    assert expected > 0.1  # or nothing would be clipped
+    assert expected > 0.1  # otherwise, clipping has no effect
     torch.testing.assert_close(norm.full_tensor(), expected, **TOLERANCES[torch.float32])
     assert_shards(gradients(model), gradients(alone), mesh, **TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_shards_within_replicas(world: mpicomm.World, replicas: int) -> None:
-    """HSDP averages over the shards and then over the replicas."""
+    """HSDP averages over the shards, then over the replicas."""
     if world.size % replicas:
         pytest.skip(f"{world.size} ranks do not make {replicas} replicas")
     shape = (replicas, world.size // replicas)

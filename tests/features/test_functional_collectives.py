@@ -12,12 +12,12 @@ from tests import torches
 from tests.features.together import Outputs, check, exchanged, numbers
 from tests.worlds import Group, on_groups
 
-# Torch finds a group by its name; the ranks of `parity` are not the job's, and `staged` has a route of its own.
+# torch looks up groups by name. Ranks of `parity` differ from global ranks, and `staged` has a transport of its own.
 pytestmark = on_groups("world", "parity", "staged")
 
 
 def inputs(group: Group) -> list[torch.Tensor]:
-    """Return what each rank of the group puts in; both dimensions can be split among them."""
+    """Return the inputs of all ranks of the group; both dimensions can be split among the ranks."""
     return [numbers(rank, 2 * group.size, 3 * group.size) for rank in range(group.size)]
 
 
@@ -52,7 +52,7 @@ def test_all_reduce(group: Group, name: str, op: str, reduction: Callable) -> No
         result = reduction(torch.stack(everybodys), dim=0)
         return [result.flatten() if name == "all_reduce" else flat(parts(result))] * group.size
 
-    has_gradient = op == "sum" and torches.have_gradients  # torch has no others
+    has_gradient = op == "sum" and torches.have_gradients  # torch differentiates no other reduction
     check(group.rank, inputs(group), collective, together, has_gradient=has_gradient)
 
 
@@ -122,7 +122,7 @@ def test_all_to_all(group: Group, exchange: Callable) -> None:
 
 
 def test_all_to_all_of_uneven_sizes(group: Group) -> None:
-    """Some ranks have nothing for some others."""
+    """Some pairs of ranks exchange no data."""
     rows = [[(source + 2 * target) % 3 for target in range(group.size)] for source in range(group.size)]
     sent, received = rows[group.rank], [row[group.rank] for row in rows]
 
@@ -140,7 +140,7 @@ def test_all_to_all_of_uneven_sizes(group: Group) -> None:
 
 
 def test_permute(group: Group) -> None:
-    """Everybody sends to the next."""
+    """Each rank sends to the next rank."""
     targets = [(rank + 1) % group.size for rank in range(group.size)]
     check(
         group.rank,
@@ -152,7 +152,7 @@ def test_permute(group: Group) -> None:
 
 
 def test_broadcast(group: Group) -> None:
-    """Its root is a rank of the group, and it has no gradient."""
+    """The root is a rank of the group, and the operation has no gradient."""
     root = group.size - 1
     check(
         group.rank,
@@ -164,7 +164,7 @@ def test_broadcast(group: Group) -> None:
 
 
 def test_results_are_waited_for_on_their_first_use(group: Group) -> None:
-    """Several collectives are under way, and are used in another order; the input is left alone."""
+    """Several collectives are in progress, and their results are used in another order; the input does not change."""
     mine = numbers(group.rank, 1000)
     results = [funcol.all_reduce(mine * factor, "sum", group.handle) for factor in (1, 2, 3)]
     total = sum(numbers(rank, 1000) for rank in range(group.size))

@@ -1,4 +1,4 @@
-"""Communication hooks of DistributedDataParallel: torch's, and ours for bfloat16."""
+"""Communication hooks of DistributedDataParallel: torch's hooks, and this package's hook for bfloat16."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bf16_compression_rounds_the_mean_once(world: mpicomm.World, views: bool
     parallel = hooked(Weight(1000), mpicomm.bf16_compression_hook, gradient_as_bucket_view=views)
     compressed = torch.stack([numbers_of(rank).bfloat16() for rank in range(world.size)])
     expected = compressed.float().sum(0).div_(world.size).bfloat16().float()
-    for _ in range(3):  # the first step, the one that rebuilds the buckets, and one after it
+    for _ in range(3):  # the first step, the step that rebuilds the buckets, and the step after it
         parallel.zero_grad()
         parallel(numbers_of(world.rank)).backward()
         assert torch.equal(parallel.module.weight.grad, expected)
@@ -76,7 +76,7 @@ def test_bf16_compression_averages_over_its_group(world: mpicomm.World) -> None:
 
 
 def test_bf16_compression_keeps_the_range_of_float32(world: mpicomm.World) -> None:
-    """Numbers far beyond fp16 survive."""
+    """Values far outside the range of fp16 are preserved."""
     parallel = hooked(Weight(2), mpicomm.bf16_compression_hook)
     parallel(torch.tensor([2.0**100, 2.0**-100])).backward()
     assert parallel.module.weight.grad.tolist() == [2.0**100, 2.0**-100]
@@ -104,7 +104,7 @@ def test_bf16_compression_converges_like_float32(world: mpicomm.World, views: bo
 
 
 def test_powersgd(world: mpicomm.World) -> None:
-    """Its hook waits for an operation inside a callback. With full rank it approximates nothing."""
+    """The hook waits for an operation inside a callback. With a full-rank matrix, PowerSGD is exact."""
     state = PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0.1)
     torch.manual_seed(0)
     model = torch.nn.Linear(FEATURES, 8).double()

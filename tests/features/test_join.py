@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, under torch's Join, give the same computation in one process."""
+"""Training with different numbers of batches per rank, under Join, equals the same computation in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.features.problem import (
     train,
 )
 
-FEWEST = 2  # batches of rank 0; each rank has one more than the one before
+FEWEST = 2  # number of batches of rank 0; each further rank has one batch more than the previous rank
 
 
 def batches_of(rank: int) -> int:
@@ -36,12 +36,12 @@ def own(data: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def ranks_at(step: int, size: int) -> list[int]:
-    """Return the ranks that still have a batch."""
+    """Return the ranks that still have a batch at this step."""
     return [rank for rank in range(size) if step < batches_of(rank)]
 
 
 def train_alone(model: torch.nn.Module, data: torch.Tensor, optimizer: Any, *, by_all: bool) -> None:
-    """Train with the gradients of the ranks that still have a batch, divided by the number of all ranks or of those."""
+    """Train with the gradients of the ranks that still have a batch, divided by the number of all or of these ranks."""
     size = data.shape[1]
     for step, samples in enumerate(data):
         present = ranks_at(step, size)
@@ -52,7 +52,7 @@ def train_alone(model: torch.nn.Module, data: torch.Tensor, optimizer: Any, *, b
 
 
 class AveragedGradients(Joinable):
-    """Averages gradients over all ranks; one that has run out of batches takes part with zeros."""
+    """Averages gradients over all ranks; ranks without further batches contribute zeros."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_ddp(world: mpicomm.World, data: torch.Tensor, by_all: bool, views: bool
 
 
 def test_ddp_through_our_hook(world: mpicomm.World, data: torch.Tensor) -> None:
-    """A rank without batches adds zeros to each mean, and bfloat16 is near enough to the exact one."""
+    """A rank without batches contributes zeros to each mean; the bfloat16 mean is close enough to the exact one."""
     model = dense_model().float()
     alone = copy.deepcopy(model)
     train_alone(alone, data.float(), sgd(alone), by_all=True)
@@ -132,7 +132,7 @@ def test_the_first_to_run_out_ends_the_training_of_all(world: mpicomm.World, dat
 
 
 def test_sharded_optimizer(world: mpicomm.World, data: torch.Tensor) -> None:
-    """A rank without batches still has its part of the parameters to update."""
+    """A rank without batches still updates its part of the parameters."""
     model = dense_model()
     alone = copy.deepcopy(model)
     train_alone(alone, data, torch.optim.Adam(alone.parameters(), lr=0.01), by_all=True)

@@ -1,4 +1,4 @@
-"""Ranks that train apart and average their models now and then do what a list of models in one process does."""
+"""Ranks train separately and average their models periodically, with the results of a list of models in one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm
 from tests.features.problem import assert_same, batches, dense_model, loss_of, sgd, train
 
-STEPS, TOGETHER, PERIOD = 8, 2, 3  # after TOGETHER steps the ranks train apart, and average every PERIOD steps
+STEPS, TOGETHER, PERIOD = 8, 2, 3  # after TOGETHER steps the ranks train separately, and average every PERIOD steps
 
 
 def average(tensors: Sequence[torch.Tensor]) -> None:
-    """Give each tensor the mean of all."""
+    """Replace each tensor by the mean of all tensors."""
     mean = torch.stack([each.detach() for each in tensors]).mean(0)
     for each in tensors:
         each.detach().copy_(mean)
@@ -43,12 +43,12 @@ def backward(models: Sequence[torch.nn.Module], samples: torch.Tensor) -> None:
 
 
 def teams(size: int) -> list[list[int]]:
-    """Return pairs of neighbours, the last rank alone if there is one too many."""
+    """Return pairs of consecutive ranks; the last rank is alone if the number of ranks is odd."""
     return [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
 
 
 def test_post_local_sgd(world: mpicomm.World) -> None:
-    """Gradients are averaged by all at first, then within teams; the models are averaged now and then."""
+    """All ranks average their gradients at first, later only teams; all ranks average their models periodically."""
     data = batches(world, STEPS)
     models = [dense_model() for _ in range(world.size)]
     optimizers = [sgd(model) for model in models]
@@ -71,9 +71,9 @@ def test_post_local_sgd(world: mpicomm.World) -> None:
     dist.destroy_process_group(team)
 
 
-@pytest.mark.mpi(min_size=2)  # torch would take the world itself for a team of one
+@pytest.mark.mpi(min_size=2)  # torch would use the world as the group of a team of one rank
 def test_hierarchy_of_averages(world: mpicomm.World) -> None:
-    """Teams average every second step, all ranks every fourth."""
+    """Teams average their models every second step, all ranks every fourth step."""
     data = batches(world, STEPS)
     team_size = 2 if world.size % 2 == 0 and world.size > 2 else 1
     models = [dense_model() for _ in range(world.size)]

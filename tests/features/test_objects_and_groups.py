@@ -1,4 +1,4 @@
-"""Python objects of several megabytes, batches of messages, coalesced collectives, and every way to make a group."""
+"""Python objects of several megabytes, batches of messages, coalesced collectives, and all ways to create a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUTES = on_groups("world", "staged")
 
 
 def object_of(rank: int) -> dict[str, object]:
-    """Return an object of a size of its own: nothing much of the first rank's, megabytes of the later ones'."""
+    """Return an object with a different size for each rank: almost empty for rank 0, `rank` megabytes for others."""
     return {"rank": rank, "bytes": random.Random(rank).randbytes(rank * MEGABYTE), "tensor": torch.arange(rank)}
 
 
@@ -35,7 +35,7 @@ def assert_is_of(received: object, rank: int) -> None:
 
 
 def numbers(rank: int, *shape: int) -> torch.Tensor:
-    """Return a rank's numbers: whole ones, whose sums are exact in every order."""
+    """Return the numbers of a rank: integers, whose sums are exact in any order."""
     return torch.randint(-100, 100, shape, generator=torch.Generator().manual_seed(rank)).double()
 
 
@@ -75,7 +75,7 @@ def test_objects_of_one_rank(group: Group) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("use_batch", [False, True])
 def test_objects_passed_on(world: mpicomm.World, use_batch: bool) -> None:
-    """Each rank hands on what it has received, and adds to it."""
+    """Each rank appends to the objects that it received, and sends them to the next rank."""
     options = {"use_batch": use_batch}
     if "use_batch" not in inspect.signature(dist.send_object_list).parameters:
         if use_batch:
@@ -97,7 +97,7 @@ def test_objects_passed_on(world: mpicomm.World, use_batch: bool) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_batch_from_everybody_to_everybody(world: mpicomm.World) -> None:
-    """Two messages from each to each: one of a size that both know, and a large one, in this order."""
+    """Each rank sends two messages to each other rank: one whose size both ranks know, then a large one."""
     others = [rank for rank in range(world.size) if rank != world.rank]
     pairs = {rank: (torch.empty(rank + world.rank), torch.empty(MEGABYTE // 4)) for rank in others}
     operations = []
@@ -113,7 +113,7 @@ def test_a_batch_from_everybody_to_everybody(world: mpicomm.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_batch_with_tags(world: mpicomm.World) -> None:
-    """What is told apart by its tag may be sent in another order than it is received."""
+    """Messages with different tags may be sent and received in different orders."""
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     received = [torch.empty(2), torch.empty(2)]
     operations = [dist.P2POp(dist.irecv, received[tag], before, tag=tag) for tag in (0, 1)]
@@ -181,7 +181,7 @@ def test_reduce_scatters_coalesced(group: Group, op: str, reduced: Callable, is_
 
 
 def assert_works(group: dist.ProcessGroup, ranks: list[int]) -> None:
-    """Check that the group has these members, in this order, and that they reach each other."""
+    """Check that the group has these members, in this order, and that they can communicate."""
     assert dist.get_process_group_ranks(group) == ranks
     assert dist.get_group_rank(group, dist.get_rank()) == ranks.index(dist.get_rank())
     gathered = torch.empty(len(ranks), dtype=torch.int64)
@@ -191,9 +191,9 @@ def assert_works(group: dist.ProcessGroup, ranks: list[int]) -> None:
 
 @pytest.mark.usefixtures("equal_numbers_of_groups")
 def test_groups_made_by_their_members(world: mpicomm.World) -> None:
-    """Pairs of ranks make theirs at the same time; then all make twins of equal members.
+    """Pairs of ranks create their groups concurrently; then all ranks create two groups with equal members.
 
-    Torch takes their names from the members and from how many groups a rank has, which must be equal for all of them.
+    torch derives the names from the members and from the number of groups that each member is in, which must be equal.
     """
     first = world.rank - world.rank % 2
     pair = [rank for rank in (first, first + 1) if rank < world.size]
@@ -206,7 +206,7 @@ def test_groups_made_by_their_members(world: mpicomm.World) -> None:
 
 
 def test_members_in_any_order(world: mpicomm.World) -> None:
-    """Torch sorts them."""
+    """torch sorts the members."""
     everyone = list(range(world.size))
     assert_works(dist.new_group(everyone[::-1]), everyone)
 
@@ -230,7 +230,7 @@ def test_subgroups_of_several_sizes(world: mpicomm.World) -> None:
 
 @pytest.fixture
 def bound_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bind the world to a device, as on a machine with GPUs: torch splits groups off nothing else."""
+    """Bind the world to a device, as on a host with GPUs: torch only splits groups that are bound to a device."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))
@@ -239,7 +239,7 @@ def bound_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "split_group"), reason="torch splits off groups of NCCL alone")
 @pytest.mark.usefixtures("bound_device", "equal_numbers_of_groups")
 def test_groups_split_off(world: mpicomm.World) -> None:
-    """Torch counts ranks within the group that is split, and gives None to those in no part."""
+    """torch numbers the ranks within the parent group, and returns no group on ranks that are in no part."""
     first = world.rank - world.rank % 2
     parts = [[rank for rank in (start, start + 1) if rank < world.size] for start in range(0, world.size, 2)]
     pair = dist.split_group(split_ranks=parts)
@@ -248,12 +248,12 @@ def test_groups_split_off(world: mpicomm.World) -> None:
     if world.rank == first:
         assert_works(alone, [first])
     else:
-        assert alone in (None, dist.GroupMember.NON_GROUP_MEMBER)  # as torch before 2.15, or since
+        assert alone in (None, dist.GroupMember.NON_GROUP_MEMBER)  # None before torch 2.15, NON_GROUP_MEMBER since
 
 
 @pytest.mark.usefixtures("bound_device")
 def test_groups_and_meshes_on_a_bound_device(world: mpicomm.World) -> None:
-    """Torch asks the world, bound to a device and able to split, to take part in the making of others' groups."""
+    """If the world is bound to a device and supports splitting, torch also calls it on ranks outside a new group."""
     group = dist.new_group([0])
     if world.rank == 0:
         assert_works(group, [0])
@@ -263,7 +263,7 @@ def test_groups_and_meshes_on_a_bound_device(world: mpicomm.World) -> None:
 
 
 def test_groups_side_by_side(world: mpicomm.World) -> None:
-    """Collectives of one group are started in an order that differs from the other's; none waits for another."""
+    """The ranks start the collectives of different groups in different orders; no group waits for another one."""
     everyone = list(range(world.size))
     groups = [dist.new_group(everyone) for _ in range(3)]
     tensors = [torch.full((1000,), float(place)) for place in range(3)]

@@ -19,7 +19,7 @@ Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def layers(count: int) -> list[torch.nn.Module]:
-    """Return the stages of a model, the same on all ranks."""
+    """Return the stages of a model, equal on all ranks."""
     torch.manual_seed(0)
     return [
         torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64), torch.nn.Tanh()) for _ in range(count)
@@ -27,7 +27,7 @@ def layers(count: int) -> list[torch.nn.Module]:
 
 
 class Problem:
-    """The unsplit model's loss and gradients, and the stages to split it into."""
+    """The loss and gradients of the unsplit model, and the stages of the pipeline."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self.stages = layers(stages)
@@ -39,12 +39,12 @@ class Problem:
         self.loss.backward()
 
     def assert_solved(self, stage: int) -> None:
-        """Compare the gradients of one stage."""
+        """Compare the gradients of one stage with those of the unsplit model."""
         for mine, theirs in zip(self.stages[stage].parameters(), self.whole[stage].parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-11)
 
     def assert_end(self, outputs: torch.Tensor, losses: list[torch.Tensor]) -> None:
-        """Compare what the rank with the last stage has."""
+        """Compare the outputs and losses, which the rank with the last stage has."""
         torch.testing.assert_close(outputs, self.outputs, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(torch.stack(losses).mean(), self.loss, rtol=1e-9, atol=1e-11)
 
@@ -52,7 +52,7 @@ class Problem:
 def run(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti, problem: Problem, stages: list[PipelineStage]
 ) -> None:
-    """Run one step, and compare what this rank has of its results."""
+    """Run one step, and compare this rank's part of the results."""
     inputs = [problem.inputs] if any(stage.is_first for stage in stages) else []
     has_end = any(stage.is_last for stage in stages)
     losses: list[torch.Tensor] = []
@@ -75,7 +75,7 @@ def test_one_stage_on_each_rank(world: mpicomm.World, kind: type[PipelineSchedul
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, ScheduleZBVZeroBubble])
 def test_two_stages_on_each_rank(world: mpicomm.World, kind: type[PipelineScheduleMulti]) -> None:
-    """One schedule goes through the ranks twice, the other there and back."""
+    """ScheduleInterleaved1F1B passes through the ranks twice in one direction, ScheduleZBVZeroBubble there and back."""
     count, microbatches = 2 * world.size, 2 * world.size
     second = count - 1 - world.rank if kind is ScheduleZBVZeroBubble else world.size + world.rank
     problem = Problem(count, microbatches)

@@ -1,4 +1,4 @@
-"""ShardedTensor, which chooses the device of its collectives by those that the backend is registered for."""
+"""ShardedTensor, which chooses the device of its collectives from the devices that the backend is registered for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism on the backend: outputs and gradients are those of the plain module."""
+"""Tensor parallelism on the backend: outputs and gradients equal those of the plain module."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel import (
 
 import mpicomm
 
-FEATURES, HIDDEN, CLASSES = 12, 24, 12  # 1, 2, 3 and 4 ranks divide them
+FEATURES, HIDDEN, CLASSES = 12, 24, 12  # divisible by 1, 2, 3 and 4 ranks
 BATCH, LENGTH = 2, 12
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 class Block(torch.nn.Module):
-    """A norm and a feed-forward network around which the input is passed, as in a transformer."""
+    """A layer norm and a feed-forward network with a residual connection, as in a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def block() -> Block:
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Return numbers that are the same on all ranks."""
+    """Return numbers that are equal on all ranks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -73,7 +73,7 @@ def test_columns_then_rows(mesh: dist.DeviceMesh, block: Block) -> None:
 
 
 def test_rows_of_an_embedding(mesh: dist.DeviceMesh) -> None:
-    """Each rank has a part of the words, and the others' words are zeros on it."""
+    """Each rank holds a part of the vocabulary, and contributes zeros for the other words."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Embedding(CLASSES, FEATURES)).double()
     parallel = parallelize_module(
@@ -88,7 +88,7 @@ def test_rows_of_an_embedding(mesh: dist.DeviceMesh) -> None:
 
 
 def test_a_sequence_in_parts(mesh: dist.DeviceMesh, block: Block) -> None:
-    """The norm works on parts of the sequence, the network on all of it with parts of its weights."""
+    """The norm processes shards of the sequence; the network processes all of it with shards of its weights."""
     plan = {
         "norm": SequenceParallel(),
         "widen": ColwiseParallel(input_layouts=Shard(1)),
@@ -129,7 +129,10 @@ def test_a_loss_over_sharded_classes(mesh: dist.DeviceMesh) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_with_sharded_data_parallelism(world: mpicomm.World, block: Block) -> None:
-    """Two ranks share a network's rows and columns; the pairs have different samples, and share what is left."""
+    """Each pair of ranks shards the weights by rows and columns; FSDP shards them further across the pairs.
+
+    The pairs train on different samples.
+    """
     if world.size % 2:
         pytest.skip("needs pairs of ranks")
     mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("data", "tensor"))

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer, each rank with a part of the state, updates like the optimizer it shards."""
+"""ZeroRedundancyOptimizer shards the optimizer state over the ranks: its updates equal those of the plain optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.features.problem import (
 
 STEPS = 4
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
-UPDATES_MISSED = 2  # overlapping begins when DDP has rebuilt its buckets and the optimizer has seen them
+UPDATES_MISSED = 2  # overlapping starts after DDP has rebuilt its buckets and the optimizer has recorded them
 
 
 def train_alone(model: torch.nn.Module, data: torch.Tensor) -> torch.optim.Optimizer:
@@ -83,7 +83,7 @@ def test_the_state_is_put_together_on_one_rank(world: mpicomm.World, root: int) 
 
 
 def test_training_continues_from_a_saved_state(world: mpicomm.World) -> None:
-    """The state is that of the plain optimizer after two steps, and each rank takes its part."""
+    """The state is that of the plain optimizer after two steps; each rank loads its part of it."""
     data = batches(world, STEPS)
     alone = dense_model()
     plain = train_alone(alone, data[:2])
@@ -104,7 +104,7 @@ def test_training_continues_from_a_saved_state(world: mpicomm.World) -> None:
 def test_updates_during_the_backward_pass(world: mpicomm.World, hook: Callable, shard_buckets: bool) -> None:
     """Each rank updates its buckets and broadcasts them in DDP's hook; if interleaved, in callbacks of the reductions.
 
-    Rank 0 is late with each gradient: its callbacks run before it starts the next reduction, those of the others after.
+    Rank 0 delays each gradient: its callbacks run before it starts the next reduction, those of other ranks afterwards.
     """
     if "requires NCCL" in " ".join(inspect.getsource(hook).replace('"', "").split()):
         pytest.skip("torch's hook is for NCCL alone")

@@ -1,4 +1,4 @@
-"""A collective as one process sees it: a function from the inputs of all ranks to the outputs of all ranks."""
+"""A collective as a function in one process: from the inputs of all ranks to the outputs of all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 Outputs = Sequence[torch.Tensor | None]
-"""One output for each rank; None where it is not defined."""
+"""One output per rank; None for ranks without a defined output."""
 
 
 def numbers(rank: int, *shape: int) -> torch.Tensor:
@@ -16,7 +16,7 @@ def numbers(rank: int, *shape: int) -> torch.Tensor:
 
 
 def exchanged(everybodys: list[torch.Tensor]) -> Outputs:
-    """Return what an all-to-all does: rank r gets the r-th piece of everybody's rows."""
+    """Return the outputs of an all-to-all: rank r receives the r-th chunk of the rows of each rank."""
     size = len(everybodys)
     return [torch.cat([each.chunk(size)[rank] for each in everybodys]) for rank in range(size)]
 
@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Compare a collective's output, and the gradient of its input, with those of the same function in one process.
 
-    The loss is a weighted sum of all outputs on all ranks, with other weights for each.
+    The loss is a weighted sum of all outputs on all ranks, with different weights for each rank.
     """
     everybodys = [each.clone().requires_grad_(has_gradient) for each in inputs]
     expected = together(everybodys)

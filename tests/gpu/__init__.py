@@ -1,1 +1,1 @@
-"""Tests of tensors on GPUs, and how fast they go."""
+"""Tests of tensors on GPUs, and measurements of their throughput."""

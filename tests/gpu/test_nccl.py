@@ -1,4 +1,4 @@
-"""NCCL inside the group: CUDA tensors by it, all others by MPI, in one group. One GPU for each rank."""
+"""NCCL as inner backend: NCCL transfers the CUDA tensors of a group, MPI all other tensors. Needs one GPU per rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def group(groups: dict[str, Group], world: mpicomm.World) -> Iterator[Group]:
-    """All ranks, with NCCL."""
+    """A group of all ranks with NCCL."""
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if gpus < world.local_size:
         pytest.skip(f"needs a GPU for each rank: {world.local_size} ranks, {gpus} GPUs")

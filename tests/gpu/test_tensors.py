@@ -1,4 +1,4 @@
-"""Operations over MPI on tensors of GPUs: values, streams, the life of tensors. Ranks may share a GPU."""
+"""Operations over MPI on GPU tensors: values, streams, and lifetimes of tensors. Ranks may share a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.backend.gpu_transport import NO_TRANSPORT
 from mpicomm.errors import MpicommError
 from tests.worlds import Group
 
-LONG = 200_000_000  # a GPU's cycles: a tenth of a second
+LONG = 200_000_000  # clock cycles of a GPU: a tenth of a second
 CHUNK = 4096 * 1024  # bytes
 ON_A_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
@@ -21,13 +21,13 @@ COUNTS = [0, 1, 7, *([CHUNK // 8 - 1, CHUNK // 8 + 1, 3 * CHUNK // 4 + 5] if ON_
 
 
 def keep_busy(device: torch.device) -> None:
-    """Let what is queued on the current stream from now on run late."""
+    """Delay the execution of all work that is queued on the current stream from now on."""
     if device.type == "cuda":
         torch.cuda._sleep(LONG)
 
 
 def of_rank(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers that differ from rank to rank and from place to place, small enough to be added exactly."""
+    """Return numbers that depend on the rank and the index, small enough for exact sums."""
     return ((torch.arange(count, device=device) % 5) + rank).to(dtype)
 
 
@@ -114,7 +114,7 @@ def test_tensors_that_are_not_dense(group: Group, device: torch.device) -> None:
 
 @WHEN
 def test_an_operation_waits_for_the_callers_stream(group: Group, device: torch.device, is_async: bool) -> None:
-    """The tensor gets its content late, on a stream of the caller's own."""
+    """The tensor receives its content late, on a separate stream of the caller."""
     tensor = torch.zeros(CHUNK, device=device)
     with stream_of(device):
         keep_busy(device)
@@ -125,7 +125,7 @@ def test_an_operation_waits_for_the_callers_stream(group: Group, device: torch.d
 
 
 def test_what_is_read_late_is_not_overwritten(group: Group, device: torch.device) -> None:
-    """A message comes in while a kernel that reads the old content has not begun."""
+    """A message arrives before a kernel that reads the old content has started."""
     before, after = group.ranks[group.rank - 1], group.ranks[(group.rank + 1) % group.size]
     tensor = torch.full((CHUNK,), -1.0, device=device)
     with stream_of(device):
@@ -145,7 +145,7 @@ def test_tensors_that_are_dropped_in_flight(group: Group, device: torch.device) 
     for tensor in kept:
         keep_busy(device)
         works.append(dist.all_reduce(tensor + 0, group=group.handle, async_op=True))
-        torch.empty(CHUNK // 8, device=device).fill_(-1)  # in the memory of the last one, if that is free
+        torch.empty(CHUNK // 8, device=device).fill_(-1)  # in the memory of the temporary tensor, if it is free
     for index, work in enumerate(works):
         done(work)
         assert torch.equal(work.result()[0], kept[index] * group.size)
@@ -205,7 +205,7 @@ def test_ddp_is_equal_to_one_process(group: Group, device: torch.device) -> None
 
 
 def stream_of(device: torch.device) -> torch.cuda.StreamContext:
-    """Return a stream of the GPU beside its first one."""
+    """Return the context of a stream of the GPU other than the default stream."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(device))

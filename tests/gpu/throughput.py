@@ -1,7 +1,7 @@
-"""How fast GPU tensors go by way of the host: `mpirun -n 2 python -m tests.gpu.throughput`.
+"""The throughput of GPU tensors staged through the host: `mpirun -n 2 python -m tests.gpu.throughput`.
 
-Beside an all_reduce and a broadcast of tensors on GPUs are those on the host, and plain copies through pinned memory:
-what overlaps perfectly takes as long as the slowest of these alone. Rank 0 writes docs/results/gpu-<ranks>-<MPI>.json.
+It measures all_reduce and broadcast of GPU tensors and of host tensors, and plain copies through pinned memory: with
+perfect overlap, staging takes as long as the slowest of these. Rank 0 writes docs/results/gpu-<ranks>-<MPI>.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MEBIBYTES = (1, 4, 16, 64, 256)
 
 
 def main() -> None:
-    """Measure, and write what was found."""
     with mpicomm.bootstrap("mpi") as world:
         if world.device.type != "cuda":
             raise DeviceError("there is no GPU.\nRun this where there is one.")
@@ -33,7 +32,7 @@ def main() -> None:
 
 
 def _measure(mebibytes: int, device: torch.device) -> dict[str, float]:
-    """Return GiB/s, the best of interleaved rounds (collective)."""
+    """Return the throughput in GiB/s, the best of interleaved rounds (collective)."""
     count = mebibytes * 2**20 // 4
     on_gpu, on_host = torch.ones(count, device=device), torch.ones(count)
     narrow, pinned = torch.ones(2 * count, dtype=torch.bfloat16, device=device), torch.empty(count, pin_memory=True)

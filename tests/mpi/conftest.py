@@ -9,4 +9,4 @@ import mpicomm
 
 @pytest.fixture(scope="session", autouse=True)
 def everywhere(world: mpicomm.World) -> None:
-    """Give every test a world, also one that does not name it."""
+    """Start the world for all tests, including those that do not request it."""

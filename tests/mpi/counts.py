@@ -1,4 +1,4 @@
-"""Small counts in place of 2^31: what MPI cannot count goes to it in parts, or as one element of a long datatype."""
+"""Small limits in place of MPI's 2^31: larger transfers are split, or sent as one element of a long datatype."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.worlds import Group
 
 
 class FewCounts:
-    """A communicator that refuses more than a few elements in one call."""
+    """A communicator that rejects calls with more than a few elements."""
 
     def __init__(self, comm: Any, largest: int) -> None:
-        """Stand in for a communicator.
+        """Wrap a communicator.
 
         Args:
-            largest: The most elements that a buffer of a call may have.
+            largest: Maximum number of elements in a buffer of a call.
         """
         self._comm = comm
         self._largest = largest
@@ -39,9 +39,9 @@ class FewCounts:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, group: Group, largest: int) -> None:
-    """Let the MPI of a group count to `largest` only."""
+    """Limit the counts of the MPI calls of a group to `largest`."""
     operations = group.handle._operations  # type: ignore[attr-defined]
     monkeypatch.setattr(mpi_calls, "largest_count", lambda: largest)
-    # This way makes one call of everything, on the ranks whose queues are empty, while the others make several.
+    # The fast path makes a single call, on the ranks whose queues are empty, while the other ranks make several.
     monkeypatch.setattr(fast_path, "_MOST_BYTES", -1)
     monkeypatch.setattr(operations, "comm", FewCounts(operations.comm, largest))

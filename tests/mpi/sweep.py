@@ -1,4 +1,4 @@
-"""Which tests run on which groups with which dtypes: all dtypes on the world, and a few dtypes on other groups."""
+"""Combinations of groups and dtypes: all dtypes on the world, and a few dtypes on other groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpicomm.backend import dtypes as names
 from tests.worlds import KINDS
 
 FEW = (torch.float32, torch.bfloat16, torch.int64)
-"""One that MPI reduces and that has a short path, one that is widened, one whose sum wraps around."""
+"""A dtype that MPI reduces on the fast path, a dtype that is widened, and a dtype whose sums wrap around."""
 
 
 def sweep(
@@ -20,8 +20,8 @@ def sweep(
     """Parametrize a test's `group` and `dtype`.
 
     Args:
-        dtypes: Those on the first kind of group.
-        few: Those on the other kinds, as far as they are among `dtypes`.
+        dtypes: The dtypes on the first kind of group.
+        few: The dtypes on the other kinds of groups; those not in `dtypes` are omitted.
         kinds: The kinds of groups.
     """
     first, *others = kinds

@@ -1,4 +1,4 @@
-"""all_to_all: each rank sends each rank its own part."""
+"""all_to_all: each rank sends a different block to each rank."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ WIDTH = 3
 
 @pytest.fixture(params=["whole", "in parts"], autouse=True)
 def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
-    """Let MPI count to 2^31 and beyond, or to two."""
+    """Run with MPI's own limit on counts, 2^31 or more, or with a limit of two."""
     if request.param == "in parts":
         limit(monkeypatch, group, 2)
 
 
 def rows(src: int, dst: int) -> int:
-    """Return how many rows one rank sends another: none to some."""
+    """Return the number of rows that `src` sends to `dst`, zero for some pairs of ranks."""
     return (src + 2 * dst) % 4
 
 
 def block(src: int, dst: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what one rank sends another: (count, WIDTH)."""
+    """Return the rows that `src` sends to `dst`: (count, WIDTH)."""
     return torch.full((count, WIDTH), 10 * src + dst + 1, dtype=torch.float32).to(dtype)
 
 
@@ -60,7 +60,7 @@ def test_uneven_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 @WHEN
 @on_groups(*BY_MPI)
 def test_uneven_parts_on_one_side(group: Group, is_async: bool) -> None:
-    """The first rank gives sizes for the input alone, the last one for the output: the others' are as if by default."""
+    """The first rank passes only input sizes, the last rank only output sizes; the omitted sizes equal the defaults."""
     first, last = 0, group.size - 1
     counts = [[3 if (src, dst) == (first, last) else 1 for dst in range(group.size)] for src in range(group.size)]
     sends, receives = counts[group.rank], [row[group.rank] for row in counts]
@@ -97,14 +97,14 @@ def test_lists_of_chunks_are_filled_in_place(group: Group, is_async: bool) -> No
 
 
 @WHEN
-@pytest.mark.parametrize("length", [1, 50_000])  # MPI may copy a short input when it is called
+@pytest.mark.parametrize("length", [1, 50_000])  # MPI may copy a short input during the call
 @on_groups(*BY_MPI)
 def test_the_output_may_be_the_input(group: Group, length: int, is_async: bool) -> None:
     tensor = (torch.arange(group.size).float() + 100 * group.rank).repeat_interleave(length)
     finish(dist.all_to_all_single(tensor, tensor, group=group.handle, async_op=is_async))
     assert torch.equal(tensor, (100.0 * torch.arange(group.size) + group.rank).repeat_interleave(length))
     chunks = list(tensor.chunk(group.size))
-    finish(dist.all_to_all(chunks, chunks, group=group.handle, async_op=is_async))  # and back
+    finish(dist.all_to_all(chunks, chunks, group=group.handle, async_op=is_async))  # exchanges the chunks back
     assert torch.equal(tensor, (torch.arange(group.size).float() + 100 * group.rank).repeat_interleave(length))
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous operations: never blocking in the call, in order, with real futures."""
+"""Asynchronous operations: calls return without blocking, operations run in order, and works have futures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.worlds import Group, on_groups
 pytestmark = pytest.mark.each_torch("async collectives")
 
 BIG = 4 << 20  # floats, 16 MiB
-# The worker and its queue know nothing of routes; in `staged` it copies tensors, in `debug` it compares calls.
+# The worker and its queue are independent of the transport; the worker of `staged` copies tensors, and that of `debug`
+# compares calls.
 QUEUES = on_groups("world", "staged", "debug")
 
 
@@ -30,7 +31,7 @@ def worker_of(group: Group) -> Worker:
 
 
 def hold(group: Group, call: Callable[[], object]) -> None:
-    """Queue a call that is no operation: what is queued after it waits for its end."""
+    """Queue a call that is not an operation: later entries of the queue wait until it returns."""
     operations = group.handle._operations
     operation = flight_recorder.note(
         operations.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1
@@ -40,7 +41,7 @@ def hold(group: Group, call: Callable[[], object]) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_started_all_reduce_does_not_block_the_messages_it_waits_for(world: mpicomm.World) -> None:
-    """Rank 0 starts an all_reduce, receives, then waits; rank 1 sends 16 MiB, then joins: legal on Gloo."""
+    """Rank 0 starts an all_reduce, receives, then waits; rank 1 sends 16 MiB, then calls all_reduce: legal on Gloo."""
     total, message = torch.ones(3), torch.empty(BIG)
     if world.rank == 0:
         work = dist.all_reduce(total, async_op=True)
@@ -62,7 +63,7 @@ def test_the_call_returns_before_the_others_come(world: mpicomm.World) -> None:
         work = dist.all_reduce(tensor, async_op=True)
         assert time.monotonic() - started < 10
         assert not work.is_completed()
-        dist.send(torch.zeros(1), 1)  # lets rank 1 go on, and with it the all_reduce
+        dist.send(torch.zeros(1), 1)  # lets rank 1 continue, and thereby the all_reduce
         work.wait()
     else:
         if world.rank == 1:
@@ -74,10 +75,10 @@ def test_the_call_returns_before_the_others_come(world: mpicomm.World) -> None:
 @pytest.mark.mpi(min_size=2)
 @QUEUES
 def test_a_synchronous_operation_comes_after_those_that_were_queued(group: Group) -> None:
-    """The queue is held until the synchronous operation is in it, or has ended without."""
+    """The queue is blocked until it contains the synchronous operation, or the operation has completed without it."""
     tensor = torch.full((3,), 1.0 + group.rank)
     worker, has_ended = worker_of(group), threading.Event()
-    queued = worker.submitted + 3  # what holds the queue, a broadcast and an all_reduce
+    queued = worker.submitted + 3  # the blocking call, a broadcast and an all_reduce
     hold(group, lambda: mpi.poll(lambda: worker.submitted == queued or has_ended.is_set(), 30))
     dist.broadcast(tensor, group_src=group.size - 1, group=group.handle, async_op=True)
     dist.all_reduce(tensor, group=group.handle)
@@ -89,12 +90,12 @@ def test_a_synchronous_operation_comes_after_those_that_were_queued(group: Group
 @pytest.mark.mpi(min_size=2)
 @on_groups("world", "staged")
 def test_what_a_callback_calls_comes_before_what_its_thread_calls_later(group: Group) -> None:
-    """On odd ranks the main thread calls its operation first; on even ranks, the callback."""
+    """On odd ranks the main thread calls its operation first; on even ranks, the callback calls its operation first."""
     first, by_callback, later = (torch.full((3,), float(value)) for value in (1, 10, 100))
     worker, gate = worker_of(group), threading.Event()
     hold(group, gate.wait)
     work = dist.all_reduce(first, group=group.handle, async_op=True)
-    queued = worker.submitted + 1  # with the callback
+    queued = worker.submitted + 1  # including the callback
 
     def call_back(_future: torch.futures.Future) -> None:
         if group.rank % 2:
@@ -147,7 +148,7 @@ def test_a_callback_may_start_the_next_operation(group: Group) -> None:
 
     def again(future: torch.futures.Future) -> torch.Tensor:
         result = future.value()[0]
-        dist.all_reduce(result, group=group.handle)  # synchronous, on the worker's own thread
+        dist.all_reduce(result, group=group.handle)  # synchronous, on the worker thread itself
         return result
 
     work = dist.all_reduce(tensor, group=group.handle, async_op=True)
@@ -156,7 +157,7 @@ def test_a_callback_may_start_the_next_operation(group: Group) -> None:
 
 @QUEUES
 def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None:
-    """As PowerSGD does; on the worker's own thread the operation would wait behind its own callback."""
+    """PowerSGD does this; on the worker thread itself, the operation would wait for the callback that queued it."""
     tensor, other = torch.ones(4), torch.ones(3)
 
     def again(_future: torch.futures.Future) -> torch.Tensor:
@@ -179,7 +180,7 @@ def test_a_callback_may_wait_for_what_is_queued_behind_it(group: Group) -> None:
 
 @QUEUES
 def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> None:
-    """Where the ranks compare their calls, by number, too."""
+    """This includes ranks that compare their calls, with the numbers of the calls."""
     tensors = [torch.ones(1000) for _ in range(20)]
     gate = threading.Event()
     hold(group, gate.wait)
@@ -200,7 +201,7 @@ def test_callbacks_that_call_operations_agree_on_their_order(group: Group) -> No
 @QUEUES
 @pytest.mark.parametrize("late", ["even", "odd"])
 def test_a_callback_runs_where_it_was_added(group: Group, late: str) -> None:
-    """On some ranks the operations have ended before the callback is added, on the others they have not begun."""
+    """On some ranks the operations have completed before the callback is added; on the others they have not started."""
     first, second, by_callback, last = (torch.full((3,), float(value)) for value in (1, 10, 100, 1000))
     threads: list[str] = []
     gate = threading.Event()
@@ -214,7 +215,7 @@ def test_a_callback_runs_where_it_was_added(group: Group, late: str) -> None:
 
     if not has_to_wait:
         gate.set()
-        mpi.poll(works[1].is_completed, 0.2)  # which it cannot be before the others' gates are open
+        mpi.poll(works[1].is_completed, 0.2)  # false until the other ranks set their gates
     called_back = works[0].get_future().then(call_back)
     gate.set()
     dist.all_reduce(last, group=group.handle)
@@ -227,7 +228,7 @@ def test_a_callback_runs_where_it_was_added(group: Group, late: str) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_callbacks_on_other_groups_come_before_what_is_called_later(world: mpicomm.World, is_async: bool) -> None:
-    """The callback of one group's operation calls another group's, as the program does afterwards, on rank 0 late."""
+    """The callback of one group calls operations of other groups; the program calls one later, delayed on rank 0."""
     groups = [dist.new_group() for _ in range(3)]
     tensors = [torch.full((4,), 10.0**power * (1 + world.rank)) for power in range(5)]
     first, second, third, fourth, fifth = tensors
@@ -266,7 +267,7 @@ def test_callbacks_of_two_groups_run_in_the_order_in_which_they_were_added(world
 
 @pytest.mark.mpi(min_size=2)
 def test_threads_do_not_wait_for_each_others_callbacks(world: mpicomm.World) -> None:
-    """The threads come in another order on odd ranks; each has a group of its own."""
+    """Odd ranks start the threads in a different order; each thread has its own group."""
     groups = [dist.new_group() for _ in range(2)]
     tensors = [torch.full((3,), 10.0**power) for power in range(4)]
 
@@ -361,7 +362,7 @@ def test_asynchronous_barrier(group: Group) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_groups("world", "staged", "debug", "direct", "segment")
 def test_inference_tensors(group: Group, dtype: torch.dtype) -> None:
-    """They may be written in inference mode alone, in which the worker is not."""
+    """They may be written only in inference mode, which is not active on the worker thread."""
     with torch.inference_mode():
         dense = torch.full((3,), 1.0 + group.rank, dtype=dtype)
         strided = torch.full((3, 2), 1.0 + group.rank, dtype=dtype)[:, 0]

@@ -1,4 +1,4 @@
-"""Collectives against formulas in rank and size, on every kind of group, dtype and layout."""
+"""Collectives compared with formulas in rank and size, for every kind of group, dtype and layout."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def finish(work: dist.Work | None) -> None:
 
 
 def of_rank(rank: int, dtype: torch.dtype, count: int = 5) -> torch.Tensor:
-    """Return a tensor that tells its rank: 1 + rank in every element, exact in every dtype; True on even ranks."""
+    """Return a tensor that identifies its rank: 1 + rank in every element, exact in every dtype; True on even ranks."""
     if dtype == torch.bool:
         return torch.full((count,), rank % 2 == 0)
     return torch.full((count,), 1 + rank, dtype=torch.float32).to(dtype)
 
 
 def layouts(content: torch.Tensor) -> list[torch.Tensor]:
-    """Return matrices of one content that lie differently in memory."""
+    """Return matrices with the same content and different memory layouts."""
     rows, columns = content.shape
     return [
         content.clone(),
@@ -48,7 +48,7 @@ def layouts(content: torch.Tensor) -> list[torch.Tensor]:
 def test_all_reduce_sum(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     tensor = of_rank(group.rank, dtype)
     finish(dist.all_reduce(tensor, group=group.handle, async_op=is_async))
-    expected = torch.full((5,), group.size * (group.size + 1) // 2).to(dtype)  # of bool, True: the first rank's is
+    expected = torch.full((5,), group.size * (group.size + 1) // 2).to(dtype)  # for bool, True: rank 0 has True
     assert torch.equal(tensor, expected)
 
 
@@ -69,14 +69,14 @@ def reference(op: str, values: torch.Tensor) -> torch.Tensor:
     return result
 
 
-# test_matrix.py has every pair on the world, and all of these on `parity` and `staged`.
+# test_matrix.py tests every pair on the world, and all of these on `parity` and `staged`.
 REDUCTIONS = [
     *[(dtype, op) for dtype in FEW for op in ["SUM", "PRODUCT", "MIN", "MAX"]],
     *[(torch.int64, op) for op in ["BAND", "BOR", "BXOR"]],
 ]
 CASES = [
     *[(kind, *pair) for kind in ("alone", "debug") for pair in REDUCTIONS],
-    *[(kind, dtype, "SUM") for kind in nodes.KINDS for dtype in FEW],  # the others are MPI's there too
+    *[(kind, dtype, "SUM") for kind in nodes.KINDS for dtype in FEW],  # MPI computes the others there, too
 ]
 
 
@@ -235,7 +235,7 @@ def test_gather_and_scatter_with_every_root(group: Group, is_async: bool) -> Non
 
 
 def test_the_input_may_be_a_part_of_the_output(group: Group) -> None:
-    """FSDP gathers in place; MPI forbids it unless it is told so."""
+    """FSDP gathers in place; MPI forbids overlapping buffers unless the call passes MPI_IN_PLACE."""
     gathered = torch.zeros(3 * group.size)
     mine = gathered[3 * group.rank : 3 * group.rank + 3]
     mine.fill_(group.rank)
@@ -254,12 +254,12 @@ def test_the_output_may_be_a_part_of_the_input(group: Group, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtypes.short)
 @on_groups("world", "staged", *nodes.KINDS)
 def test_the_output_may_overlap_two_blocks_of_the_input(group: Group, dtype: torch.dtype) -> None:
-    """It begins in the middle of the rank's own block; the last rank's ends behind the input.
+    """The output starts in the middle of the rank's own block; on the last rank it ends after the input.
 
-    A block is several chunks of the memory that the ranks of a node share.
+    A block consists of several chunks of the shared memory of a node.
     """
     count = 2**18
-    memory = (torch.arange((group.size + 1) * count) % 61).to(dtype)  # sums are exact
+    memory = (torch.arange((group.size + 1) * count) % 61).to(dtype)  # with exact sums
     source = memory[: group.size * count]
     expected = group.size * source.view(group.size, count)[group.rank]
     output = memory[group.rank * count + count // 2 :][:count]
@@ -269,7 +269,7 @@ def test_the_output_may_overlap_two_blocks_of_the_input(group: Group, dtype: tor
 
 @on_groups("world", "staged", "segment")
 def test_the_default_device_is_the_users_affair(group: Group) -> None:
-    """Calls from C++, as DDP's, run with it; the host memory that MPI wants must not follow it."""
+    """Calls from C++, such as those of DDP, run with this setting; host memory for MPI must not follow it."""
     tensor = torch.ones(4, 2).t()
     torch.set_default_device("meta")
     try:
@@ -288,7 +288,7 @@ LAZY = {
 @pytest.mark.parametrize("view", LAZY)
 @on_groups("world", "staged", "segment")
 def test_views_that_torch_conjugates_or_negates_when_they_are_read(group: Group, view: str) -> None:
-    """Their memory has other numbers than they have."""
+    """The values in their memory differ from the values of the tensors."""
 
     def of(rank: int) -> torch.Tensor:
         return LAZY[view](torch.tensor([1 + 2j, 3 - 4j]) * (1 + rank))
@@ -297,7 +297,7 @@ def test_views_that_torch_conjugates_or_negates_when_they_are_read(group: Group,
     mine = of(group.rank)
     assert mine.is_conj() or mine.is_neg()
     gathered = [torch.zeros(2, dtype=mine.dtype) for _ in range(group.size)]
-    group.handle.allgather([gathered], [mine]).wait()  # functions of dist refuse such complex tensors
+    group.handle.allgather([gathered], [mine]).wait()  # functions of torch.distributed reject such complex tensors
     for rank, each in enumerate(gathered):
         assert torch.equal(each, of(rank))
     group.handle.broadcast([mine], last).wait()
@@ -333,7 +333,7 @@ def test_barrier_waits_for_the_last(group: Group, world: object) -> None:
     dist.barrier(group=group.handle)
     left = time.monotonic()
     dist.broadcast(arrived, group_src=last, group=group.handle)
-    assert left >= arrived.item()  # the ranks share a host, and with it the clock
+    assert left >= arrived.item()  # the ranks share a host, and therefore its clock
 
 
 def test_the_autograd_flags_of_parameters_are_left_alone(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""The communicator of a group is freed with it; torch knows the types of devices that the backend serves."""
+"""Destroying a group frees its communicator; torch knows the device types that the backend serves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpicomm import mpi
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_the_communicator_of_a_destroyed_group_is_freed(world: mpicomm.World, is_async: bool) -> None:
-    """A test of many groups would not show it: MPI has thousands of communicators."""
+    """A test that creates many groups would not detect a leak: MPI has thousands of communicators."""
     group = dist.new_group(list(range(world.size)))
     comm = group._operations.comm
     work = dist.all_reduce(torch.ones(1), group=group, async_op=is_async)

@@ -1,4 +1,4 @@
-"""A group with an inner backend hands it the tensors of its device; Gloo on CPU tensors stands in for NCCL."""
+"""A group with an inner backend passes it the tensors of its device; Gloo with CPU tensors replaces NCCL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpicomm.watchdog import flight_recorder
 
 
 class Witness:
-    """Passes calls on to a backend and remembers which."""
+    """Forwards calls to a backend and records their names."""
 
     def __init__(self, backend: object) -> None:
         self.backend = backend
@@ -37,7 +37,7 @@ class Witness:
 
 
 class Grouping(Witness):
-    """Puts calls together, as NCCL does: they return nothing, and what ends the group returns the work of all."""
+    """Coalesces calls, as NCCL does: they return nothing, and `_end_coalescing` returns the work of all of them."""
 
     supports_coalescing = True
     coalesced = ("_allgather_base", "_reduce_scatter_base")
@@ -61,7 +61,7 @@ class Grouping(Witness):
 def routed(
     world: mpicomm.World, request: pytest.FixtureRequest
 ) -> Iterator[tuple[CompositeProcessGroup, Witness, bool]]:
-    """Return a group whose inner backend serves CPU tensors, or CUDA tensors, of which there are none here."""
+    """Return a group whose inner backend serves CPU tensors, or CUDA tensors, which these tests do not use."""
     store = dist.PrefixStore(f"routed-{request.node.name}", dist.distributed_c10d._get_default_store())
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
     record = flight_recorder.Group("routed", range(world.size), 60, is_world=False)
@@ -77,7 +77,7 @@ def routed(
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroupGloo, "supports_tensor_alloc"), reason="torch 2.7 does not ask for it")
 def test_memory_for_collectives_is_the_inner_back_ends(routed: tuple) -> None:
-    """FSDP2 asks the backend of a device; NCCL has memory that its network reaches faster."""
+    """FSDP2 queries the backend of a device; NCCL allocates memory that its network accesses faster."""
     group, gloo, is_inner = routed
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         is_here = is_inner == (device.type == "cpu")
@@ -125,12 +125,12 @@ def test_all_to_all_goes_there_too(world: mpicomm.World, routed: tuple) -> None:
     assert ("alltoall" in gloo.called) == is_inner
 
 
-# Only a group that serves CPU tensors calls the inner backend, grouped or not.
+# Only a group whose inner backend serves CPU tensors calls it, with or without coalescing.
 @pytest.mark.parametrize(
     ("routed", "is_grouped"), [("cpu", False), ("cpu", True), ("cuda", False)], indirect=["routed"]
 )
 def test_what_is_inside_for_one_tensor_alone(world: mpicomm.World, routed: tuple, is_grouped: bool) -> None:
-    """torch 2.13 has no method for several tensors; where the inner backend groups calls, they are grouped."""
+    """torch 2.13 has no method for several tensors: the calls are coalesced if the inner backend supports it."""
     group, gloo, is_inner = routed
     if is_grouped:
         gloo = group._inner = Grouping(gloo.backend)
@@ -213,7 +213,7 @@ class GroupingMessages(Grouping):
 
 @pytest.fixture
 def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Grouping]]:
-    """Return a group that torch knows, whose inner backend gets CPU tensors and puts messages together."""
+    """Return a group that torch created, whose inner backend receives CPU tensors and coalesces messages."""
 
     def create(options: Any, _backend_options: object) -> CompositeProcessGroup:
         def make_inner(operations: Operations, name: str, store: dist.Store) -> Grouping:
@@ -232,7 +232,7 @@ def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Gro
 @pytest.mark.each_torch("p2p")
 @pytest.mark.mpi(min_size=2)
 def test_a_batch_of_messages_is_one_operation_of_the_inner_backend(world: mpicomm.World, like_nccl: tuple) -> None:
-    """NCCL's messages would wait for each other otherwise."""
+    """Otherwise, messages over NCCL would wait for each other."""
     group, inner = like_nccl
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for repetition in range(2):
@@ -257,7 +257,7 @@ def test_a_batch_of_messages_is_checked_first(like_nccl: tuple) -> None:
 
 @pytest.mark.each_torch("groups")
 def test_torchs_function_sets_both_timeouts(world: mpicomm.World, like_nccl: tuple) -> None:
-    """That of the inner backend ends later: the watchdog names the ranks before NCCL ends the process."""
+    """The inner backend has the longer timeout: the watchdog names the ranks before NCCL terminates the process."""
     group, inner = like_nccl
     inner.set_timeout = inner._set_default_timeout = mock.Mock()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Deadlines that leave their group as it was; tests/launch/test_deadlines.py has those that do not."""
+"""Timeouts that do not affect their group; tests/launch/test_deadlines.py tests the timeouts that do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import mpicomm
 
-SECONDS = 2.5  # the watchdog looks in its second half, and has no reason to say anything
+SECONDS = 2.5  # the watchdog checks in the second half, and has nothing to report
 
 
 @pytest.fixture
 def raising(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    """A group whose timeouts are exceptions, and short."""
+    """A group with a short timeout that is raised as an exception."""
     monkeypatch.setenv("MPICOMM_ON_TIMEOUT", "raise")
     group = dist.new_group(list(range(world.size)), timeout=datetime.timedelta(seconds=SECONDS))
     yield group
@@ -26,7 +26,7 @@ def raising(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[d
 
 
 def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
-    """All ranks share a host, and so its monotonic clock."""
+    """All ranks share a host, and therefore its monotonic clock."""
     time.sleep(0.1 * world.rank)
     arrived = time.monotonic()
     mpicomm.barrier(timeout=datetime.timedelta(seconds=20))
@@ -38,7 +38,7 @@ def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_receive_raises_where_it_is_asked_to(world: mpicomm.World, raising: dist.ProcessGroup) -> None:
-    """A message that is late breaks nothing: it may still come."""
+    """A late message does not break the group: it may still arrive."""
     tensor = torch.zeros(2)
     if world.rank == 0:
         work = dist.irecv(tensor, 1, group=raising)

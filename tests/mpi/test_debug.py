@@ -1,4 +1,4 @@
-"""`MPICOMM_DEBUG=1`: calls that do not match are an error on every rank, and nothing has been sent."""
+"""`MPICOMM_DEBUG=1`: mismatched calls raise an error on every rank, before any data is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 Calls = dict[str, tuple[Callable[[dist.ProcessGroup], object], Callable[[dist.ProcessGroup], object], str, str]]
 
-# What rank 0 calls, what the others call, and how each is shown.
+# The call of rank 0, the call of the other ranks, and the description of each in the error message.
 CALLS: Calls = {
     "operation": (
         lambda group: dist.all_reduce(torch.ones(4), group=group),
@@ -96,7 +96,7 @@ def test_sizes_that_may_differ(world: mpicomm.World, group: dist.ProcessGroup) -
 
 
 def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGroup) -> None:
-    """The numbers show it even where the calls look the same."""
+    """The call numbers reveal the mismatch, even if the calls are otherwise equal."""
     record = group._operations.record  # type: ignore[attr-defined]
     record.sequence += world.rank == 0
     with pytest.raises(mpicomm.MismatchError) as caught:
@@ -130,7 +130,7 @@ def _synchronously(call: Callable[[dist.ProcessGroup], object], group: dist.Proc
 
 
 def _asynchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
-    """Make a call whose operation runs on the group's worker, behind another."""
+    """Make a call whose operation runs on the worker of the group, after another operation."""
     work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
     try:
         call(group)

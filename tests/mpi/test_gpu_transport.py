@@ -1,4 +1,4 @@
-"""How the ranks of a group agree on the way of GPU tensors. There need be no GPU: what torch and MPI say is made up."""
+"""The agreement of ranks on the transport of GPU tensors. No GPU is needed: torch's and MPI's answers are simulated."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HOST = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget that the library has stood the test."""
+    """Reset the record that the library has passed the test."""
     monkeypatch.setattr(gpu_transport, "_has_passed", False)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool, failures: list[str]) -> list[int]:
-    """Make up a GPU, what the library says, and what a test finds; return the list that counts the tests."""
+    """Simulate a GPU, the report of the library and the failures of a test; return a list with one element per test."""
     tests: list[int] = []
 
     def test(*_args: object) -> list[str]:
@@ -132,7 +132,7 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
         dist.all_reduce(each, group=handle)
         assert torch.equal(each, torch.full_like(each, total))
     assert not cut
-    assert [work is not None for work in done] == [True, says == "direct"]  # of 3 elements, and of 16 MiB
+    assert [work is not None for work in done] == [True, says == "direct"]  # for 3 elements and for 16 MiB
     assert operations.node._is_open
     dist.destroy_process_group(handle)
 
@@ -140,7 +140,7 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [1, 6, 7, 1000])
 def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mpicomm.World, count: int) -> None:
-    """Rank 0's tensors count as those of a GPU; chunks have 24 bytes."""
+    """Rank 0's tensors are treated as GPU tensors; chunks have 24 bytes."""
     handle = dist.new_group()
     operations = handle._operations
     all_ranks = functools.partial(gpu_transport.on_all_ranks, operations.comm)
@@ -169,7 +169,7 @@ def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mp
     dist.destroy_process_group(handle)
 
 
-# -- the test itself, with addresses on the host -----------------------------------------------------------------------
+# -- the test of the library, with addresses on the host ---------------------------------------------------------------
 
 
 def test_memory_that_mpi_reaches_stands_the_test(world: mpicomm.World) -> None:
@@ -180,7 +180,7 @@ OPERATIONS = [name for name in gpu_probe._TESTS if not name.startswith("uneven")
 
 
 def found_by_any(world: mpicomm.World) -> set[str]:
-    """Return the operations that fail on some rank."""
+    """Return the operations that fail on any rank."""
     found = world.comm.allgather(gpu_probe.failures(world.comm, HOST))
     return {failure.split(" of ")[0] for failures in found for failure in failures}
 
@@ -193,7 +193,7 @@ def test_a_wrong_result_is_found_and_named(
 ) -> None:
     function = {"message": "receive" if writes == "nothing" else "send"}.get(name, name)
     right = getattr(mpi_calls, function)
-    kept = []  # memory of messages on their way
+    kept = []  # memory of messages in flight
 
     def wrong(comm: object, *args: object) -> object:
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
@@ -218,7 +218,7 @@ def test_an_error_of_mpi_is_a_failure(world: mpicomm.World, monkeypatch: pytest.
 
 
 def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: str | None) -> None:
-    """Make up a library without queries, and the kinds of memory that it names."""
+    """Simulate a library without query functions that reports these kinds of memory."""
     info = SimpleNamespace(Get=lambda _key: kinds)
     comm = SimpleNamespace(Get_info=lambda: info)
     library = SimpleNamespace(description=description, path="")

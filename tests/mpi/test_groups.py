@@ -1,4 +1,4 @@
-"""Groups: made by their members alone if asked, destroyed for good, and the world itself."""
+"""Groups: creation by all ranks or only by the members, destruction, and the world itself."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_bootstrap_again_with_other_arguments(world: mpicomm.World, arguments: d
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("equal_numbers_of_groups")
 def test_a_group_made_by_its_members_alone(world: mpicomm.World) -> None:
-    """The others do not take part, which a communicator made over the world would need."""
+    """The other ranks do not take part; creating a communicator over the world would require them."""
     if world.rank < 2:
         group = dist.new_group([0, 1], use_local_synchronization=True)
         tensor = torch.tensor([world.rank])
@@ -105,7 +105,7 @@ def test_ranks_in_a_group_count_from_zero(world: mpicomm.World) -> None:
 def test_a_destroyed_group_cannot_be_used(world: mpicomm.World, is_async: bool) -> None:
     group = dist.new_group(list(range(world.size)))
     tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=group, async_op=True)  # starts its worker, which must end with it
+    dist.all_reduce(tensor, group=group, async_op=True)  # starts the worker of the group, which must end with the group
     dist.destroy_process_group(group)
     assert tensor.item() == world.size
     options = torch_internals.AllreduceOptions()

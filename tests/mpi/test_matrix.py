@@ -1,4 +1,4 @@
-"""Every dtype with every operation in every reduction, against the same reduction of exact numbers in one process."""
+"""Every dtype with every operation in every reduction, compared with an exact reduction in one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEANINGLESS = [
 ]
 SOME = [(dtype, op) for dtype, op in MEANINGFUL if dtype in FEW]
 WHOLE, IN_PARTS = "whole", "in parts"
-# Every dtype with every operation on the world, and some of them on other groups and where MPI's counts are small.
+# Every dtype with every operation on the world; some of them on other groups and with small counts.
 CASES = [
     *[("world", WHOLE, *pair) for pair in MEANINGFUL],
     *[("world", IN_PARTS, *pair) for pair in SOME],
@@ -61,7 +61,10 @@ FOLDS: dict[str, Callable] = {
 
 @pytest.fixture
 def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
-    """Let MPI count to 2^31 and beyond, or to seven, and widen little at a time: larger ones go the same way."""
+    """Run with MPI's own limit on counts, 2^31 or more, or with a limit of seven and tensors widened in small pieces.
+
+    Larger tensors use the same code.
+    """
     if request.param == IN_PARTS:
         limit(monkeypatch, group, 7)
         monkeypatch.setattr(reductions, "_PIECE", 10)
@@ -72,7 +75,7 @@ def operation(op: str) -> object:
 
 
 def inputs(group: Group, dtype: torch.dtype, op: str, blocks: int) -> torch.Tensor:
-    """Return what all ranks bring, the same on all: (size, blocks * COUNT). Integers fill their whole width."""
+    """Return the inputs of all ranks, equal on all ranks: (size, blocks * COUNT). Integers use their full width."""
     generator = torch.manual_seed(17)
     shape = (group.size, blocks * COUNT)
     if dtype == torch.bool:
@@ -83,7 +86,7 @@ def inputs(group: Group, dtype: torch.dtype, op: str, blocks: int) -> torch.Tens
         if op == "AVG" and dtype == torch.uint64:  # the sum is between 2^63 and 2^64
             bits = bits.abs() // group.size + (2**63 - 1) // group.size + 1
         elif op == "AVG" and width == 64:
-            bits = bits.abs() >> 8  # the sum of larger ones wraps
+            bits = bits.abs() >> 8  # the sum of larger values wraps around
         signed = getattr(torch, f"int{width}")
         return bits.to(signed).view(dtype)
     if dtype in NARROW:
@@ -93,7 +96,7 @@ def inputs(group: Group, dtype: torch.dtype, op: str, blocks: int) -> torch.Tens
 
 
 def exact(values: torch.Tensor, op: str) -> list:
-    """Reduce the rows in Python's numbers: integers of any length, floats of 64 bits."""
+    """Reduce the rows in Python's numbers: integers of arbitrary length, 64-bit floats."""
     columns = zip(*values.tolist(), strict=True)
     return [_finish(functools.reduce(FOLDS[op], column), op, values) for column in columns]
 
@@ -104,7 +107,7 @@ def _finish(result: complex, op: str, values: torch.Tensor) -> complex:
     if op != "AVG":
         return result
     if isinstance(result, int):
-        quotient = abs(result) // len(values)  # toward zero
+        quotient = abs(result) // len(values)  # rounds toward zero
         return -quotient if result < 0 else quotient
     return result / len(values)
 
@@ -162,7 +165,7 @@ def test_reduce_scatter(group: Group, counts: None, dtype: torch.dtype, op: str)
     blocks = values.view(group.size, group.size, COUNT)
     expected, redop = exact(blocks[:, group.rank], op), operation(op)
     source = values[group.rank].clone()
-    shares = [block[:rank] for rank, block in enumerate(blocks[group.rank])]  # of uneven sizes, one of them nothing
+    shares = [block[:rank] for rank, block in enumerate(blocks[group.rank])]  # different sizes, one of them empty
     for is_async in (False, True):
         options = _options("ReduceScatterOptions", redop, is_async)
         single, first, second, of_list = (torch.empty(COUNT, dtype=dtype) for _ in range(4))

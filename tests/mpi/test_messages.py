@@ -1,4 +1,4 @@
-"""Send and receive: tags, any source, futures, and what does not fit."""
+"""Send and receive: tags, any source, futures, and messages of the wrong size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.each_torch("p2p")
 
 needs_two = pytest.mark.mpi(min_size=2)
 KINDS = ("world", "parity", "staged", "debug")
-BIG = 4 << 20  # floats, 16 MiB: more than any MPI sends before the receiver is there
+BIG = 4 << 20  # floats, 16 MiB: more than any MPI sends before the receive is posted
 
 
 def ring(group: Group) -> tuple[int, int]:
@@ -31,13 +31,13 @@ def ring(group: Group) -> tuple[int, int]:
 
 
 def message(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a rank sends: numbers that tell the rank and their order, exact in every dtype."""
+    """Return the message of a rank: its values identify the rank and their order, and are exact in every dtype."""
     numbers = torch.arange(count) + 3 * rank
     return numbers % 5 < 2 if dtype == torch.bool else (numbers % 101).to(dtype)
 
 
 def pass_on(group: Group, count: int, dtype: torch.dtype) -> None:
-    """Let each rank send to the next."""
+    """Send a message from each rank to the next rank."""
     if group.size == 1:
         pytest.skip("a ring needs two ranks")
     after, before = ring(group)
@@ -109,7 +109,7 @@ def test_messages_of_one_tag_keep_their_order(world: mpicomm.World) -> None:
 
 @on_groups("world", "parity")
 def test_any_source(group: Group) -> None:
-    """Senders are ranks of the job, also in a group whose ranks are others."""
+    """Senders are global ranks, also in a group with different rank numbers."""
     if group.size == 1:
         pytest.skip("a message needs two ranks")
     if group.rank != 0:
@@ -156,7 +156,7 @@ def test_batch(group: Group) -> None:
 def test_a_future_completes_without_a_wait(world: mpicomm.World) -> None:
     threads: list[str] = []
     if world.rank != 1:
-        dist.barrier()  # a message that is there when it is asked for calls back at once
+        dist.barrier()  # a message that has already arrived calls back immediately
         if world.rank == 0:
             dist.send(torch.ones(BIG), 1)
     else:
@@ -238,9 +238,9 @@ def test_a_thousand_open_messages(world: mpicomm.World) -> None:
 
 @needs_two
 def test_a_group_destroyed_with_a_message_on_its_way(world: mpicomm.World) -> None:
-    """It says so, and whoever waits gets an error; MPI may still write the memory, which must stay.
+    """Destroying the group warns, and waiting raises an error; the memory is kept, because MPI may still write it.
 
-    The next group gets its own messages; MPICH 4.0 gave them to the receive that is still open.
+    The next group receives its own messages; MPICH 4.0 delivered them to the receive that is still open.
     """
     group = dist.new_group([0, 1])
     if world.rank == 1:
@@ -278,9 +278,9 @@ def test_a_dropped_handle_loses_nothing(world: mpicomm.World) -> None:
 @needs_two
 @pytest.mark.parametrize("busy", [0, 1], ids=["sender", "receiver"])
 def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpicomm.World, busy: int) -> None:
-    """As on Gloo: one side waits for a key of the store, which only the other sets, after the message.
+    """The busy rank waits for a key of the store, which the other rank sets after the message; this works on Gloo.
 
-    The thread that lets messages advance sleeps before, on the side that does not wait for the message.
+    The poller of the busy rank, which does not wait for the message, sleeps before the message starts.
     """
     store = dist.distributed_c10d._get_default_store()
     started, arrived = f"a-large-message-{busy}-started", f"a-large-message-{busy}-arrived"
@@ -323,7 +323,7 @@ def test_what_lets_messages_advance_sleeps_when_there_are_none(world: mpicomm.Wo
 
 @needs_two
 def test_the_future_of_a_message_that_is_through(world: mpicomm.World) -> None:
-    """It is done at once, also when the group and its poller are gone."""
+    """It is complete immediately, even if the group and its poller no longer exist."""
     group = dist.new_group(list(range(world.size)))
     works = []
     if world.rank < 2:

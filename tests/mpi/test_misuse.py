@@ -1,6 +1,6 @@
-"""Local misuse is an error at once, on the rank that erred, and says what is wrong and what to do.
+"""Invalid local arguments raise an error immediately, on the rank that passed them, with the problem and the remedy.
 
-Each of these calls is made by one rank alone: it must fail before it communicates.
+A single rank makes each of these calls: it must fail before it communicates.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def test_misuse(world: mpicomm.World, name: str) -> None:
 
 
 def test_an_expanded_entry_of_a_list(groups: dict[str, Group]) -> None:
-    """Among one rank, where it would not wait for others."""
+    """In a group of one rank, where the call would not wait for other ranks."""
     with pytest.raises(ValueError, match="is expanded: several elements"):
         dist.all_gather([torch.ones(1).expand(4)], torch.ones(4), group=groups["alone"].handle)
 
@@ -259,7 +259,7 @@ def test_one_tensor_as_several_outputs(world: mpicomm.World) -> None:
 
 
 def test_the_group_is_usable_after_misuse(world: mpicomm.World) -> None:
-    """One rank alone: the other ranks have not been told of the call."""
+    """Only rank 0 makes the invalid calls; the other ranks do not take part in them."""
     for value in (TwoTensor(torch.ones(2), torch.ones(2)), _fake(2), _freed(2)):
         if world.rank == 0:
             with pytest.raises(ValueError, match="elements in memory"):

@@ -1,4 +1,4 @@
-"""torch's monitored barrier when one rank is late at two of them in a row."""
+"""torch's monitored barrier if one rank is late at two consecutive barriers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_rank_that_was_late_is_missing_at_the_next(world: mpicomm.World) -> No
             with pytest.raises(RuntimeError, match=f"Rank {world.rank} successfully reached monitoredBarrier"):
                 group.monitored_barrier(SHORT)
         dist.barrier()
-        if world.rank == 1:  # rank 0 has stopped waiting for it
+        if world.rank == 1:  # rank 0 no longer waits for it
             with pytest.raises(RuntimeError, match="Rank 1 successfully reached monitoredBarrier"):
                 group.monitored_barrier(SHORT)
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Methods of torch's groups beside the everyday ones: coalesced, sparse, uneven, in their older forms."""
+"""Less common methods of torch's process groups: coalesced, sparse and uneven operations, and older signatures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def options(kind: str, is_async: bool, **values: object) -> Any:
 
 @pytest.fixture(params=["whole", "in parts"])
 def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
-    """Let MPI count to 2^31 and beyond, or to two."""
+    """Run with MPI's own limit on counts, 2^31 or more, or with a limit of two."""
     if request.param == "in parts":
         limit(monkeypatch, group, 2)
 
@@ -39,7 +39,7 @@ def of_rank(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.
     return test_collectives.of_rank(rank, dtype, count)
 
 
-# -- coalesced -------------------------------------------------------------------------------------------------------
+# -- coalesced operations --------------------------------------------------------------------------------------------
 
 
 @WHEN
@@ -65,7 +65,7 @@ def test_coalesced_all_gather_of_lists(group: Group, is_async: bool) -> None:
 @WHEN
 @on_groups("world", "staged")
 def test_the_coalescing_manager_with_a_device(group: Group, is_async: bool) -> None:
-    """Torch lets each call through at once then, and asks for the work of all of them at the end."""
+    """With a device, torch forwards each call immediately, and requests the work of all calls at the end."""
     size = group.size
     summed, gathered, mine = of_rank(group.rank, 4), torch.empty(2 * size), torch.empty(2)
     calls = [
@@ -115,11 +115,11 @@ def test_the_works_of_a_batch_have_one_timeout() -> None:
     assert third <= second - 0.019
 
 
-# -- sparse ----------------------------------------------------------------------------------------------------------
+# -- sparse tensors --------------------------------------------------------------------------------------------------
 
 
 def sparse_of(rank: int, dtype: torch.dtype, size: int) -> torch.Tensor:
-    """Return a sparse tensor with one entry shared by all ranks, and `rank` entries of the rank's own."""
+    """Return a sparse tensor with one entry shared by all ranks, and `rank` entries that only this rank has."""
     rows = [0, *[rank] * rank]
     columns = [0, *range(1, rank + 1)]
     values = torch.full((len(rows), 2), 1.0 + rank).to(dtype)
@@ -152,7 +152,7 @@ def test_sparse_without_entries(group: Group) -> None:
     assert torch.equal(tensor.to_dense(), torch.eye(3))
 
 
-# -- one tensor, uneven ones -----------------------------------------------------------------------------------------
+# -- single tensors, uneven sizes ------------------------------------------------------------------------------------
 
 
 @WHEN
@@ -172,7 +172,7 @@ def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool
 @on_groups(*BY_MPI)
 @pytest.mark.usefixtures("counts")
 def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
-    """Rank r has r elements: one of them nothing."""
+    """Rank r has r elements; rank 0 has none."""
     for root in range(group.size):
         gathered = [torch.empty(rank) for rank in range(group.size)] if group.rank == root else None
         source = of_rank(group.rank, group.rank)
@@ -234,7 +234,7 @@ def test_a_message_that_is_one_element_of_a_long_datatype(group: Group) -> None:
         work.wait()
 
 
-# -- the older forms -------------------------------------------------------------------------------------------------
+# -- older signatures ------------------------------------------------------------------------------------------------
 
 
 @on_groups("world")
@@ -271,11 +271,11 @@ def test_forms_without_options(group: Group) -> None:
     handle.barrier(timeout=datetime.timedelta(seconds=20)).wait()
 
 
-# -- groups of groups, and their timeouts ----------------------------------------------------------------------------
+# -- subgroups and timeouts ------------------------------------------------------------------------------------------
 
 
 def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> None:
-    """Only members take part; ranks are the parent's, and have the order that is given."""
+    """Only members take part; their ranks refer to the parent group, and keep the given order."""
     parent = groups["copy"]
     members = list(range(world.size))[::-2]
     group = parent.handle.split_group(members, group_name=f"split-{world.size}", group_desc="every other rank")
@@ -328,7 +328,7 @@ def test_the_monitored_barrier_names_who_is_missing(world: mpicomm.World, names_
     group = dist.new_group(list(range(world.size)))
     short, long = datetime.timedelta(seconds=0.3), datetime.timedelta(seconds=20)
     group.monitored_barrier(long)
-    for missing in ([1, world.size - 1], [1]):  # who is late at the first must not pass for early at the second
+    for missing in ([1, world.size - 1], [1]):  # a late arrival at the first barrier must not count for the second
         if world.rank == 0:
             who = f"Ranks {', '.join(map(str, missing))}" if names_all else "Rank 1"
             with pytest.raises(RuntimeError, match=f"{who} failed to pass monitoredBarrier"):
@@ -389,7 +389,7 @@ def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: 
 
 @pytest.mark.each_torch("profiler")
 def test_the_profiler_sees_a_synchronous_operation(world: mpicomm.World) -> None:
-    """With older versions of torch too: where the group's thread has nothing to do, it is on the caller's thread."""
+    """This works with older versions of torch, too: if the worker is idle, the operation runs on the calling thread."""
     group = dist.new_group()
     with torch.profiler.profile(record_shapes=True) as profiler:
         dist.all_reduce(torch.ones(3, 2), group=group)

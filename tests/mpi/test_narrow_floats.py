@@ -1,4 +1,4 @@
-"""bf16 and fp16 sums are the float32 sum, rounded once: within half an ulp of the exact one."""
+"""Sums of bf16 and fp16 are the float32 sum, rounded once: the error is at most half an ulp."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ pytestmark = pytest.mark.each_torch("bf16")
 
 COUNT = 100_003
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-ALL_WAYS = on_groups("world", *nodes.KINDS)  # there are four ways to add
+ALL_WAYS = on_groups("world", *nodes.KINDS)  # four implementations of the reduction
 
 
 def inputs(group: Group, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return what every rank brings, the same on all: (size, COUNT)."""
+    """Return the inputs of all ranks, equal on all ranks: (size, COUNT)."""
     return torch.randn(group.size, COUNT, generator=torch.manual_seed(seed)).to(dtype)
 
 
 def half_ulp(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return half the distance between the values of `dtype` around each exact value."""
+    """Return half the distance between adjacent values of `dtype` at each exact value."""
     info = torch.finfo(dtype)
     exponent = torch.floor(torch.log2(exact.abs().clamp(min=info.smallest_normal)))
     return torch.exp2(exponent) * info.eps / 2

@@ -1,4 +1,4 @@
-"""The way of large tensors through the memory of a node: when it is taken, what comes out, where there is none."""
+"""Large tensors through the shared memory of a node: conditions, results, and the fallback to MPI."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import Group
 
 MIB = 2**20
-LARGE = 2 * MIB  # float32 numbers, which go this way among any number of ranks
-CHUNK = 2**18  # bytes that are added up at a time when ranks read each other's memory
+LARGE = 2 * MIB  # float32 elements: large enough for shared memory with any number of ranks
+CHUNK = 2**18  # bytes that are reduced at a time when ranks read each other's memory
 Make = Callable[[], dist.ProcessGroup]
 
 
 @pytest.fixture
 def make(world: mpicomm.World) -> Iterator[Make]:
-    """Make groups of all ranks, which end with the test."""
+    """Create groups of all ranks, and destroy them at the end of the test."""
     made: list[dist.ProcessGroup] = []
 
     def new() -> dist.ProcessGroup:
@@ -50,7 +50,7 @@ def by_node(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
 
 
 def random(size: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what all ranks bring, the same on all: (size, count)."""
+    """Return the inputs of all ranks, equal on all ranks: (size, count)."""
     return torch.randn(size, count, generator=torch.manual_seed(7)).to(dtype)
 
 
@@ -65,7 +65,7 @@ def path_of(handle: dist.ProcessGroup) -> Any:
 
 
 def watch(handle: dist.ProcessGroup) -> list[bool]:
-    """Return a list to which each operation that tries this way appends whether it took it."""
+    """Return a list to which each operation that tries shared memory appends whether it used it."""
     taken: list[bool] = []
     path = path_of(handle)
     go = path._go
@@ -78,7 +78,7 @@ def watch(handle: dist.ProcessGroup) -> list[bool]:
     return taken
 
 
-# -- what comes out ----------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["direct", "segment"])
@@ -94,7 +94,7 @@ def test_the_sum_is_made_in_the_order_of_ranks(groups: dict[str, Group], kind: s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_many_chunks(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(hierarchical, "_PIECE_BYTES", 2**20)  # or no tensor here has more than one piece
+    monkeypatch.setattr(hierarchical, "_PIECE_BYTES", 2**20)  # otherwise, each tensor here has a single piece
     size, rank = by_node.size, by_node.rank
     block = 5 * CHUNK // dtype.itemsize + 3
     table = torch.arange(13)
@@ -168,7 +168,7 @@ def test_a_result_in_the_midst_of_the_input(by_node: Group) -> None:
 
 
 def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
-    """The next one may begin on a rank while others still read what the last one has left."""
+    """A rank may start the next operation while others still read the memory of the previous one."""
     size, rank = by_node.size, by_node.rank
     for turn in range(40):
         count = 1 + 997 * turn
@@ -184,11 +184,11 @@ def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_all_gather_waits_for_who_still_reads(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 reads late, while the others would write into their tensors if they did not wait for it."""
+    """Rank 0 reads late; the other ranks would overwrite their tensors if they did not wait for it."""
     nodes.require("direct")
     group = groups["direct"]
     size, rank = group.size, group.rank
-    dist.all_reduce(torch.ones(1), group=group.handle)  # so that there is a node
+    dist.all_reduce(torch.ones(1), group=group.handle)  # opens the shared memory
     peers = path_of(group.handle)._node._peers
     read = peers.read
 
@@ -220,7 +220,7 @@ def test_the_average_of_two_ranks(world: mpicomm.World, kind: str) -> None:
 
 @pytest.mark.mpi(min_size=4)
 def test_two_nodes_that_share_memory(make: Make, world: mpicomm.World) -> None:
-    """Within a node, reduce_scatter and all_gather use the halves of the shared memory in turn."""
+    """Within a node, reduce_scatter and all_gather alternate between the halves of the shared memory."""
     handle = make()
     nodes.lead_by("two nodes", handle)
     path_of(handle).connect = nodes.by_segment
@@ -244,7 +244,7 @@ def test_views_of_shared_memory_do_not_pile_up(groups: dict[str, Group], monkeyp
     assert len(path_of(group.handle)._node._cached_slots) <= 4
 
 
-# -- when it is taken --------------------------------------------------------------------------------------------------
+# -- conditions --------------------------------------------------------------------------------------------------------
 
 
 def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.World) -> None:
@@ -284,7 +284,7 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(
 
 @pytest.mark.mpi(min_size=2)
 def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that which a GPU's driver has mapped."""
+    """For example, memory that a GPU driver has mapped."""
     handle = make()
     taken = watch(handle)
     tensor = torch.ones(LARGE)
@@ -323,7 +323,7 @@ def test_unequal_sizes_are_refused_on_all_ranks(make: Make, world: mpicomm.World
 def test_what_leaves_an_operation_in_its_midst_ends_the_group(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks may still write into its tensor, which stays."""
+    """Other ranks may still write into its tensor, whose memory must be kept."""
 
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
@@ -347,7 +347,7 @@ def test_ranks_read_each_others_memory_where_the_kernel_allows_it(make: Make, wo
     assert type(path_of(handle)._node) is (cma.CMACollectives if nodes.may_read() else segment.SegmentCollectives)
 
 
-# -- where ranks cannot get at each other's memory ---------------------------------------------------------------------
+# -- ranks that cannot access each other's memory ----------------------------------------------------------------------
 
 
 @pytest.mark.mpi(min_size=2)
@@ -406,7 +406,7 @@ class SplitAlone:
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("why", ["unequal nodes", "no memory on one node"])
 def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, why: str) -> None:
-    """All ranks must find it out, or some would wait for the others."""
+    """All ranks must detect it; otherwise some ranks would wait for the others."""
 
     def refuse(_comm: Any) -> None:
         raise segment.NoSharedMemoryError("there is none")
@@ -434,7 +434,7 @@ def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, why
 
 
 def test_shared_memory_is_reserved(world: mpicomm.World) -> None:
-    """Or a rank that touches it could die where there is too little."""
+    """Without the reservation, accessing the memory could terminate a rank if too little is available."""
     descriptor, _memory = segment._create(MIB)
     assert 512 * os.fstat(descriptor).st_blocks >= MIB
     os.close(descriptor)
@@ -450,10 +450,10 @@ def test_another_process_of_that_number_is_no_rank(world: mpicomm.World) -> None
 
 
 def test_nothing_is_left(world: mpicomm.World) -> None:
-    """Of a group that is destroyed: neither memory nor descriptors, nor ever a file."""
+    """A destroyed group leaves no memory and no descriptors, and never creates files."""
     before = files_in("/dev/shm")
     dist.barrier()
-    for _ in range(2):  # what is left by the first may be the cache of somebody else's
+    for _ in range(2):  # in the first iteration, other code may fill its caches
         mapped, opened = shared_mappings(), len(files_in("/proc/self/fd"))
         handle = dist.new_group(list(range(world.size)))
         nodes.lead_by("segment", handle)

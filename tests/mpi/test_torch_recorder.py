@@ -1,4 +1,4 @@
-"""torch's flight recorder, which torch attaches to every group from 2.15 on, knows the groups of this backend."""
+"""torch's flight recorder, which torch attaches to every group since 2.15, lists the groups of this backend."""
 
 from __future__ import annotations
 

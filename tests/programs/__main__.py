@@ -1,7 +1,7 @@
-"""Programs under mpirun: `all` runs those written by hand, `random 200` as many drawn ones, `threads 1000` the threads.
+"""Test programs: `all` handwritten ones, `random 200` generated ones, `threads 1000` calls on each of four threads.
 
-`mpirun -n 4 python -m tests.programs random 200 [--seed S] [--only K]` repeats, with the seed that it printed, all
-programs or the K-th.
+`mpirun -n 4 python -m tests.programs random 200 [--seed S] [--only K]` repeats, with the printed seed, all programs or
+the K-th.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tests.programs.written import PROGRAMS
 
 
 def main() -> int:
-    """Do what the command line asks for, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="of one program; then the job ends")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""Runs a program on Gloo's groups and on ours, and compares what comes out."""
+"""Runs a program on groups of Gloo and of this backend, and compares the results."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Program = Callable[[int, int, GroupSet], Results]
 
 
 class Both:
-    """The two backends in one process, with a hard limit on every program."""
+    """The two backends in one process, with a time limit for each program."""
 
     def __init__(self, seconds: float) -> None:
-        """Make the groups of both (collective)."""
+        """Create the groups of both backends (collective)."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gloo, self.ours = make_set(GLOO), make_set(OURS)
         self.limit = Limit(self.rank, seconds)
 
     def differences(self, title: str, program: Program) -> list[str]:
-        """Return how this rank's results over MPI differ from those over Gloo."""
+        """Return the differences between this rank's results over MPI and over Gloo."""
         expected, found = (self._run(title, program, groups) for groups in (self.gloo, self.ours))
         if list(expected) != list(found):
             return [f"the results are {list(found)} instead of {list(expected)}"]

@@ -1,12 +1,12 @@
-"""Programs drawn from a seed, the same on every rank, and legal by the way they are made.
+"""Programs generated from a seed, equal on all ranks and legal by construction.
 
-First a list of operations is drawn, which all ranks share: collectives on several groups, and messages. Each rank then
-draws its own schedule: it starts its operations in the order of the list, and waits for each at any later time. Between
-two waits it may start them in another order, as long as each group's collectives, and the messages between two ranks,
-keep theirs.
+First, a list of operations is drawn, which all ranks share: collectives on several groups, and messages. Each rank then
+draws its own schedule: it starts its operations in the order of the list, and waits for each one at any later time.
+Between two waits it may start them in a different order, if the collectives of each group, and the messages between two
+ranks, keep their order.
 
-Nobody waits for ever in such a program. Of all ranks that wait, look at one whose operation comes first in the list:
-its partners have not started it, so they wait too, for one that comes before it in the list.
+Such a program cannot deadlock. Of all waiting ranks, consider one whose operation comes first in the list: its
+partners have not started this operation, so they wait, too, for an operation that is earlier in the list.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ COLLECTIVES = (
     "all_to_all",
     "barrier",
 )
-BLOCKING = ("objects", "callback")  # they end within their step
+BLOCKING = ("objects", "callback")  # they complete within their step
 MESSAGES = ("message", "funnel")
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bfloat16)
 COUNTS = (1, 1, 7, 100, 1000, 30_000)
-BIG = 1 << 20  # elements, now and then
+BIG = 1 << 20  # elements; used occasionally
 WAITS = ("wait", "wait", "wait with a timeout", "future", "poll", "thread")
 _WITHOUT_FUTURE = (*MESSAGES, "reduce_scatter")  # on Gloo, where these cannot be polled either
 _LONG = datetime.timedelta(minutes=5)
-_FUNNEL_TAG = 10  # and those above it: who receives from anybody must not get what is meant for another receive
+_FUNNEL_TAG = 10  # and higher: a receive from any source must not match messages of other receives
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation, as all ranks draw it."""
+    """One operation, equal on all ranks."""
 
     number: int
     kind: str
@@ -59,10 +59,10 @@ class Operation:
     dtype: torch.dtype
     count: int
     root: int
-    """A number from which the members of a group take the root, or a message its sender."""
+    """A number that determines the root in a group, or the sender of a message."""
 
     other: int
-    """The same, for the receiver of a message."""
+    """A number that determines the receiver of a message."""
 
     tag: int
     reduction: str
@@ -73,14 +73,14 @@ class Operation:
         return f"#{self.number} {self.kind} {self.reduction} {dtype}[{self.count}] on {self.group}"
 
     def ends(self, size: int) -> tuple[int, int]:
-        """Return the sender and the receiver of a message in a group of some size."""
+        """Return the sender and the receiver of a message in a group of `size` ranks."""
         sender = self.root % size
         return sender, (sender + 1 + self.other % (size - 1)) % size
 
 
 @dataclasses.dataclass
 class Started:
-    """An operation that this rank has started, and what it writes."""
+    """An operation that this rank has started, and the tensors that it writes."""
 
     operation: Operation
     works: list[dist.Work]
@@ -88,7 +88,7 @@ class Started:
 
 
 Step = tuple[str, Operation | None]
-"""What a rank does: "start", "sleep", or one of `WAITS`; with which operation."""
+"""A step of a rank: "start", "sleep", or one of `WAITS`; and its operation."""
 
 
 class DrawnProgram:
@@ -99,11 +99,11 @@ class DrawnProgram:
         self._now = "not begun"
 
     def where(self) -> str:
-        """Return the step that this rank is at."""
+        """Return a description of this rank's current step."""
         return self._now
 
     def __call__(self, rank: int, size: int, groups: GroupSet) -> Results:
-        """Run it, and return what its operations have written here."""
+        """Run the program, and return the tensors that its operations wrote on this rank."""
         operations = draw_operations(self._seed, size)
         steps = draw_steps(operations, random.Random(f"{self._seed}-{rank}"), rank, size)
         started: dict[int, Started] = {}
@@ -125,11 +125,11 @@ class DrawnProgram:
         }
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
+# -- generation --------------------------------------------------------------------------------------------------------
 
 
 def draw_operations(seed: str, size: int) -> list[Operation]:
-    """Draw what all ranks do together."""
+    """Draw the operations that all ranks share."""
     draw = random.Random(seed)
     kinds = [*COLLECTIVES, *BLOCKING, *(MESSAGES * 4 if size > 1 else ())]
     return [_draw_operation(draw, number, draw.choice(kinds)) for number in range(draw.randrange(5, 40))]
@@ -152,9 +152,9 @@ def _draw_operation(draw: random.Random, number: int, kind: str) -> Operation:
 
 
 def draw_steps(operations: list[Operation], draw: random.Random, rank: int, size: int) -> list[Step]:
-    """Draw in which order one rank starts its operations and waits for them."""
+    """Draw the order in which a rank starts its operations and waits for them."""
     steps: list[Step] = []
-    fresh: list[Operation] = []  # in the order of the list; not yet in the steps
+    fresh: list[Operation] = []  # in the order of the list; not yet added to the steps
     pending: list[Operation] = []
     for operation in operations:
         if not _takes_part(operation, rank, size):
@@ -186,7 +186,7 @@ def _takes_part(operation: Operation, rank: int, size: int) -> bool:
 
 
 def _starts(operations: list[Operation], draw: random.Random) -> list[Step]:
-    """Mix operations, but for those of one lane."""
+    """Interleave operations, and keep the order within each lane."""
     lanes: dict[str, collections.deque[Operation]] = collections.defaultdict(collections.deque)
     for each in operations:
         lanes[f"{each.group} {'messages' if each.kind in MESSAGES else 'collectives'}"].append(each)
@@ -199,16 +199,16 @@ def _starts(operations: list[Operation], draw: random.Random) -> list[Step]:
 def _draw_wait(operation: Operation, draw: random.Random) -> Step:
     if (
         operation.kind in MESSAGES or operation.kind == "reduce_scatter"
-    ):  # Gloo's neither have a future nor can be polled
+    ):  # on Gloo, these have no future and cannot be polled
         return draw.choice(("wait", "thread")), operation
     return draw.choice(WAITS), operation
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
+# -- execution ---------------------------------------------------------------------------------------------------------
 
 
 def _wait(how: str, started: Started) -> Iterator[threading.Thread]:
-    """Wait for an operation in some way; give the thread that does, if another one does."""
+    """Wait for an operation with the method `how`; yield the waiting thread, if it is a separate one."""
     for work in started.works:
         if how == "future":
             work.get_future().wait()
@@ -241,17 +241,17 @@ class _Data:
         self._rank = group.rank
 
     def filled(self, parts: int = 1) -> torch.Tensor:
-        """Return small numbers that differ from rank to rank, from place to place and between operations."""
+        """Return small numbers that depend on the rank, the index and the operation."""
         count = parts * self._operation.count
         values = (torch.arange(count) * 7 + self._rank * 3 + self._operation.number) % 11
         return self._laid_out(values.to(self._operation.dtype))
 
     def empty(self, parts: int = 1) -> torch.Tensor:
-        """Return room for a result."""
+        """Return a buffer for a result."""
         return self._laid_out(torch.full((parts * self._operation.count,), 99, dtype=self._operation.dtype))
 
     def _laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values with gaps in memory, where the backend takes that."""
+        """Return the values, with gaps in memory for strided operations on backends that support them."""
         if not self._is_strided:
             return values
         strided = torch.zeros(2 * len(values), dtype=values.dtype)[::2]
@@ -279,7 +279,7 @@ def _reduce(operation: Operation, group: Group, data: _Data) -> Begun:
     tensor, root = data.filled(), operation.root % group.size
     reduction = getattr(dist.ReduceOp, operation.reduction)
     work = dist.reduce(tensor, group_dst=root, op=reduction, group=group.handle, async_op=True)
-    return [work], [tensor] if group.rank == root else []  # Gloo uses the others' as it likes
+    return [work], [tensor] if group.rank == root else []  # Gloo overwrites the tensors of the other ranks
 
 
 def _all_gather(operation: Operation, group: Group, data: _Data) -> Begun:
@@ -327,7 +327,7 @@ def _objects(operation: Operation, group: Group, data: _Data) -> Begun:
 
 
 def _callback(operation: Operation, group: Group, data: _Data) -> Begun:
-    """An operation whose callback calls two further ones."""
+    """Start an operation whose callback calls two further operations."""
     first, second = data.filled(), data.filled()
 
     def further(_future: torch.futures.Future) -> None:
@@ -348,7 +348,7 @@ def _message(operation: Operation, group: Group, data: _Data) -> Begun:
 
 
 def _funnel(operation: Operation, group: Group, data: _Data) -> Begun:
-    """Everybody sends the same to one rank, which receives from whoever comes first."""
+    """Send equal messages from all ranks to one rank, which receives them from any source."""
     root = operation.root % group.size
     if group.rank != root:
         same = torch.full((operation.count,), operation.number, dtype=operation.dtype)

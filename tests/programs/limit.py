@@ -1,4 +1,4 @@
-"""The hard limit: a program that does not end in time ends the job, after every rank has said where it is."""
+"""The time limit: a program that exceeds it aborts the job, after every rank has printed its current position."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from mpicomm import mpi
 
 _HERE = str(Path(__file__).parent)
-_PATIENCE = 3.0  # seconds in which the other ranks say where they are
+_PATIENCE = 3.0  # seconds for the other ranks to print their positions
 
 
 class Limit:
-    """Watches over one program after the other, on a thread of its own."""
+    """Monitors one program after another on a separate thread."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         self._rank = rank
@@ -31,10 +31,10 @@ class Limit:
 
     @contextlib.contextmanager
     def over(self, title: str, where: Callable[[], str]) -> Iterator[None]:
-        """End the job if the block takes too long.
+        """Abort the job if the block exceeds the limit.
 
         Args:
-            where: Tells where the program is, beside the lines that its threads are in.
+            where: Returns the position in the program, printed in addition to the current lines of its threads.
         """
         with self._changed:
             self._title, self._where, self._deadline = title, where, time.monotonic() + self._seconds
@@ -63,7 +63,7 @@ class Limit:
 
 
 def _lines_of_threads() -> list[str]:
-    """Return the innermost line of a program that each thread is in."""
+    """Return the innermost line of a program on the stack of each thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():

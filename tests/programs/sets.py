@@ -1,4 +1,4 @@
-"""The groups that programs run on: the same kinds for each backend, in one process."""
+"""The groups on which programs run: the same kinds for each backend, in one process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.worlds import Group
 
 OURS, GLOO = "mpicomm", "gloo"
 KINDS = ("world", "copy", "parity", "left", "right")
-"""All ranks, all again, the even or the odd ones, all but the last, all but the first: the last two overlap."""
+"""All ranks, all ranks again, even or odd ranks, all but the last, all but the first: the last two overlap."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSet:
-    """The groups of one backend that this rank is in, by kind."""
+    """The groups of one backend that contain this rank, by kind."""
 
     backend: str
     named: dict[str, Group]
@@ -28,12 +28,12 @@ class GroupSet:
         return kind in self.named
 
     def make(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Make another group of this backend; torch asks all ranks to come."""
+        """Create another group of this backend; torch requires this call on all ranks."""
         return dist.new_group(list(ranks), backend=self.backend)
 
 
 def ranks_of(kind: str, rank: int, size: int) -> list[int]:
-    """Return the members of the group of a kind that a rank is in; none if it is in none."""
+    """Return the members of the group of this kind that contains `rank`; an empty list if none contains it."""
     everyone = range(size)
     members = {
         "world": everyone,
@@ -46,7 +46,7 @@ def ranks_of(kind: str, rank: int, size: int) -> list[int]:
 
 
 def make_set(backend: str) -> GroupSet:
-    """Make a backend's groups in a job that runs on ours (collective)."""
+    """Create the groups of a backend in a job that runs on this package's backend (collective)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     named = {kind: _make(kind, backend, rank, size) for kind in KINDS}
     return GroupSet(backend, {kind: group for kind, group in named.items() if group is not None})

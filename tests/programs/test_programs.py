@@ -1,4 +1,4 @@
-"""Programs that are legal on Gloo give the same on this backend; `python -m tests.programs` runs many more."""
+"""Programs that are legal on Gloo give the same results on this backend; `python -m tests.programs` runs many more."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.programs.drawn import DrawnProgram
 from tests.programs.written import PROGRAMS
 from tests.worlds import Group
 
-SECONDS = 60.0  # that one program may take, on a machine that has other things to do
+SECONDS = 60.0  # limit of one program on a busy machine
 SEED, DRAWN = 20, 8
-OPERATIONS = 50  # of each thread; `python -m tests.programs threads 1000` calls more
+OPERATIONS = 50  # on each thread; `python -m tests.programs threads 1000` calls more
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def test_a_program_gives_the_same_as_on_gloo(both: Both, name: str) -> None:
 
 @pytest.mark.parametrize("number", range(DRAWN))
 def test_a_drawn_program_gives_the_same_as_on_gloo(both: Both, number: int) -> None:
-    """Repeat one with `python -m tests.programs random 1 --seed 20 --only K`."""
+    """Repeat one of them with `python -m tests.programs random 1 --seed 20 --only K`."""
     assert both.differences(f"program {number} of seed {SEED}", DrawnProgram(SEED, number)) == []
 
 

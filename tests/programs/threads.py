@@ -1,4 +1,4 @@
-"""Four threads on four groups, with delays: each thread has a group for itself, and several kinds of operations."""
+"""Four threads on four groups, with delays: each thread has its own group, and calls several kinds of operations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.programs.sets import OURS, GroupSet, make_set
 from tests.worlds import Group
 
 KINDS = ("world", "copy", "left", "right")
-_MOST_OPEN = 8  # operations that a thread has started and not waited for
+_MOST_OPEN = 8  # operations that a thread has started and not yet waited for
 _COUNTS = (1, 100, 5000)
 
 
 class Load(threading.Thread):
-    """Calls operations on one group, and checks what comes out."""
+    """Calls operations on one group, and checks their results."""
 
     def __init__(self, kind: str, group: Group, operations: int, seed: int) -> None:
         super().__init__(name=f"load-{kind}")
@@ -28,7 +28,7 @@ class Load(threading.Thread):
         self._kind = kind
         self._group = group
         self._operations = operations
-        self._same = random.Random(f"{seed}-{kind}")  # on all ranks
+        self._same = random.Random(f"{seed}-{kind}")  # equal on all ranks
         self._own = random.Random(f"{seed}-{kind}-{group.rank}")
         self._open: list[tuple[list[dist.Work], torch.Tensor, float]] = []
 
@@ -38,7 +38,7 @@ class Load(threading.Thread):
                 self._one()
                 self.done += 1
             self._finish(0)
-        except BaseException as error:  # noqa: BLE001  raised by the thread that joins
+        except BaseException as error:  # noqa: BLE001  the joining thread raises it
             self.error = error
 
     def _one(self) -> None:
@@ -51,7 +51,7 @@ class Load(threading.Thread):
             self._finish(self._own.randrange(_MOST_OPEN))
 
     def _finish(self, left: int) -> None:
-        """Wait for all but the last few operations."""
+        """Wait for all but the last `left` operations."""
         while len(self._open) > left:
             works, tensor, expected = self._open.pop(0)
             for work in works:
@@ -61,7 +61,7 @@ class Load(threading.Thread):
 
 
 Call = tuple[list[dist.Work], torch.Tensor, float]
-"""The works of an operation, the tensor that it writes, and what must be in it."""
+"""The works of an operation, the tensor that it writes, and the expected value of its elements."""
 
 
 def _all_reduce(group: Group, count: int, number: int, root: int) -> Call:
@@ -98,7 +98,7 @@ CALLS = (_all_reduce, _all_reduce_now, _broadcast, _ring)
 
 
 def run(operations: int, seed: int, limit: float) -> None:
-    """Run so many operations on each thread, and raise the first error (collective)."""
+    """Run this number of operations on each thread, and raise the first error (collective)."""
     groups = make_set(OURS)
     watch = Limit(dist.get_rank(), limit)
     loads = run_on(groups, operations, seed, watch)
@@ -107,7 +107,7 @@ def run(operations: int, seed: int, limit: float) -> None:
 
 
 def run_on(groups: GroupSet, operations: int, seed: int, watch: Limit) -> list[Load]:
-    """Run the threads of this rank on groups that are there, and return them when they have ended."""
+    """Run the threads of this rank on existing groups, and return the threads when they have ended."""
     loads = [Load(kind, groups[kind], operations, seed) for kind in KINDS if kind in groups]
 
     def where() -> str:

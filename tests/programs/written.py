@@ -1,6 +1,6 @@
-"""Programs written by hand, each for one way to interleave operations; all are legal on Gloo.
+"""Handwritten programs, each for one interleaving of operations; all are legal on Gloo.
 
-A program is a function of rank, size and groups that returns tensors by name. `PROGRAMS` holds them all, by name.
+A program is a function of rank, size and groups that returns tensors by name. `PROGRAMS` contains all of them by name.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tests.worlds import Group
 
 PROGRAMS: dict[str, Program] = {}
 
-BIG = 1 << 21  # floats, 8 MiB: more than any backend sends before the receiver is there
+BIG = 1 << 21  # floats, 8 MiB: more than any backend sends before the receive is posted
 
 
 def program(run: Program) -> Program:
-    """Take a program into the list."""
+    """Add a program to `PROGRAMS`."""
     PROGRAMS[run.__name__] = run
     return run
 
 
 def program_of_ranks(least: int) -> Callable[[Program], Program]:
-    """Take a program into the list that does nothing with fewer ranks."""
+    """Add a program to `PROGRAMS`, where it does nothing on fewer than `least` ranks."""
 
     def take(run: Program) -> Program:
         @program
@@ -60,7 +60,7 @@ def numbered(tensors: list[torch.Tensor]) -> Results:
 
 @program_of_ranks(2)
 def message_inside_an_all_reduce(rank: int, size: int, groups: GroupSet) -> Results:
-    """Rank 0 starts an all_reduce, receives, then waits; rank 1 sends, then joins."""
+    """Rank 0 starts an all_reduce, receives, then waits; rank 1 sends, then calls all_reduce."""
     group, total, message = groups["world"].handle, full(1000, rank), full(BIG, -1)
     work = dist.all_reduce(total, group=group, async_op=True) if rank == 0 else None
     if rank == 0:
@@ -124,7 +124,7 @@ def large_messages_cross_collectives(rank: int, size: int, groups: GroupSet) -> 
 
 @program_of_ranks(2)
 def any_source_beside_a_collective(rank: int, size: int, groups: GroupSet) -> Results:
-    """Rank 0 serves requests from whoever comes, while an all_reduce is on its way."""
+    """Rank 0 answers requests from any source while an all_reduce is in progress."""
     group, total, rounds = groups["world"], full(10, rank), 5
     answers = full(rounds, -1)
     work = start(total, group)
@@ -157,7 +157,7 @@ def tags_out_of_order(rank: int, size: int, groups: GroupSet) -> Results:
 
 @program_of_ranks(2)
 def pipeline(rank: int, size: int, groups: GroupSet) -> Results:
-    """Micro-batches go from stage to stage; a total of each is made on the side."""
+    """Micro-batches pass from stage to stage; a second group reduces each of them."""
     group, side = groups["world"], groups["copy"]
     totals, sends, works = [], [], []
     for batch in range(6):
@@ -176,7 +176,7 @@ def pipeline(rank: int, size: int, groups: GroupSet) -> Results:
 
 @program_of_ranks(2)
 def halo_exchange(rank: int, size: int, groups: GroupSet) -> Results:
-    """Each step starts with the neighbours' borders, while the norm of the step before is still being summed."""
+    """Each step starts with the borders of the neighbours, while the all_reduce of the previous norm is in progress."""
     group, field = groups["world"].handle, torch.arange(100.0) + rank
     norm, work = full(1, 0), None
     norms = []
@@ -202,7 +202,7 @@ def halo_exchange(rank: int, size: int, groups: GroupSet) -> Results:
 
 @program
 def groups_in_different_order(rank: int, size: int, groups: GroupSet) -> Results:
-    """Groups are independent: on some ranks one comes first, on others the other."""
+    """Groups are independent: odd and even ranks use them in different orders."""
     kinds = ["world", "copy"] if rank % 2 else ["copy", "world"]
     tensors = {kind: [full(count, rank) for count in (1, 1000, 300_000)] for kind in ("world", "copy")}
     works = [start(tensor, groups[kind]) for kind in kinds for tensor in tensors[kind]]
@@ -236,7 +236,7 @@ def synchronous_on_one_group_inside_another(rank: int, size: int, groups: GroupS
 
 @program
 def a_group_that_comes_and_goes(rank: int, size: int, groups: GroupSet) -> Results:
-    """Its works are finished, but neither waited for nor dropped when it is destroyed."""
+    """The works of the group are complete, but neither waited for nor dropped when the group is destroyed."""
     outer, inner = full(10, rank), []
     work = start(outer, groups["world"])
     for _ in range(2):
@@ -251,7 +251,7 @@ def a_group_that_comes_and_goes(rank: int, size: int, groups: GroupSet) -> Resul
     return numbered([outer, *inner])
 
 
-# -- works -------------------------------------------------------------------------------------------------------------
+# -- work objects ------------------------------------------------------------------------------------------------------
 
 
 @program
@@ -315,7 +315,7 @@ def asynchronous_barriers(rank: int, size: int, groups: GroupSet) -> Results:
 
 @program
 def a_callback_starts_operations(rank: int, size: int, groups: GroupSet) -> Results:
-    """One on the same group, one on another, and then a callback of the callback's."""
+    """The callback calls operations on the same group and on another group; its own callback calls a third one."""
     tensor, other, last = full(1000, rank), full(10, rank), full(3, rank)
 
     def further(future: torch.futures.Future) -> torch.Tensor:
@@ -345,12 +345,12 @@ def a_callback_sends_messages(rank: int, size: int, groups: GroupSet) -> Results
     return {"tensor": tensor, "received": received}
 
 
-# -- what programs are made of -----------------------------------------------------------------------------------------
+# -- typical combinations ----------------------------------------------------------------------------------------------
 
 
 @program
 def buckets(rank: int, size: int, groups: GroupSet) -> Results:
-    """As data-parallel training: buffers are broadcast, buckets averaged as they come, a flag agreed on elsewhere."""
+    """Data-parallel training: buffer broadcasts, averages of buckets as they complete, a flag on another group."""
     group, control = groups["world"], groups["copy"]
     weights = [full(count, 1) for count in (300_000, 10_000, 70_000, 100)]
     flag = torch.ones(1, dtype=torch.int32)
@@ -407,7 +407,7 @@ def every_collective_at_once(rank: int, size: int, groups: GroupSet) -> Results:
 
 @program_of_ranks(3)
 def a_callback_added_late(rank: int, size: int, groups: GroupSet) -> Results:
-    """Two operations are queued, then the first gets a callback; on rank 1 both have ended, elsewhere they may not."""
+    """Two operations are queued, then the first gets a callback; on other ranks possibly not."""
     group, first, second, third = groups["world"], full(3, rank), full(1000, rank), full(5, rank)
     if rank == size - 1:
         time.sleep(0.1)
