@@ -124,7 +124,7 @@ def test_a_limit_that_is_too_low_is_an_error_that_names_the_ranks_that_fit() -> 
     first, second, soft = outcome.stdout.splitlines()
     assert first.startswith("200 ranks need 254 connections to rank 0 on "), outcome
     assert first.endswith("more files: its hard limit is 128."), outcome
-    fit = int(second.split()[0])
+    fit = int(second.partition(" ranks fit")[0].split()[-1])
     assert second.startswith(
         f"With this number of ranks per node, {fit} ranks fit. Start fewer, or raise the hard limit"
     ), outcome

@@ -483,7 +483,7 @@ def test_what_a_library_is_told_of_gpus() -> None:
     ],
 )
 def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said: str) -> None:
-    with pytest.raises(LaunchError, match=r"Leave out one of the two") as caught:
+    with pytest.raises(LaunchError, match=r"Use one of the two") as caught:
         environment.refuse_ranks(environ, ancestors)
     assert said in str(caught.value)
 
