@@ -108,14 +108,16 @@ def _describe(handle: dist.ProcessGroup) -> Group:
 
 @pytest.fixture
 def equal_numbers_of_groups(world: mpicomm.World) -> Iterator[None]:
-    """Let every rank be in the same number of groups.
+    """Let every rank be in the same number of groups, where the names of groups depend on it.
 
-    torch derives the name of a group with `use_local_synchronization=True` from its ranks and from the number of groups
-    that the calling rank is in: with different numbers the members wait for groups of different names.
+    torch 2.13 derives the name of a group with `use_local_synchronization=True` from its ranks and from the number of
+    groups that the calling rank is in: with different numbers the members wait for groups of different names.
     """
     import torch.distributed as dist
 
-    number = len(dist.distributed_c10d._world.pg_names)
+    c10d = dist.distributed_c10d
+    name_of = getattr(c10d, "_hash_ranks_to_str", str)
+    number = len(c10d._world.pg_names) if len(set(mpicomm.all_gather_object(name_of([0])))) > 1 else 0
     missing = max(mpicomm.all_gather(number)) - number
     added = [dist.new_group([world.rank], use_local_synchronization=True) for _ in range(missing)]
     yield
