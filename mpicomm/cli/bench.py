@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicomm.cli import bench_ddp, bench_ratios, bench_startup, ensure_ranks
-from mpicomm.cli.argument_types import among, check_writable, count, png
+from mpicomm.cli.argument_types import among, check_writable, png
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.reports import benchmark_plots, benchmarks
@@ -64,15 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: %(default)s)"
     )
     parser.add_argument("--async", dest="starts", action="store_true", help="run asynchronously; measure the overlap")
-    parser.add_argument(
-        "--rounds",
-        metavar="R",
-        type=count,
-        default=7,
-        help="rounds, in each of which the backends run in turn (default: 7)",
-    )
-    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    ensure_ranks.add_options(parser)
     parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
     parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")

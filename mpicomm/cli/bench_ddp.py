@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from mpicomm.cli import ensure_ranks
-from mpicomm.cli.argument_types import among, check_writable, count
+from mpicomm.cli.argument_types import among, check_writable
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
 
@@ -42,15 +41,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the models (default: %(default)s)"
     )
-    parser.add_argument(
-        "--rounds",
-        metavar="R",
-        type=count,
-        default=7,
-        help="rounds, in each of which the backends run in turn (default: 7)",
-    )
-    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    ensure_ranks.add_options(parser)
     parser.set_defaults(run=run)
 
 

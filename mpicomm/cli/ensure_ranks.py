@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
 from mpicomm import terminal
 from mpicomm.cli import launch_plan
+from mpicomm.cli.argument_types import count
 from mpicomm.cli.console import console
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
@@ -19,6 +22,19 @@ from mpicomm.launch.request import Request
 if TYPE_CHECKING:
     from mpicomm.bench.timing import Bench
     from mpicomm.runtime import World
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that compare backends on several ranks."""
+    parser.add_argument(
+        "--rounds",
+        metavar="R",
+        type=count,
+        default=7,
+        help="rounds, in each of which the backends run in turn (default: 7)",
+    )
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
 
 
 def writes() -> bool:
