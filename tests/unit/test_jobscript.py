@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -261,14 +260,6 @@ def test_interactively_it_is_the_same_job(capsys: pytest.CaptureFixture[str]) ->
 
 NASTY = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]) | st.sampled_from("\n\r'\"\\$`;#& "))
 FREE = ("name", "partition", "account", "array", "mail_user", "output", "error", "mem", "time")  # of both schedulers
-
-
-def only_the_script_itself(text: str) -> Iterator[str]:
-    """Yield the lines before the first command, which must all be intended comments."""
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            return
-        yield line
 
 
 @each_scheduler

@@ -47,7 +47,6 @@ OLD_MODULES = [
     "containers",
     "agreed",
     "startcommand",
-    "jobscript",
     "launchers",
     "in_ranks",
     "starts",
@@ -124,8 +123,7 @@ def identifiers(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_old_name_is_left_in_the_package(path: Path) -> None:
     modules = {part.removesuffix(".py") for part in path.relative_to(ROOT / "mpicomm").parts}
-    if path.parts[-2:] != ("jobscript", path.name):  # launch.jobscript keeps its name
-        assert not modules & set(OLD_MODULES)
+    assert not modules & set(OLD_MODULES)
     assert not {name.strip("_") for name in identifiers(path)} & set(OLD_IDENTIFIERS)
 
 
