@@ -47,7 +47,7 @@ def barrier(group: Any = None, *, timeout: Timeout = None, async_op: bool = Fals
     Raises:
         TimeoutError: If a rank does not arrive within the timeout. The message names the missing ranks and where they
             are. The group is unusable afterwards.
-        RuntimeError: The same, if the group uses another backend.
+        RuntimeError: If a rank does not arrive within the timeout, and the group uses another backend.
         ValueError: If the timeout is not positive, or is given with `async_op=True`.
         TypeError: If the timeout is neither seconds nor a timedelta.
     """

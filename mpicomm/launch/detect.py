@@ -268,7 +268,7 @@ def problem_after_init(
 
 
 def warning_after_init(launch: Launch, environ: Mapping[str, str], size: int) -> str | None:
-    """Return a warning about an unusual but valid launch; None if there is none."""
+    """Return a warning about an unusual but valid launch, or None for a usual one."""
     if launch.kind != "mpi" or launch.claims or size > 1 or environ.get("SLURM_STEP_ID"):
         return None
     tasks = _number(environ, "SLURM_NTASKS") or 1

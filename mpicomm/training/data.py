@@ -134,7 +134,7 @@ def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSourc
             another sampler or with an iterable-style dataset is used unchanged: each rank must pass its own share.
 
     Raises:
-        TypeError: If `data` is none of these.
+        TypeError: If `data` is of another type.
         ValueError: If the dataset is empty, or drop_last drops all of its samples.
     """
     if isinstance(data, DataLoader):

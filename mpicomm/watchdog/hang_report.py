@@ -69,7 +69,7 @@ def _members(text: str) -> str:
 
 
 def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
-    """Return one row for all ranks that are at the same place; rows of more ranks come first."""
+    """Return one row for all ranks with the same position; rows of more ranks first."""
     rows: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     for rank, status in sorted(statuses.items()):
@@ -91,7 +91,7 @@ def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
 
 
 _ON_HOST = " on its host"
-_SECONDS = "\0"  # placeholder for the seconds in a row: ranks at the same place share a row whatever their seconds
+_SECONDS = "\0"  # placeholder for the seconds in a row: ranks with the same position share a row whatever their seconds
 
 
 def _place(status: Status) -> tuple[str, float]:
