@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import shlex
 import shutil
@@ -54,11 +55,11 @@ class Copy:
         usual = self._usual_seconds(mutant)
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
-        path.write_text(faulty)
+        _replace(path, faulty)
         try:
             return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
         finally:
-            path.write_text(source)
+            _replace(path, source)
 
     def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
@@ -91,3 +92,9 @@ class Copy:
     def _environment(self) -> dict[str, str]:
         other = {"OTHER_MPI_ENV": str(Path(OTHER_MPI_ENV).absolute())} if OTHER_MPI_ENV else {}
         return {"PYTHONPATH": str(self._root), **other}
+
+
+def _replace(path: Path, source: str) -> None:
+    """Replace a module and remove its bytecode: Python takes it for current if the size and the second are the same."""
+    path.write_text(source)
+    Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
