@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.rounds import fastest, mean_microseconds
 
 ROUNDS = 7
 Group = dist.ProcessGroup
@@ -14,30 +17,23 @@ Group = dist.ProcessGroup
 
 def measure(ours: Group, gloo: Group) -> dict[str, float]:
     """Return the microseconds of calls, the minimum of interleaved rounds, and overlap shares (collective)."""
-    small, large = torch.ones(16), torch.ones(4 * 2**20)
-    figures = _least(
+    small, large = torch.zeros(16), torch.zeros(4 * 2**20)
+    figures = fastest(
         {
             "async call, 64 B": lambda: _call(small, ours),
             "async call, 64 B, Gloo": lambda: _call(small, gloo),
-            "async call + wait, 64 B": lambda: _call_and_wait(small, ours),
-            "async call + wait, 64 B, Gloo": lambda: _call_and_wait(small, gloo),
-            "sync, 64 B": lambda: _in_step(lambda: dist.all_reduce(small, group=ours), 200),
-            "async call + wait, 16 MiB": lambda: _in_step(lambda: _wait(large, ours), 4),
-            "async call + wait, 16 MiB, Gloo": lambda: _in_step(lambda: _wait(large, gloo), 4),
-        }
+            "async call + wait, 64 B": lambda: mean_microseconds(lambda: _wait(small, ours), 100),
+            "async call + wait, 64 B, Gloo": lambda: mean_microseconds(lambda: _wait(small, gloo), 100),
+            "sync, 64 B": lambda: mean_microseconds(lambda: dist.all_reduce(small, group=ours), 200),
+            "async call + wait, 16 MiB": lambda: mean_microseconds(lambda: _wait(large, ours), 4),
+            "async call + wait, 16 MiB, Gloo": lambda: mean_microseconds(lambda: _wait(large, gloo), 4),
+        },
+        ROUNDS,
     )
+    figures = {name: round(microseconds, 1) for name, microseconds in figures.items()}
     for name, work in {"a sleep": _sleep, "a kernel of torch's": _multiply, "a loop in Python": _loop}.items():
         figures |= _overlap(name, work, large, ours)
     return figures
-
-
-def _least(cases: dict[str, Callable[[], float]]) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(ROUNDS):
-        for name, case in cases.items():
-            dist.barrier()
-            times[name].append(case())
-    return {name: round(min(each), 1) for name, each in times.items()}
 
 
 def _call(tensor: torch.Tensor, group: Group) -> float:
@@ -51,30 +47,18 @@ def _call(tensor: torch.Tensor, group: Group) -> float:
     return 1e6 * total / 100
 
 
-def _call_and_wait(tensor: torch.Tensor, group: Group) -> float:
-    return _in_step(lambda: _wait(tensor, group), 100)
-
-
 def _wait(tensor: torch.Tensor, group: Group) -> None:
     dist.all_reduce(tensor, group=group, async_op=True).wait()
-
-
-def _in_step(call: Callable[[], object], count: int) -> float:
-    call()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return 1e6 * (time.perf_counter() - start) / count
 
 
 def _overlap(name: str, work: Callable[[int], None], tensor: torch.Tensor, group: Group) -> dict[str, float]:
     """Return the share of an operation that overlaps with equally long work of the caller, by OSU's method."""
     rounds = []
     for _ in range(ROUNDS):
-        alone = _in_step(lambda: _wait(tensor, group), 3)
+        alone = mean_microseconds(lambda: _wait(tensor, group), 3)
         amount = _amount_for(work, alone)
-        own = _in_step(lambda amount=amount: work(amount), 3)
-        both = _in_step(lambda amount=amount: _both(work, amount, tensor, group), 3)
+        own = mean_microseconds(functools.partial(work, amount), 3)
+        both = mean_microseconds(functools.partial(_both, work, amount, tensor, group), 3)
         rounds.append((both, own, alone))
         dist.barrier()
     both, own, alone = min(rounds)
@@ -94,7 +78,7 @@ def _both(work: Callable[[int], None], amount: int, tensor: torch.Tensor, group:
 
 
 def _amount_for(work: Callable[[int], None], microseconds: float) -> int:
-    return max(1, round(200 * microseconds / _in_step(lambda: work(200), 3)))
+    return max(1, round(200 * microseconds / mean_microseconds(lambda: work(200), 3)))
 
 
 def _sleep(amount: int) -> None:
