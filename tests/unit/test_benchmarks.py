@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.bench import machine, overlap, ratios, startup, startup_probe, timing, training
-from mpicomm.bench.ratios import Ratio
-from mpicomm.bench.startup import Sample, Way
+from benchmarks import ratios
+from benchmarks.ratios import Ratio
+from mpicomm import job_info
+from mpicomm.bench import overlap, startup, startup_probe, timing, training
+from mpicomm.bench.startup import Sample
 from mpicomm.bench.timing import Bench, Times
 from mpicomm.launch.request import Start
 
@@ -103,7 +105,7 @@ def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
         training.timing, "in_turn", lambda _, calls: {name: Times(us[name], 2 * us[name], None) for name in calls}
     )
     monkeypatch.setattr(training, "_spread", lambda model, *_: model)
-    rows = training.measure(["small"], ["ddp"], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
+    rows = training.measure([("small", "ddp")], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
     assert [(row.backend, row.ms, row.ms_median, row.parameters) for row in rows] == [
         ("mpi", 9.0, 18.0, 2 * (128 * 128 + 128)),
         ("none", 4.99, 9.98, 2 * (128 * 128 + 128)),
@@ -140,13 +142,13 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         assert (ranks, start.command[-1], limit) == (expected, str(expected), 20.0)
         return Sample(seconds, {"launch": seconds - 1, "import torch": 1.0})
 
-    def starting(program: tuple[str, ...], ranks: int) -> Start:
-        return Start((*program, str(ranks)), {})
+    def starting(ranks: int) -> Start:
+        return Start(("probe", str(ranks)), {})
 
     monkeypatch.setattr(startup, "sample_of", sample_of)
-    on_progress: list[str] = []
-    ways = [Way("mpicomm", "mpicomm", starting), Way("torchrun + Gloo", "gloo", starting)]
-    rows = startup.measure(ways, [1, 2], 2, limit=20.0, on_progress=on_progress.append)
+    ways = {"mpicomm": starting, "torchrun + Gloo": starting}
+    cases = [(ranks, way) for ranks in (1, 2) for way in ways]
+    rows = startup.measure([*cases, *cases], ways, limit=20.0)
     assert [(row["ranks"], row["way"], row["seconds"], row["median"]) for row in rows] == [
         (1, "mpicomm", 3.0, 3.5),
         (1, "torchrun + Gloo", 8.0, 8.5),
@@ -154,7 +156,7 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         (2, "torchrun + Gloo", 7.0, 8.0),
     ]
     assert rows[0]["steps"] == {"launch": 2.0, "import torch": 1.0}
-    assert on_progress[-1] == "round 2 of 2: 2 ranks by torchrun + Gloo"
+    assert list(samples) == []
 
 
 # -- machine settings and ratios -------------------------------------------------------------------------------------
@@ -166,9 +168,9 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
 )
 def test_the_setting_of_huge_pages_is_the_one_in_brackets(tmp_path: Path, text: str, chosen: str) -> None:
     path = tmp_path / "enabled"
-    assert machine._chosen(path) == "unknown"
+    assert job_info._selected(path) == "unknown"
     path.write_text(text)
-    assert machine._chosen(path) == chosen
+    assert job_info._selected(path) == chosen
 
 
 @pytest.mark.parametrize(
