@@ -67,7 +67,9 @@ class Ratio:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all ratios, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ratios", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ratios", description="Compare ratios with their targets."
+    )
     parser.add_argument("--rounds", metavar="R", type=count, default=7, help="rounds of each measurement (%(default)s)")
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(arguments)

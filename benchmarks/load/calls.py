@@ -9,7 +9,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+import mpicomm
 from benchmarks.rounds import fastest, mean_microseconds
+from mpicomm.bench import overlap
+from mpicomm.bench.timing import Bench
 
 ROUNDS = 7
 Group = dist.ProcessGroup
@@ -31,8 +34,8 @@ def measure(ours: Group, gloo: Group) -> dict[str, float]:
         ROUNDS,
     )
     figures = {name: round(microseconds, 1) for name, microseconds in figures.items()}
-    for name, work in {"a sleep": _sleep, "a kernel of torch's": _multiply, "a loop in Python": _loop}.items():
-        figures |= _overlap(name, work, large, ours)
+    for name, compute in {"a sleep": _sleep, "a kernel of torch's": _multiply, "a loop in Python": _loop}.items():
+        figures |= _overlap(name, compute, large, ours)
     return figures
 
 
@@ -51,34 +54,16 @@ def _wait(tensor: torch.Tensor, group: Group) -> None:
     dist.all_reduce(tensor, group=group, async_op=True).wait()
 
 
-def _overlap(name: str, work: Callable[[int], None], tensor: torch.Tensor, group: Group) -> dict[str, float]:
-    """Return the share of an operation that overlaps with equally long work of the caller, by OSU's method."""
-    rounds = []
-    for _ in range(ROUNDS):
-        alone = mean_microseconds(lambda: _wait(tensor, group), 3)
-        amount = _amount_for(work, alone)
-        own = mean_microseconds(functools.partial(work, amount), 3)
-        both = mean_microseconds(functools.partial(_both, work, amount, tensor, group), 3)
-        rounds.append((both, own, alone))
-        dist.barrier()
-    both, own, alone = min(rounds)
-    hidden = max(0.0, 1 - (both - own) / alone)
+def _overlap(name: str, compute: Callable[[int], None], tensor: torch.Tensor, group: Group) -> dict[str, float]:
+    bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, ROUNDS)
+    start = functools.partial(dist.all_reduce, tensor, group=group, async_op=True)
+    found = overlap.measure(bench, start, compute)
     return {
-        f"16 MiB beside {name}: together": round(both, 1),
-        f"16 MiB beside {name}: that alone": round(own, 1),
-        f"16 MiB beside {name}: the operation alone": round(alone, 1),
-        f"16 MiB beside {name}: share hidden": round(hidden, 2),
+        f"16 MiB beside {name}: together": round(found.together, 1),
+        f"16 MiB beside {name}: that alone": round(found.computation, 1),
+        f"16 MiB beside {name}: the operation alone": round(found.operation, 1),
+        f"16 MiB beside {name}: share hidden": round(found.percent / 100, 2),
     }
-
-
-def _both(work: Callable[[int], None], amount: int, tensor: torch.Tensor, group: Group) -> None:
-    operation = dist.all_reduce(tensor, group=group, async_op=True)
-    work(amount)
-    operation.wait()
-
-
-def _amount_for(work: Callable[[int], None], microseconds: float) -> int:
-    return max(1, round(200 * microseconds / mean_microseconds(lambda: work(200), 3)))
 
 
 def _sleep(amount: int) -> None:

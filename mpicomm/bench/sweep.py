@@ -124,7 +124,10 @@ def _measure(
     operation.send.zero_()
     times = timing.in_turn(bench, calls, each=case.device.type == "cpu")
     for name in calls:
-        hidden = overlap.percent(bench, backends[name](operation, True), case.device) if asynchronous else None
+        hidden = None
+        if asynchronous:
+            compute = overlap.multiplications(case.device)
+            hidden = overlap.measure(bench, backends[name](operation, True), compute).percent
         found.rows.append(_row(operation, name, times[name], wrong[name], hidden))
 
 

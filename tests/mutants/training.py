@@ -369,8 +369,8 @@ MUTANTS = [
     ),
     Mutant(
         "bench/overlap.py",
-        old="100 * (1 - left / pure)",
-        new="100 * left / pure",
+        old="100 * (1 - (self.together - self.computation) / self.operation)",
+        new="100 * (self.together - self.computation) / self.operation",
         fault="`mpicomm bench --async` reports the exposed share of an operation as its overlap.",
         tests="tests/unit/test_benchmarks.py -k overlap",
         ranks=0,

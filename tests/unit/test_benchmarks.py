@@ -78,7 +78,7 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
     monkeypatch: pytest.MonkeyPatch, together: float, percent: float
 ) -> None:
     events: list[str] = []
-    us = {"alone": 100.0, "compute": 100.0, "together": together}
+    us = {"operation": 100.0, "computation": 100.0, "together": together}
 
     def in_turn(_: Bench, calls: dict[str, Callable[[], object]]) -> dict[str, Times]:
         for name, call in calls.items():
@@ -91,11 +91,22 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
         return types.SimpleNamespace(wait=lambda: events.append("wait"))
 
     monkeypatch.setattr(overlap.timing, "in_turn", in_turn)
-    monkeypatch.setattr(overlap, "_computation", lambda us, _: lambda: events.append(f"compute {us:.0f} us"))
-    assert overlap.percent(alone(), start, torch.device("cpu")) == percent
+    monkeypatch.setattr(overlap, "_amount", lambda _, us: us)
+    found = overlap.measure(alone(), start, lambda us: events.append(f"compute {us:.0f} us"))
+    assert found.percent == percent
     assert " ".join(events) == (
-        "alone start wait compute compute 100 us together start compute 100 us wait"
+        "operation start wait computation compute 100 us together start compute 100 us wait"
     )  # the operation is in progress during the computation
+
+
+def test_the_computation_takes_as_long_as_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(overlap, "time", clock)
+
+    def compute(amount: int) -> None:
+        clock.us += 500 + 10 * amount  # a call itself takes time, too
+
+    assert overlap._amount(compute, 1e6) == pytest.approx(1e5, rel=0.05)
 
 
 def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
