@@ -80,8 +80,8 @@ test-gpu: $(ENVS) ## run GPU tests on two and four ranks, which may share a GPU,
 	$(openmpi) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
 	$(mpich) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
 	$(mpich) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
-	$(openmpi) $(limited) mpirun -n 2 python -m tests.gpu.throughput
-	$(mpich) $(limited) mpirun -n 2 python -m tests.gpu.throughput
+	$(openmpi) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
+	$(mpich) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 
 compat_suite = $(limited) $(PYTHON) -m tests.compat $(if $(WRITE),--write) $(if $(REMOVE),--remove)
 
@@ -115,7 +115,7 @@ limits: $(ENVS) ## run tests with 2.2 billion elements and thousands of groups (
 lint: .venv/.ready ## check style and types
 	$(openmpi) ruff check
 	$(openmpi) ruff format --check
-	$(openmpi) mypy mpicomm tests/typed_program.py
+	$(openmpi) mypy mpicomm benchmarks tests/typed_program.py
 
 docs: .venv/.ready ## build the documentation site in build/docs, check its links
 	$(openmpi) sphinx-build -W --keep-going -q -b html docs build/docs

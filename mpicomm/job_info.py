@@ -1,19 +1,26 @@
-"""Information about the ranks of a job: topology, devices, CPUs, loaded software, and the launchers' variables."""
+"""Information about the ranks of a job: topology, devices, CPUs, loaded software, and the launchers' variables.
+
+`description` has what a results file records of it: the machine and the versions.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mpicomm import mpi
 from mpicomm.backend import gpu_probe
 from mpicomm.collective_ops import collectives
+from mpicomm.errors import MPINotFoundError
 from mpicomm.launch import detect
 from mpicomm.launch.detect import Launcher
 from mpicomm.runtime import World
@@ -21,8 +28,9 @@ from mpicomm.startup import devices
 from mpicomm.watchdog import hang_report
 
 _NODES = Path("/sys/devices/system/node")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PACKAGES = ("mpicomm", "torch", "mpi4py", "numpy")
-_VARIABLES = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE")  # with the second, torch requests huge pages for large tensors
+_THP = "THP_MEM_ALLOC_ENABLE"  # with this variable, torch requests huge pages for large tensors
 _THREADS = ("single", "funneled", "serialized", "multiple")
 
 
@@ -116,9 +124,41 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(filter(None, names)) if name in environ}
 
 
+def description(what: str, command: str) -> dict[str, Any]:
+    """Return the head of a results file.
+
+    Args:
+        what: The measured quantity and its unit.
+        command: The command that was run.
+    """
+    date = time.strftime("%Y-%m-%d")
+    return {"command": command, "what": what, "date": date, "machine": machine(), "versions": versions()}
+
+
+def machine() -> dict[str, Any]:
+    """Return the properties of this host that influence measurements."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "memory, GiB": round(page * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "page, KiB": page // 1024,
+        "transparent huge pages": _selected(_HUGE_PAGES),
+        **_variables_of_torch(_THP),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the MPI library, if there is one, of Python, and of the packages."""
+    found = {}
+    with contextlib.suppress(MPINotFoundError):
+        library = mpi.library()
+        found[library.vendor] = library.version
+    return {**found, **_packages()}
+
+
 def _software(world: World) -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    found |= {name: _version(name) for name in _PACKAGES}
+    found = _packages()
     if world.comm is not None:
         found["MPI"] = mpi.library().title
         found["MPI's threads"] = _THREADS[mpi.api().Query_thread()]
@@ -131,7 +171,15 @@ def _software(world: World) -> dict[str, str]:
         if world.comm is not None:
             found["MPI and GPUs' memory"] = "GPU-aware" if gpu_probe.is_claimed(os.environ) else "host staging"
     found["backend"] = world.backend or "none"
-    return found | {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    return found | _variables_of_torch("OMP_NUM_THREADS", _THP)
+
+
+def _packages() -> dict[str, str]:
+    return {"Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def _variables_of_torch(*names: str) -> dict[str, str]:
+    return {name: os.environ.get(name, "not set") for name in names}
 
 
 def _version(package: str) -> str:
@@ -139,3 +187,15 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
         return "not installed"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _selected(path: Path) -> str:
+    """Return the selected value, in brackets in the kernel's file, or `unknown`."""
+    text = path.read_text() if path.exists() else ""
+    return text.partition("[")[2].partition("]")[0] or "unknown"

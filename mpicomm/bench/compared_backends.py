@@ -4,136 +4,82 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi
-from mpicomm.backend import dtypes, plugin
+from mpicomm.backend import plugin
 from mpicomm.backend.work import CompletedWork
-from mpicomm.bench.measured_operations import MeasuredOperation, MPI4PyCalls
+from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.runtime import World
 
 OURS, MPI4PY = "mpi", "mpi4py"
 NOTHING = "none"
 """A backend whose collectives do nothing: its training step is a lower bound for every backend."""
 
+Backend = Callable[[MeasuredOperation, bool], Callable[[], Any]]
+"""Returns the call that runs an operation, or, if the second argument is true, starts it and returns its handle.
 
-class Backend(Protocol):
-    """Interface through which the benchmarks call an operation."""
-
-    def call(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return a function that runs the operation.
-
-        Raises:
-            NotImplementedError: If this backend does not support the operation.
-        """
-
-    def start(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return a function that starts the operation and returns its handle."""
+It raises NotImplementedError if the backend does not support the operation.
+"""
 
 
-class TorchBackend:
-    """A process group of torch."""
+def select(
+    asked: Sequence[str] | None, known: Sequence[str], kind: str, world: World
+) -> tuple[list[str], torch.device]:
+    """Return the names of the backends to compare, and the device of their tensors.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def call(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return a function that runs the operation."""
-        return functools.partial(operation.by_torch, self._group)
-
-    def start(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return a function that starts the operation and returns its handle."""
-        return functools.partial(operation.by_torch, self._group, starts=True)
-
-
-class MPI4PyBackend:
-    """mpi4py, with all buffers and arguments prepared before the measurement."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-
-    def call(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Return a function that runs the operation.
-
-        Raises:
-            NotImplementedError: If MPI has no such call, cannot reduce this dtype, or the tensors are not on the CPU.
-        """
-        dtype = operation.case.dtype
-        datatype = dtypes.arithmetic(dtype) if operation.reduces else dtypes.carrier(dtype)
-        if datatype is None or operation.case.device.type != "cpu":
-            raise NotImplementedError
-
-        def buffer(tensor: torch.Tensor) -> Any:
-            return [mpi.api().memory.fromaddress(tensor.data_ptr(), tensor.nbytes), datatype]
-
-        function, arguments = operation.by_mpi(MPI4PyCalls(self._comm, mpi.api(), buffer))
-        return functools.partial(function, *arguments)
-
-    def start(self, operation: MeasuredOperation) -> Callable[[], object]:
-        """Raise NotImplementedError: the nonblocking calls of mpi4py are other operations."""
-        raise NotImplementedError
-
-
-def device(kind: str, world: World) -> torch.device:
-    """Return the device of this kind for this rank.
+    Args:
+        asked: The names that the user asked for; None for all known ones that are available.
+        known: The names that the benchmark supports.
+        kind: "cpu" or "cuda".
 
     Raises:
-        ValueError: If this rank has no GPU and `kind` is "cuda".
+        ValueError: If the device or one of the backends is not available in this job.
     """
     if kind == "cuda" and world.device.type != "cuda":
         raise ValueError("--device cuda: this rank has no GPU; use --device cpu")
-    return world.device if kind == "cuda" else torch.device("cpu")
-
-
-def known(world: World, where: torch.device, *, has_raw: bool = False) -> list[str]:
-    """Return the names of the backends that are available for tensors on a device."""
-    others = ["nccl"] if where.type == "cuda" else ["gloo"]
-    if world.comm is None:
-        return others
-    return [OURS, *others, *[MPI4PY] * (has_raw and where.type == "cpu")]
+    of_torch, of_mpi = ("nccl", (OURS, NOTHING)) if kind == "cuda" else ("gloo", (OURS, MPI4PY, NOTHING))
+    available = {of_torch, *(of_mpi if world.comm is not None else ())}
+    names = list(asked or [name for name in known if name in available])
+    if world.comm is None and {OURS, MPI4PY, NOTHING} & set(names):
+        raise ValueError(
+            f"{world.launcher} started the ranks without MPI; use --backend gloo, or start them with mpirun."
+        )
+    if "nccl" in names and world.device.type != "cuda":
+        raise ValueError("nccl needs one GPU per rank; remove nccl from --backend.")
+    return names, world.device if kind == "cuda" else torch.device("cpu")
 
 
 def make(names: Sequence[str], world: World) -> dict[str, Backend]:
-    """Return the backends with these names (collective).
-
-    Raises:
-        ValueError: If one of them is not available in this job.
-    """
-    of_torch = groups([name for name in names if name != MPI4PY], world)
-    if MPI4PY in names and world.comm is None:
-        raise ValueError(_without_mpi(world))
-    return {name: MPI4PyBackend(world.comm) if name == MPI4PY else TorchBackend(of_torch[name]) for name in names}
+    """Return the backends with these names (collective)."""
+    return {name: _by_mpi4py(world.comm) if name == MPI4PY else _by_torch(group(name, world)) for name in names}
 
 
-def groups(names: Sequence[str], world: World) -> dict[str, Any]:
-    """Return process groups of all ranks with the backends of these names (collective).
-
-    Raises:
-        ValueError: If one of them is not available in this job.
-    """
-    if {OURS, NOTHING} & set(names) and world.comm is None:
-        raise ValueError(_without_mpi(world))
-    if "nccl" in names and world.device.type != "cuda":
-        raise ValueError("nccl needs one GPU per rank; remove nccl from --backend.")
-    return {name: _group(name, world) for name in names}
-
-
-def _without_mpi(world: World) -> str:
-    return f"{world.launcher} started the ranks without MPI; use --backend gloo, or start them with mpirun."
-
-
-def _group(name: str, world: World) -> Any:
+def group(name: str, world: World) -> Any:
+    """Return a process group of all ranks with the backend of this name (collective)."""
     if name == NOTHING:
-        return _idle(dist.new_group(backend=plugin.NAME))
+        return _without_communication(dist.new_group(backend=plugin.NAME))
     if world.backend == name:
         return dist.group.WORLD
     return dist.new_group(backend=plugin.NAME if name == OURS else name)
 
 
-def _idle(group: Any) -> Any:
+def _by_torch(group: Any) -> Backend:
+    return lambda operation, starts: functools.partial(operation.by_torch, group, starts=starts)
+
+
+def _by_mpi4py(comm: Any) -> Backend:
+    def call(operation: MeasuredOperation, starts: bool) -> Callable[[], Any]:
+        if starts:  # the nonblocking calls of mpi4py are other operations
+            raise NotImplementedError
+        return operation.by_mpi4py(comm)
+
+    return call
+
+
+def _without_communication(group: Any) -> Any:
     """Replace the collectives that DDP and FSDP call on a group by no-ops."""
 
     def nothing(tensors: Any, *_others: Any) -> dist.Work:

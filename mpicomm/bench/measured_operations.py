@@ -7,19 +7,21 @@ of a rank; the bus bandwidth is the bandwidth that the links between the ranks m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from mpicomm import mpi
+from mpicomm.backend import dtypes
 from mpicomm.bench import known_inputs
 
 _ROOT = 0
 # torch 2.13 renamed these, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Group = Any
 Rows = Sequence[torch.Tensor]
 """Contents of a buffer: for each of its equal parts, the pattern that it repeats."""
 
@@ -28,6 +30,8 @@ Rows = Sequence[torch.Tensor]
 class Case:
     """Parameters of one measurement."""
 
+    name: str
+    """The name of the operation."""
     nbytes: int
     """Size of the larger of a rank's two buffers, before rounding to a multiple of the number of ranks."""
     dtype: torch.dtype
@@ -36,16 +40,6 @@ class Case:
     """Whether the operation runs in place: the send and the receive buffer share memory."""
     rank: int
     size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MPI4PyCalls:
-    """Parameters of an mpi4py call."""
-
-    comm: Any
-    mpi: Any
-    buffer: Callable[[torch.Tensor], Any]
-    """Converts a tensor to an mpi4py buffer, once per tensor."""
 
 
 class MeasuredOperation:
@@ -57,11 +51,18 @@ class MeasuredOperation:
     """
 
     name: ClassVar[str]
-    is_shared_out: ClassVar[bool] = False
-    """Whether the larger buffer has one part for each rank."""
     places: ClassVar[tuple[bool, ...]] = (False,)
     """Supported modes: out of place (False), in place (True), or both."""
+    is_shared_out: ClassVar[bool] = False
+    """Whether the larger buffer has one part for each rank."""
+    sends_part: ClassVar[bool] = False
+    """Whether the send buffer is only as large as one of these parts."""
+    receives_part: ClassVar[bool] = False
     reduces: ClassVar[bool] = False
+    to_root: ClassVar[bool] = False
+    """Whether only the root has a result."""
+    source: int = _ROOT
+    """The only rank whose data this rank receives, unless it receives data of all ranks."""
 
     def __init__(self, case: Case) -> None:
         """Allocate the buffers."""
@@ -90,202 +91,174 @@ class MeasuredOperation:
     def prepare(self) -> None:
         """Write the inputs, and fill the receive buffer with a value that no result contains."""
         self.receive.fill_(known_inputs.POISON)
-        known_inputs.fill(self.send, self._sent())
+        parts = range(self.size if self._sends_parts else 1)
+        known_inputs.fill(self.send, [self._of(self.rank, part) for part in parts])
 
     def wrong(self) -> int:
         """Return the number of wrong elements in this rank's result."""
-        rows = self._received()
-        return 0 if rows is None else known_inputs.wrong(self.receive, rows)
+        return 0 if self.to_root and self.rank != _ROOT else known_inputs.wrong(self.receive, self._received())
 
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
+    def by_torch(self, group: Any, *, starts: bool = False) -> Any:
         """Run the operation with torch.distributed; with `starts` return its handle without waiting."""
-        raise NotImplementedError
+        return self._by_torch(group=group, async_op=starts)
 
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the mpi4py call and its arguments.
+    def by_mpi4py(self, comm: Any) -> Callable[[], Any]:
+        """Return the call of mpi4py, with its arguments.
 
         Raises:
-            NotImplementedError: If MPI has no such call.
+            NotImplementedError: If MPI has no such call, cannot reduce this dtype, or the tensors are not on the CPU.
         """
+        dtype = self.case.dtype
+        datatype = dtypes.arithmetic(dtype) if self.reduces else dtypes.carrier(dtype)
+        if datatype is None or self.case.device.type != "cpu":
+            raise NotImplementedError
+
+        def buffer(tensor: torch.Tensor) -> list[Any]:
+            return [mpi.api().memory.fromaddress(tensor.data_ptr(), tensor.nbytes), datatype]
+
+        sent = mpi.api().IN_PLACE if self.case.in_place else buffer(self.send)
+        function, *arguments = self._by_mpi4py(comm, sent, buffer(self.receive))
+        return functools.partial(function, *arguments)
+
+    def _by_torch(self, **options: Any) -> Any:
         raise NotImplementedError
+
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        """Return the function and its arguments; `sent` is IN_PLACE in place."""
+        raise NotImplementedError
+
+    @property
+    def _sends_parts(self) -> bool:
+        """Whether the send buffer has one part for each rank."""
+        return self.is_shared_out and not self.sends_part
+
+    def _received(self) -> Rows:
+        part = self.rank if self._sends_parts else 0
+        if self.reduces:
+            return [known_inputs.summed(part, self.size)]
+        sources = range(self.size) if self.is_shared_out and not self.receives_part else [self.source]
+        return [self._of(source, part) for source in sources]
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._allocate(self.count), self._allocate(self.count)
-
-    def _sent(self) -> Rows:
-        return [self._of(self.rank)]
-
-    def _received(self) -> Rows | None:
-        raise NotImplementedError
+        if self.case.in_place:
+            whole = self._allocate(self.count)
+            own = whole[self.rank * self.share :][: self.share]
+            return own if self.sends_part else whole, own if self.receives_part else whole
+        return (
+            self._allocate(self.share if self.sends_part else self.count),
+            self._allocate(self.share if self.receives_part else self.count),
+        )
 
     def _allocate(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=self.case.dtype, device=self.case.device)
 
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self.rank * self.share :][: self.share]
-
-    def _of(self, rank: int, part: int = 0) -> torch.Tensor:
+    def _of(self, rank: int, part: int) -> torch.Tensor:
         return known_inputs.pattern(rank, part, self.size)
 
     def _at_root(self, value: Any) -> Any:
         return value if self.rank == _ROOT else None
 
 
-class _InPlace(MeasuredOperation):
-    places = (True,)
-
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        tensor = self._allocate(self.count)
-        return tensor, tensor
-
-
-class _SharedOut(MeasuredOperation):
-    is_shared_out = True
-
-
-class _AllReduce(_InPlace):
+class _AllReduce(MeasuredOperation):
     name = "all_reduce"
+    places = (True,)
     reduces = True
 
     @property
     def load(self) -> float:
         return 2 * (self.size - 1) / self.size
 
-    def _received(self) -> Rows:
-        return [known_inputs.summed(0, self.size)]
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.all_reduce(self.receive, **options)
 
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return dist.all_reduce(self.receive, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return calls.comm.Allreduce, (calls.mpi.IN_PLACE, calls.buffer(self.receive))
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Allreduce, sent, received
 
 
-class _Reduce(_InPlace):
+class _Reduce(MeasuredOperation):
     name = "reduce"
+    places = (True,)
     reduces = True
+    to_root = True
 
-    def _received(self) -> Rows | None:
-        rows: Rows | None = self._at_root([known_inputs.summed(0, self.size)])
-        return rows
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.reduce(self.receive, _ROOT, **options)
 
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return dist.reduce(self.receive, _ROOT, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        mine = calls.buffer(self.send)
-        pair = (calls.mpi.IN_PLACE, mine) if self.rank == _ROOT else (mine, None)
-        return calls.comm.Reduce, (*pair, calls.mpi.SUM, _ROOT)
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        pair = (sent, received) if self.rank == _ROOT else (received, None)
+        return comm.Reduce, *pair, mpi.api().SUM, _ROOT
 
 
-class _Broadcast(_InPlace):
+class _Broadcast(MeasuredOperation):
     name = "broadcast"
+    places = (True,)
 
-    def _received(self) -> Rows:
-        return [self._of(_ROOT)]
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.broadcast(self.receive, _ROOT, **options)
 
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return dist.broadcast(self.receive, _ROOT, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return calls.comm.Bcast, (calls.buffer(self.receive), _ROOT)
+    def _by_mpi4py(self, comm: Any, _sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Bcast, received, _ROOT
 
 
-class _AllGather(_SharedOut):
+class _AllGather(MeasuredOperation):
     name = "all_gather"
     places = (False, True)
+    is_shared_out = sends_part = True
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = self._allocate(self.count)
-        return self._own_part(whole) if self.case.in_place else self._allocate(self.share), whole
+    def _by_torch(self, **options: Any) -> Any:
+        return _all_gather(self.receive, self.send, **options)
 
-    def _received(self) -> Rows:
-        return [self._of(other) for other in range(self.size)]
-
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return _all_gather(self.receive, self.send, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        sent = calls.mpi.IN_PLACE if self.case.in_place else calls.buffer(self.send)
-        return calls.comm.Allgather, (sent, calls.buffer(self.receive))
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Allgather, sent, received
 
 
-class _ReduceScatter(_SharedOut):
+class _ReduceScatter(MeasuredOperation):
     name = "reduce_scatter"
     places = (False, True)
+    is_shared_out = receives_part = True
     reduces = True
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = self._allocate(self.count)
-        return whole, self._own_part(whole) if self.case.in_place else self._allocate(self.share)
+    def _by_torch(self, **options: Any) -> Any:
+        return _reduce_scatter(self.receive, self.send, **options)
 
-    def _sent(self) -> Rows:
-        return [self._of(self.rank, part) for part in range(self.size)]
-
-    def _received(self) -> Rows:
-        return [known_inputs.summed(self.rank, self.size)]
-
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return _reduce_scatter(self.receive, self.send, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
         if self.case.in_place:  # MPI writes the result to the start of the buffer, torch to the rank's own part
             raise NotImplementedError
-        return calls.comm.Reduce_scatter_block, (calls.buffer(self.send), calls.buffer(self.receive))
+        return comm.Reduce_scatter_block, sent, received
 
 
-class _AllToAll(_SharedOut):
+class _AllToAll(MeasuredOperation):
     name = "all_to_all"
+    is_shared_out = True
 
-    def _sent(self) -> Rows:
-        return [self._of(self.rank, part) for part in range(self.size)]
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.all_to_all_single(self.receive, self.send, **options)
 
-    def _received(self) -> Rows:
-        return [self._of(other, self.rank) for other in range(self.size)]
-
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        return dist.all_to_all_single(self.receive, self.send, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return calls.comm.Alltoall, (calls.buffer(self.send), calls.buffer(self.receive))
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Alltoall, sent, received
 
 
-class _Gather(_SharedOut):
+class _Gather(MeasuredOperation):
     name = "gather"
+    is_shared_out = sends_part = True
+    to_root = True
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._allocate(self.share), self._allocate(self.count)
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.gather(self.send, self._at_root(list(self.receive.split(self.share))), _ROOT, **options)
 
-    def _received(self) -> Rows | None:
-        rows: Rows | None = self._at_root([self._of(other) for other in range(self.size)])
-        return rows
-
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        parts = self._at_root(list(self.receive.split(self.share)))
-        return dist.gather(self.send, parts, _ROOT, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return calls.comm.Gather, (calls.buffer(self.send), self._at_root(calls.buffer(self.receive)), _ROOT)
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Gather, sent, self._at_root(received), _ROOT
 
 
-class _Scatter(_SharedOut):
+class _Scatter(MeasuredOperation):
     name = "scatter"
+    is_shared_out = receives_part = True
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._allocate(self.count), self._allocate(self.share)
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.scatter(self.receive, self._at_root(list(self.send.split(self.share))), _ROOT, **options)
 
-    def _sent(self) -> Rows:
-        return [self._of(self.rank, part) for part in range(self.size)]
-
-    def _received(self) -> Rows:
-        return [self._of(_ROOT, self.rank)]
-
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
-        parts = self._at_root(list(self.send.split(self.share)))
-        return dist.scatter(self.receive, parts, _ROOT, group=group, async_op=starts)
-
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return calls.comm.Scatter, (self._at_root(calls.buffer(self.send)), calls.buffer(self.receive), _ROOT)
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Scatter, self._at_root(sent), received, _ROOT
 
 
 class _SendReceive(MeasuredOperation):
@@ -293,29 +266,21 @@ class _SendReceive(MeasuredOperation):
 
     name = "sendrecv"
 
-    @property
-    def _before(self) -> int:
-        return (self.rank - 1) % self.size
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self._next, self.source = (case.rank + 1) % case.size, (case.rank - 1) % case.size
 
-    @property
-    def _next(self) -> int:
-        return (self.rank + 1) % self.size
-
-    def _received(self) -> Rows:
-        return [self._of(self._before)]
-
-    def by_torch(self, group: Group, *, starts: bool = False) -> Any:
+    def _by_torch(self, **options: Any) -> Any:
         # As a batch, since NCCL executes messages in the order of the calls, and all ranks would send first.
         pair = [
-            dist.P2POp(dist.isend, self.send, self._next, group),
-            dist.P2POp(dist.irecv, self.receive, self._before, group),
+            dist.P2POp(dist.isend, self.send, self._next, options["group"]),
+            dist.P2POp(dist.irecv, self.receive, self.source, options["group"]),
         ]
         both = _All(dist.batch_isend_irecv(pair))
-        return both if starts else both.wait()
+        return both if options["async_op"] else both.wait()
 
-    def by_mpi(self, calls: MPI4PyCalls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        sent, received = calls.buffer(self.send), calls.buffer(self.receive)
-        return calls.comm.Sendrecv, (sent, self._next, 0, received, self._before, 0)
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        return comm.Sendrecv, sent, self._next, 0, received, self.source, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +292,7 @@ class _All:
             work.wait()
 
 
-_ALL = (
+_KINDS: tuple[type[MeasuredOperation], ...] = (
     _AllReduce,
     _Reduce,
     _Broadcast,
@@ -338,4 +303,4 @@ _ALL = (
     _Scatter,
     _SendReceive,
 )
-OPERATIONS: dict[str, type[MeasuredOperation]] = {each.name: each for each in _ALL}
+OPERATIONS = {each.name: each for each in _KINDS}

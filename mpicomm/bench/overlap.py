@@ -6,8 +6,10 @@ one of them, without overlap they take twice as long.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,37 +20,58 @@ _EDGE = 32  # rows and columns of the matrices: one multiplication takes some mi
 _CALIBRATION_SECONDS = 0.02
 
 
-def percent(bench: Bench, start: Callable[[], object], device: torch.device) -> float:
-    """Return the percentage of the operation started by `start` that computation hides (collective)."""
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Microseconds on the slowest rank, the mean of the fastest round."""
 
-    def alone() -> None:
-        start().wait()  # type: ignore[attr-defined]
+    operation: float
+    computation: float
+    together: float
 
-    pure = timing.in_turn(bench, {"alone": alone})["alone"].least
-    compute = _computation(pure, device)
+    @property
+    def percent(self) -> float:
+        """The percentage of the operation that the computation hides."""
+        return max(0.0, min(100.0, 100 * (1 - (self.together - self.computation) / self.operation)))
+
+
+def measure(bench: Bench, start: Callable[[], Any], compute: Callable[[int], object]) -> Overlap:
+    """Return the overlap of the operation that `start` starts (collective).
+
+    Args:
+        bench: The functions for timing.
+        start: Starts the operation, and returns its handle.
+        compute: Computes; the time is proportional to the argument.
+    """
+    operation = timing.in_turn(bench, {"operation": lambda: start().wait()})["operation"].least
+    amount = _amount(compute, operation)
 
     def together() -> None:
         work = start()
-        compute()
-        work.wait()  # type: ignore[attr-defined]
+        compute(amount)
+        work.wait()
 
-    times = timing.in_turn(bench, {"compute": compute, "together": together})
-    left = times["together"].least - times["compute"].least
-    return max(0.0, min(100.0, 100 * (1 - left / pure)))
+    times = timing.in_turn(bench, {"computation": lambda: compute(amount), "together": together})
+    return Overlap(operation, times["computation"].least, times["together"].least)
 
 
-def _computation(microseconds: float, device: torch.device) -> Callable[[], None]:
-    """Return a computation that takes about this many microseconds on this rank."""
+def multiplications(device: torch.device) -> Callable[[int], None]:
+    """Return a function that multiplies small matrices, as often as its argument says."""
     matrix = torch.eye(_EDGE, device=device)
     result = torch.empty_like(matrix)
-    number, start = 0, time.perf_counter()
-    while time.perf_counter() < start + _CALIBRATION_SECONDS:
-        torch.mm(matrix, matrix, out=result)
-        number += 1
-    times = max(1, round(microseconds * 1e-6 * number / _CALIBRATION_SECONDS))
 
-    def compute() -> None:
-        for _ in range(times):
+    def multiply(count: int) -> None:
+        for _ in range(count):
             torch.mm(matrix, matrix, out=result)
 
-    return compute
+    return multiply
+
+
+def _amount(compute: Callable[[int], object], microseconds: float) -> int:
+    """Return the argument with which the computation takes about this long on this rank."""
+    amount, seconds = 1, 0.0
+    while seconds < _CALIBRATION_SECONDS:
+        amount *= 2
+        start = time.perf_counter()
+        compute(amount)
+        seconds = time.perf_counter() - start
+    return max(1, round(microseconds * 1e-6 * amount / seconds))

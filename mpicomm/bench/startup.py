@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import signal
@@ -14,28 +12,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.request import Start
 
-PROGRAM = "mpicomm.bench.startup_probe"
 LAUNCH = "launch"  # from the command to the first line of rank 0's program
 _IMPORT = "import time; t = time.perf_counter(); import mpicomm; print(time.perf_counter() - t)"
 _TERM_SECONDS = 5.0
 _ERROR_TAIL = 2000  # characters of the error output in the message of a failed start
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A launcher to measure."""
-
-    name: str
-    kind: str
-    """Argument of `startup_probe`."""
-    start: Callable[[tuple[str, ...], int], Start]
-    """Builds the launch of a program on a number of ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,36 +34,31 @@ class Sample:
     """Seconds of each step of rank 0; their sum is `seconds`."""
 
 
+def probe(kind: str) -> tuple[str, ...]:
+    """Return the command of the measured program; `startup_probe` describes its argument."""
+    return (sys.executable, "-m", "mpicomm.bench.startup_probe", kind)
+
+
 def measure(
-    ways: Sequence[Way],
-    numbers: Sequence[int],
-    rounds: int,
-    *,
-    limit: float,
-    on_progress: Callable[[str], None] = lambda _: None,
+    starts: Iterable[tuple[int, str]], ways: Mapping[str, Callable[[int], Start]], *, limit: float
 ) -> list[dict[str, Any]]:
-    """Start every number of ranks with every launcher, in turn, and return the figures of each.
+    """Start ranks, and return the figures of each number of ranks and launcher.
 
     Args:
+        starts: The number of ranks and the launcher of each start.
+        ways: Functions that build the launch of `probe` on a number of ranks, by the launcher's name.
         limit: Timeout of a start in seconds.
-        on_progress: Called with a description of each start.
 
     Raises:
         LaunchError: If the ranks fail to start, or a start times out.
     """
-    for ranks, way in itertools.product(numbers, ways):
-        way.start(_program(way), ranks)  # report a launch that cannot work before the first start
     samples: dict[tuple[int, str], list[Sample]] = {}
-    for number in range(rounds):
-        for ranks in numbers:
-            for way in ways:
-                on_progress(f"round {number + 1} of {rounds}: {ranks} ranks by {way.name}")
-                sample = sample_of(way.start(_program(way), ranks), ranks, limit)
-                samples.setdefault((ranks, way.name), []).append(sample)
-    return [{"ranks": ranks, "way": name, **figures_of(each)} for (ranks, name), each in samples.items()]
+    for ranks, way in starts:
+        samples.setdefault((ranks, way), []).append(sample_of(ways[way](ranks), ranks, limit))
+    return [{"ranks": ranks, "way": way, **_figures(each)} for (ranks, way), each in samples.items()]
 
 
-def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
+def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the steps of the fastest start, and the median; in seconds."""
     fastest = min(samples, key=lambda sample: sample.seconds)
     return {
@@ -104,9 +85,14 @@ def sample_of(start: Start, ranks: int, limit: float) -> Sample:
             text=True,
             start_new_session=True,  # to kill its child processes with it
         )
-        with _ended_after(job, limit):
+        timer = threading.Timer(limit, _end, (job,))
+        timer.start()
+        try:
             reported, seconds = _probe_result(job, begin)
             status = job.wait()
+        finally:
+            timer.cancel()
+            _end(job)
         if status or reported is None or reported["size"] != ranks:
             errors.seek(0)
             raise LaunchError(_failure(start, ranks, reported, status, time.perf_counter() - begin, errors.read()))
@@ -121,10 +107,6 @@ def import_seconds(rounds: int) -> float:
     return min(map(float, found))
 
 
-def _program(way: Way) -> tuple[str, ...]:
-    return (sys.executable, "-m", PROGRAM, way.kind)
-
-
 def _probe_result(job: subprocess.Popen[str], begin: float) -> tuple[dict[str, Any] | None, float]:
     """Return the result of rank 0 and its time; the launcher may write other lines to the same stream."""
     assert job.stdout is not None
@@ -135,19 +117,8 @@ def _probe_result(job: subprocess.Popen[str], begin: float) -> tuple[dict[str, A
     return found, seconds
 
 
-@contextlib.contextmanager
-def _ended_after(job: subprocess.Popen[str], seconds: float) -> Iterator[None]:
-    """Terminate the launcher and its processes after a timeout, or at the end of the block."""
-    timer = threading.Timer(seconds, _end, (job,))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        _end(job)
-
-
 def _end(job: subprocess.Popen[str]) -> None:
+    """Terminate the launcher and its processes, if they have not exited."""
     if job.poll() is None:
         job.terminate()  # launchers terminate their ranks, which are in sessions of their own
         try:
@@ -160,8 +131,7 @@ def _failure(
     start: Start, ranks: int, reported: dict[str, Any] | None, status: int, seconds: float, errors: str
 ) -> str:
     what = f"status {status}" if reported is None or status else f"{reported['size']} ranks, expected {ranks},"
-    command = start.shown(os.environ)
     return (
         f"a start of {ranks} ranks ended with {what} after {seconds:.0f} s.\n"
-        f"Reproduce it with: {command}\n{errors[-_ERROR_TAIL:]}"
+        f"Reproduce it with: {start.shown(os.environ)}\n{errors[-_ERROR_TAIL:]}"
     )

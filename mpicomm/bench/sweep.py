@@ -1,44 +1,27 @@
-"""Measures operations of all kinds and sizes with all backends in turn: latency, bandwidth, wrong elements, overlap."""
+"""Measures operations of all kinds and sizes with all backends in turn: latency, bandwidth, wrong elements, overlap.
+
+Each backend runs an operation once on known inputs, whose result is checked. The timed calls reduce zeros, which are
+not written again between the calls: repeated sums of zeros stay zero.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mpicomm.backend.dtypes import short as _short
+from mpicomm.backend import dtypes
 from mpicomm.bench import overlap, timing
 from mpicomm.bench.compared_backends import Backend
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
 from mpicomm.bench.timing import Bench, Call
+from mpicomm.runtime import World
 
 # Exceptions with which backends reject an operation.
 _REFUSALS = (NotImplementedError, RuntimeError, ValueError, TypeError, MemoryError, OverflowError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """The measurements to run."""
-
-    operations: Sequence[str]
-    sizes: Sequence[int]
-    """Bytes of the larger buffer of a rank."""
-    dtypes: Sequence[torch.dtype]
-    device: torch.device
-    asynchronous: bool = False
-    """Start the operations and wait, and measure their overlap with computation; otherwise run them synchronously."""
-
-    def cases(self, rank: int, size: int) -> Iterator[tuple[type[MeasuredOperation], Case]]:
-        """Return all cases, the same on every rank."""
-        for name, dtype in itertools.product(self.operations, self.dtypes):
-            kind = OPERATIONS[name]
-            for in_place in kind.places:
-                cases = [Case(nbytes, dtype, self.device, in_place, rank, size) for nbytes in self.sizes]
-                # Several small sizes may round to one element per rank.
-                yield from ((kind, case) for case in {kind.count_of(case): case for case in cases}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,39 +57,51 @@ class Found:
     """Reasons by operation, dtype, mode (in place or out of place) and backend."""
 
 
-def measure(
-    plan: Sweep,
-    backends: Mapping[str, Backend],
-    bench: Bench,
-    rank: int,
-    size: int,
-    on_progress: Callable[[], None] = lambda: None,
-) -> Found:
+def cases(
+    operations: Sequence[str], sizes: Sequence[int], types: Sequence[torch.dtype], device: torch.device, world: World
+) -> list[Case]:
+    """Return the cases of all operations, dtypes, modes and sizes, the same on every rank.
+
+    Args:
+        operations: The names of the operations.
+        sizes: Bytes of the larger buffer of a rank.
+        types: The dtypes.
+        device: The device of the buffers.
+        world: The ranks.
+    """
+    found: dict[Any, Case] = {}
+    for name, dtype in itertools.product(operations, types):
+        for in_place, nbytes in itertools.product(OPERATIONS[name].places, sizes):
+            case = Case(name, nbytes, dtype, device, in_place, world.rank, world.size)
+            # Several small sizes may round to one element per rank.
+            found[name, dtype, in_place, OPERATIONS[name].count_of(case)] = case
+    return list(found.values())
+
+
+def measure(each_case: Iterable[Case], backends: Mapping[str, Backend], bench: Bench, *, asynchronous: bool) -> Found:
     """Measure each case with each backend that supports it (collective).
 
     Args:
-        on_progress: Called after each case.
+        each_case: The cases.
+        backends: The backends by name.
+        bench: The functions for timing.
+        asynchronous: Start the operations and wait, and measure their overlap with computation; otherwise run them
+            synchronously.
     """
     found = Found()
-    for kind, case in plan.cases(rank, size):
-        operation, why = _allocated(kind, case)
+    for case in each_case:
+        operation, why = _allocated(case)
         if reasons := [each for each in bench.gather(why) if each]:
-            found.refusals[f"{kind.name}, {_short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
+            found.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
         elif operation is not None:
-            _measure(operation, backends, bench, found, asynchronous=plan.asynchronous)
-        on_progress()
+            _measure(operation, backends, bench, found, asynchronous=asynchronous)
     return found
 
 
-def number_of_cases(plan: Sweep, size: int) -> int:
-    """Return the number of cases."""
-    return sum(1 for _ in plan.cases(0, size))
-
-
-def _allocated(kind: type[MeasuredOperation], case: Case) -> tuple[MeasuredOperation | None, str]:
+def _allocated(case: Case) -> tuple[MeasuredOperation | None, str]:
     """Return the operation with its buffers, or the reason why they cannot be allocated."""
     try:
-        return kind(case), ""
+        return OPERATIONS[case.name](case), ""
     except (RuntimeError, MemoryError) as error:
         return None, _first_line(error)
 
@@ -114,20 +109,25 @@ def _allocated(kind: type[MeasuredOperation], case: Case) -> tuple[MeasuredOpera
 def _measure(
     operation: MeasuredOperation, backends: Mapping[str, Backend], bench: Bench, found: Found, *, asynchronous: bool
 ) -> None:
+    # 1. run each backend once on known inputs
+    case = operation.case
     calls: dict[str, Call] = {}
     wrong: dict[str, int] = {}
     for name, backend in backends.items():
         try:
             calls[name], wrong[name] = _tried(operation, backend, bench, asynchronous=asynchronous)
         except NotImplementedError as error:
-            place = "in place" if operation.case.in_place else "out of place"
-            found.refusals[f"{operation.name}, {_short(operation.case.dtype)}, {place}, {name}"] = str(error)
-    operation.receive.zero_()  # repeated sums of zeros stay zero
+            place = "in place" if case.in_place else "out of place"
+            found.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {place}, {name}"] = str(error)
+    # 2. time them in turn
+    operation.receive.zero_()
     operation.send.zero_()
-    device = operation.case.device
-    times = timing.in_turn(bench, calls, each=device.type == "cpu")
+    times = timing.in_turn(bench, calls, each=case.device.type == "cpu")
     for name in calls:
-        hidden = overlap.percent(bench, backends[name].start(operation), device) if asynchronous else None
+        hidden = None
+        if asynchronous:
+            compute = overlap.multiplications(case.device)
+            hidden = overlap.measure(bench, backends[name](operation, True), compute).percent
         found.rows.append(_row(operation, name, times[name], wrong[name], hidden))
 
 
@@ -141,7 +141,7 @@ def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asyn
     call: Call | None = None
     why = ""
     try:
-        call = _waiting(backend.start(operation)) if asynchronous else backend.call(operation)
+        call = _waiting(backend(operation, True)) if asynchronous else backend(operation, False)
         call()
         bench.settle()
     except _REFUSALS as error:
@@ -158,17 +158,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _waiting(start: Callable[[], Any]) -> Call:
-    def call() -> None:
-        start().wait()
-
-    return call
+    return lambda: start().wait()
 
 
 def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong: int, hidden: float | None) -> SweepRow:
     algbw = operation.nbytes / times.least / 1e3
     return SweepRow(
         operation=operation.name,
-        dtype=_short(operation.case.dtype),
+        dtype=dtypes.short(operation.case.dtype),
         in_place=operation.case.in_place,
         nbytes=operation.nbytes,
         count=operation.count,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,24 +43,17 @@ class ModelRow:
 
 
 def measure(
-    models: Sequence[str],
-    strategies: Sequence[str],
-    groups: Mapping[str, Any],
-    bench: Bench,
-    device: torch.device,
-    on_progress: Callable[[], None] = lambda: None,
+    cases: Iterable[tuple[str, str]], groups: Mapping[str, Any], bench: Bench, device: torch.device
 ) -> list[ModelRow]:
-    """Measure each model with each strategy (collective).
+    """Measure training steps (collective).
 
     Args:
+        cases: Pairs of a model and a strategy.
         groups: Process groups by backend name.
-        on_progress: Called after each model and strategy.
+        bench: The functions for timing.
+        device: The device of the models.
     """
-    found: list[ModelRow] = []
-    for model, strategy in itertools.product(models, strategies):
-        found += _rows(model, strategy, groups, bench, device)
-        on_progress()
-    return found
+    return [row for model, strategy in cases for row in _rows(model, strategy, groups, bench, device)]
 
 
 def _rows(

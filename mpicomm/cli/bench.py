@@ -1,37 +1,37 @@
-"""`mpicomm bench`: measures operations with several backends in turn, and with mpi4py alone on the same buffers."""
+"""The arguments of `mpicomm bench`, `mpicomm bench ddp` and `mpicomm bench startup`."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
-import json
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from mpicomm.cli import bench_ddp, bench_ratios, bench_startup, ensure_ranks
-from mpicomm.cli.argument_types import among, check_writable, png
-from mpicomm.cli.console import FAILED, console, failed
-from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.reports import benchmark_plots, benchmarks
-
-if TYPE_CHECKING:
-    from mpicomm.bench.sweep import Found
-    from mpicomm.runtime import World
+from mpicomm.cli import benchmark_runs
+from mpicomm.cli.argument_types import among, count, counts, png
+from mpicomm.cli.benchmark_runs import Benchmark
 
 _OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-_BACKENDS = ("mpi", "gloo", "nccl", "mpi4py")
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
+_MODELS, _STRATEGIES = ("small", "middle", "large"), ("ddp", "fsdp")
 _SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
 _FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _STEP = 4  # factor between successive sizes
-_DESCRIPTION = """\
+_OF_OPERATIONS = """\
 Measure operations on tensors with several backends, which run in turn, and with mpi4py alone on the same buffers.
 
 Under mpirun or srun the command measures the ranks of that job, otherwise it starts ranks as `mpicomm run` does. The
-latency is that of the slowest rank, the mean of the fastest round. Sizes and bandwidths are those of nccl-tests."""
+latency is that of the slowest rank, the mean of the fastest round. Sizes and bandwidths are those of nccl-tests. Each
+backend's result is checked once, with known inputs; the timed calls reduce zeros, which are not written again between
+the calls."""
+_OF_STEPS = """\
+Measure training steps with DistributedDataParallel or FSDP2 and several backends, which run in turn: milliseconds on
+the slowest rank, split into data loading, computation and communication. The models are two linear layers, with 33 k,
+525 k and 8.4 M parameters."""
+_OF_STARTUP = """\
+Start ranks repeatedly, and measure the time from the command to the end of the first all_reduce, step by step, and that
+of torchrun with Gloo for comparison. In a Slurm allocation all of its nodes are used."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,135 +39,77 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench",
         help="measure operations, training steps and startup",
-        description=_DESCRIPTION,
+        description=_OF_OPERATIONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--op", metavar="OP,...", type=among("operation", (*_OPERATIONS, "sendrecv")), default=["all_reduce"],
-        help=f"all, or a list of {', '.join(_OPERATIONS)} and sendrecv (default: all_reduce)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend",
-        metavar="B,...",
-        type=among("backend", _BACKENDS),
-        help=f"a list of {', '.join(_BACKENDS)} (default: all available)",
-    )
+    _add_list(parser, "--op", "operation", (*_OPERATIONS, "sendrecv"), ["all_reduce"])
+    _add_ranks(parser, benchmark_runs.OPERATIONS)
     parser.add_argument(
         "--size", metavar="A:B", type=_sizes, default=_sizes("4:64Mi"),
         help=f"bytes, from A to B in steps of factor {_STEP}, or a list: 4,1Ki,64Mi (default: 4:64Mi)",
     )  # fmt: skip
-    parser.add_argument(
-        "--dtype", metavar="D,...", type=among("dtype", _DTYPES), default=["float32"],
-        help=f"a list of {', '.join(_DTYPES)} (default: float32)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: %(default)s)"
-    )
+    _add_list(parser, "--dtype", "dtype", _DTYPES, ["float32"])
     parser.add_argument("--async", dest="starts", action="store_true", help="run asynchronously; measure the overlap")
-    ensure_ranks.add_options(parser)
     parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
     parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
-    parser.set_defaults(run=run)
-    kinds = parser.add_subparsers(title="other measurements", metavar="ddp|ratios|startup")
-    for kind in (bench_ddp, bench_ratios, bench_startup):
-        kind.add_parser(kinds)
+    others = parser.add_subparsers(title="other measurements", metavar="ddp|startup")
+    _add_steps(others)
+    _add_startup(others)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, or exec the launcher of ranks that measure; return the exit status."""
-    try:
-        before = _prepare(arguments) if ensure_ranks.writes() else []
-        ensure_ranks.ensure(arguments.ranks)
-    except (LaunchError, MPINotFoundError, OSError, ValueError, ImportError) as error:
-        return failed("bench", error)
-    return _measure(arguments, before)
+def _add_steps(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = others.add_parser("ddp", help="training steps", description=_OF_STEPS)
+    _add_list(parser, "--model", "model", _MODELS, list(_MODELS))
+    _add_list(parser, "--strategy", "strategy", _STRATEGIES, ["ddp"])
+    _add_ranks(parser, benchmark_runs.STEPS, "; none is a no-op, a lower bound")
+    parser.set_defaults(csv=None, plot=None, compare=None)
 
 
-def _prepare(arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
-    """Check the output files and matplotlib before the measurement, and return the rows to compare with."""
-    if arguments.plot is not None:
-        benchmark_plots.check()
-    for path in filter(None, (arguments.json, arguments.csv, arguments.plot)):
-        check_writable(path)
-    return _rows_of(arguments.compare) if arguments.compare is not None else []
+def _add_startup(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "time from the command to the end of the first all_reduce"
+    parser = others.add_parser("startup", help=what, description=_OF_STARTUP)
+    parser.add_argument(
+        "--ranks", metavar="1,2,4", type=counts, default=(1, 2, 4), help="numbers of ranks (default: 1,2,4)"
+    )
+    _add_rounds_and_json(parser, 3, "starts of each, in turn")
+    parser.add_argument(
+        "--limit", metavar="S", type=count, default=300, help="seconds until a timeout (default: %(default)s)"
+    )
+    parser.set_defaults(run=benchmark_runs.run_startup, csv=None, plot=None, compare=None)
 
 
-def _measure(arguments: argparse.Namespace, before: Sequence[Mapping[str, Any]]) -> int:
-    import torch
-
-    from mpicomm import runtime
-    from mpicomm.bench import compared_backends, sweep
-
-    with runtime.bootstrap() as world:
-        try:
-            # 1. create the backends, on all ranks
-            device = compared_backends.device(arguments.device, world)
-            compared = compared_backends.make(
-                arguments.backend or compared_backends.known(world, device, has_raw=True), world
-            )
-        except ValueError as error:
-            return failed("bench", error) if world.rank == 0 else FAILED
-        # 2. measure
-        plan = sweep.Sweep(
-            operations=arguments.op,
-            sizes=arguments.size,
-            dtypes=[getattr(torch, name) for name in arguments.dtype],
-            device=device,
-            asynchronous=arguments.starts,
-        )
-        bench = ensure_ranks.timing(arguments.rounds, arguments.device)
-        with ensure_ranks.progress(world, sweep.number_of_cases(plan, world.size)) as advance:
-            found = sweep.measure(plan, compared, bench, world.rank, world.size, advance)
-        # 3. show and write the results
-        if world.rank == 0:
-            return _show(arguments, found, before, world)
-    return 0
+def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str = "") -> None:
+    """Add the options of a benchmark that compares backends on several ranks."""
+    _add_list(parser, "--backend", "backend", benchmark.backends, None, note)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: %(default)s)"
+    )
+    parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
+    _add_rounds_and_json(parser, 7, "rounds, in each of which the backends run in turn")
+    parser.set_defaults(run=functools.partial(benchmark_runs.run_on_ranks, benchmark))
 
 
-def _show(arguments: argparse.Namespace, found: Found, before: Sequence[Mapping[str, Any]], world: World) -> int:
-    from mpicomm.bench import machine
-
-    rows = [dataclasses.asdict(row) for row in found.rows]
-    whole = machine.described("microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s")
-    whole |= {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
-    whole |= {"rows": rows, "refused": found.refusals}
-    for table in benchmarks.tables(rows, before):
-        console().print(table)
-    for what, why in found.refusals.items():
-        print(f"{what}: {why}")
-    try:
-        if arguments.json is not None:
-            machine.write(whole, arguments.json)
-        if arguments.csv is not None:
-            _write_csv(rows, arguments.csv)
-        if arguments.plot is not None:
-            benchmark_plots.save(rows, arguments.plot)
-    except OSError as error:
-        return failed("bench", error)
-    return 0
+def _add_rounds_and_json(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+    parser.add_argument("--rounds", metavar="R", type=count, default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
 
 
-def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _rows_of(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of a file that `--json` wrote.
-
-    Raises:
-        ValueError: If the file has another format.
-    """
-    try:
-        rows: list[Mapping[str, Any]] = json.loads(path.read_text())["rows"]
-        for row in rows:
-            benchmarks.key_of(row)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} was not written by `mpicomm bench --json`: {error!r}") from error
-    return rows
+def _add_list(
+    parser: argparse.ArgumentParser,
+    option: str,
+    what: str,
+    known: Sequence[str],
+    default: list[str] | None,
+    note: str = "",
+) -> None:
+    """Add an option whose argument is a list of known words."""
+    shown = "all available" if default is None else ",".join(default)
+    every = "" if default is None else "all, or "
+    parser.add_argument(
+        option, metavar=f"{what.upper()},...", type=among(what, known), default=default,
+        help=f"{every}a list of {', '.join(known)}{note} (default: {shown})",
+    )  # fmt: skip
 
 
 def _sizes(text: str) -> list[int]:

@@ -1,65 +1,84 @@
-"""Tables of benchmarks of collective operations: one row per size and backend."""
+"""Tables and plots of the results of `mpicomm bench`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
+from mpicomm.reports import drawing
+from mpicomm.reports.result_files import Rows, key_of, kind_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 OURS, MPI4PY = "mpi", "mpi4py"
 _UNKNOWN = "-"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-Rows = Sequence[Mapping[str, Any]]
+_INCHES_WIDE, _INCHES_EACH = 10.0, 3.6
+_TICKS = 8
+_PANELS = (("us", "latency (us)"), ("busbw", "bus bandwidth (GB/s)"))
 
 
-def tables(rows: Rows, before: Rows = ()) -> list[Table]:
-    """Return the tables, one for each operation, dtype and placement (in or out of place).
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
+    """Return the tables of operations, one for each operation, dtype and placement (in or out of place).
 
     Args:
         rows: The rows of `bench.sweep.measure`, as dicts.
         before: Rows of an earlier run to compare with.
     """
     earlier = {key_of(row): row["us"] for row in before}
-    kinds: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    return [_operation_table(kind, each, earlier) for kind, each in _by_kind(rows).items()]
+
+
+def step_table(rows: Rows) -> Table:
+    """Return the table of training steps, the rows of `bench.training.measure`."""
+    found = _new_table("milliseconds per step", ["model", "params", "strategy", "backend"],
+        ["step", "median", "data", "compute", "comm", "/ mpi"])  # fmt: skip
+    ours = {(row["model"], row["strategy"]): row["ms"] for row in rows if row["backend"] == OURS}
     for row in rows:
-        kinds.setdefault(kind_of(row), []).append(row)
-    return [_table(kind, each, earlier) for kind, each in kinds.items()]
+        names = [row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"]]
+        figures = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
+        found.add_row(*names, *figures, _ratio(row["ms"], ours.get((row["model"], row["strategy"]))))
+    return found
 
 
-def key_of(row: Mapping[str, Any]) -> tuple[tuple[str, str, bool], int, str]:
-    """Return the unique key of a row within a run: kind, size in bytes and backend."""
-    return kind_of(row), row["nbytes"], row["backend"]
+def startup_table(rows: Rows, ours: str, import_seconds: float) -> Table:
+    """Return the table of starts, with one row for each number of ranks.
+
+    Args:
+        rows: The rows of `bench.startup.measure`.
+        ours: The name of the launcher whose steps are shown, and with which the others are compared.
+        import_seconds: The duration of `import mpicomm`.
+    """
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    steps = list(rows[0]["steps"] if rows[0]["way"] == ours else {})
+    title = "seconds from the launch command to the end of the first all_reduce, fastest start"
+    found = _new_table(title, [], ["ranks", ours, *steps, *[way for way in ways if way != ours]])
+    found.caption, found.caption_justify = f"import mpicomm: {1e3 * import_seconds:.1f} ms", "left"
+    by_number: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_number.setdefault(row["ranks"], {})[row["way"]] = row
+    for ranks, row in by_number.items():
+        whole = row[ours]["seconds"]
+        parts = [f"{row[ours]['steps'][step]:.3f}" for step in steps]
+        others = [f"{row[way]['seconds']:.2f} ({row[way]['seconds'] / whole:.2f}x)" for way in ways if way != ours]
+        found.add_row(str(ranks), f"{whole:.2f}", *parts, *others)
+    return found
 
 
-def kind_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return the operation, the dtype and whether it is in place. Each kind has its own table or plot."""
-    return row["operation"], row["dtype"], row["in_place"]
-
-
-def title_of(kind: tuple[str, str, bool]) -> str:
-    """Return the title of the table or plot of a kind."""
-    operation, dtype, in_place = kind
-    return f"{operation}, {dtype}, {'in place' if in_place else 'out of place'}"
-
-
-def shown_size(nbytes: int) -> str:
-    """Return a size with a binary unit, such as 64 MiB."""
-    factor, unit = next((factor, unit) for factor, unit in _UNITS if nbytes >= factor or factor == 1)
-    return f"{nbytes / factor:.4g} {unit}"
-
-
-def _table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]) -> Table:
+def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]) -> Table:
     # 1. the columns
-    has_overlap = any(row["overlap"] is not None for row in rows)
     backends = {row["backend"] for row in rows}
     us = {(row["nbytes"], row["backend"]): row["us"] for row in rows}
-    found = Table(title=title_of(kind), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("size", "backend", "us", "p99", "GB/s", "bus", "wrong"):
-        found.add_column(title, justify="left" if title == "backend" else "right")
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {}
-    if has_overlap:
+    if any(row["overlap"] is not None for row in rows):
         shown["overlap"] = lambda row: f"{row['overlap']:.0f} %"
     if MPI4PY in backends and backends != {MPI4PY}:
         shown["- mpi4py us"] = lambda row: _difference(row["us"], us.get((row["nbytes"], MPI4PY)))
@@ -67,14 +86,24 @@ def _table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]
         shown["/ mpi"] = lambda row: _ratio(row["us"], us.get((row["nbytes"], OURS)))
     if earlier:
         shown["/ before"] = lambda row: _ratio(row["us"], earlier.get(key_of(row)))
-    for title in shown:
-        found.add_column(title, justify="right")
+    found = _new_table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown])
+    found.columns[0].justify = "right"
     # 2. the rows; only the first row of a size shows it
     size = None
     for row in sorted(rows, key=lambda row: row["nbytes"]):
-        first = "" if row["nbytes"] == size else shown_size(row["nbytes"])
+        first = "" if row["nbytes"] == size else _shown_size(row["nbytes"])
         size = row["nbytes"]
         found.add_row(first, *_cells(row), *[show(row) for show in shown.values()])
+    return found
+
+
+def _new_table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Return an empty table whose columns are names, on the left, and figures."""
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        found.add_column(name)
+    for name in figures:
+        found.add_column(name, justify="right")
     return found
 
 
@@ -93,3 +122,63 @@ def _ratio(one: float, other: float | None) -> str:
 
 def _difference(one: float, other: float | None) -> str:
     return _UNKNOWN if other is None else f"{one - other:+.1f}"
+
+
+# -- plots -------------------------------------------------------------------------------------------------------------
+
+
+def draw(rows: Rows) -> Figure:
+    """Return the plot of operations: latency and bus bandwidth by size, one curve per backend.
+
+    Each operation, dtype and placement (in or out of place) has two panels.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    kinds = _by_kind(rows)
+    figure = drawing.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
+    panels = figure.subplots(max(1, len(kinds)), len(_PANELS), squeeze=False)
+    for (kind, each), pair in zip(kinds.items(), panels, strict=False):
+        for axes, (name, label) in zip(pair, _PANELS, strict=True):
+            _draw(axes, each, name)
+            axes.set_title(_title_of(kind), fontsize="medium")
+            axes.set_ylabel(label)
+    return figure
+
+
+def _draw(axes: Axes, rows: Rows, name: str) -> None:
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        points = [(row["nbytes"], row[name]) for row in rows if row["backend"] == backend and row[name] > 0]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", label=backend, markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({row["nbytes"] for row in rows})
+    ticks = sizes[:: max(1, -(-len(sizes) // _TICKS))]
+    axes.set_xticks(ticks, [_shown_size(size) for size in ticks], fontsize="small")
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("size")
+    axes.grid(visible=True, alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _by_kind(rows: Rows) -> dict[tuple[str, str, bool], list[Mapping[str, Any]]]:
+    found: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(kind_of(row), []).append(row)
+    return found
+
+
+def _title_of(kind: tuple[str, str, bool]) -> str:
+    operation, dtype, in_place = kind
+    return f"{operation}, {dtype}, {'in place' if in_place else 'out of place'}"
+
+
+def _shown_size(nbytes: int) -> str:
+    """Return a size with a binary unit, such as 64 MiB."""
+    factor, unit = next((factor, unit) for factor, unit in _UNITS if nbytes >= factor or factor == 1)
+    return f"{nbytes / factor:.4g} {unit}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.bench import compared_backends, known_inputs, sweep
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
-from mpicomm.bench.sweep import Found, Sweep
+from mpicomm.bench.sweep import Found
 from mpicomm.bench.timing import Bench
 
 CPU = torch.device("cpu")
@@ -32,9 +32,18 @@ def loads(size: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def measured(world: mpicomm.World, plan: Sweep, compared: dict[str, Any]) -> Found:
+def measured(
+    world: mpicomm.World,
+    compared: dict[str, Any],
+    name: str,
+    sizes: list[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    asynchronous: bool = False,
+) -> Found:
     bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, rounds=2, seconds=1e-4)
-    return sweep.measure(plan, compared, bench, world.rank, world.size)
+    cases = sweep.cases([name], sizes, [dtype], CPU, world)
+    return sweep.measure(cases, compared, bench, asynchronous=asynchronous)
 
 
 @pytest.mark.mpi
@@ -46,7 +55,7 @@ def measured(world: mpicomm.World, plan: Sweep, compared: dict[str, Any]) -> Fou
     ids=str,
 )
 def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    found = measured(world, Sweep([name], [4, ODD_SIZE], [dtype], CPU), compared)
+    found = measured(world, compared, name, [4, ODD_SIZE], dtype)
     assert [row.wrong for row in found.rows] == [0] * len(found.rows)
     ours = [row for row in found.rows if row.backend == "mpi"]
     assert len(ours) == 2 * len(OPERATIONS[name].places)
@@ -65,11 +74,10 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
 def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
     """The check fails even if the memory still holds the correct result of the previous backend."""
 
-    class Idle:
-        def call(self, _: MeasuredOperation) -> Any:
-            return lambda: None
+    def idle(operation: MeasuredOperation, starts: bool) -> Any:
+        return lambda: None
 
-    found = measured(world, Sweep([name], [4096], [torch.float32], CPU), {"mpi": compared["mpi"], "idle": Idle()})
+    found = measured(world, {"mpi": compared["mpi"], "idle": idle}, name, [4096])
     assert [(row.backend, row.wrong > 0) for row in found.rows] == [
         ("mpi", False),
         ("idle", True),
@@ -78,7 +86,7 @@ def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, An
 
 @pytest.mark.mpi(min_size=2)
 def test_collectives_of_the_backend_none_do_nothing(world: mpicomm.World) -> None:
-    group = compared_backends.groups([compared_backends.NOTHING], world)[compared_backends.NOTHING]
+    group = compared_backends.group(compared_backends.NOTHING, world)
     one, whole = torch.full((2,), 3.0), torch.full((2 * world.size,), 5.0)
     dist.all_reduce(one, group=group)
     dist.all_gather_into_tensor(whole, one, group=group)
@@ -90,8 +98,7 @@ def test_collectives_of_the_backend_none_do_nothing(world: mpicomm.World) -> Non
 
 @pytest.mark.mpi
 def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    plan = Sweep(["all_reduce"], [4096], [torch.float32], CPU, asynchronous=True)
-    found = measured(world, plan, compared)
+    found = measured(world, compared, "all_reduce", [4096], asynchronous=True)
     assert [row.backend for row in found.rows] == ["mpi", "gloo"]
     assert all(row.overlap is not None for row in found.rows)  # tests/unit/test_benchmarks.py tests the values
     assert list(found.refusals) == ["all_reduce, float32, in place, mpi4py"]
@@ -99,13 +106,12 @@ def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
 
 @pytest.mark.mpi
 def test_a_back_end_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) -> None:
-    class Refuses:
-        def call(self, _: MeasuredOperation) -> Any:
-            if world.rank == world.size - 1:
-                raise RuntimeError("not today\nnor tomorrow")
-            return lambda: None
+    def refuses(operation: MeasuredOperation, starts: bool) -> Any:
+        if world.rank == world.size - 1:
+            raise RuntimeError("not today\nnor tomorrow")
+        return lambda: None
 
-    found = measured(world, Sweep(["broadcast"], [4], [torch.float32], CPU), {"one": Refuses()})
+    found = measured(world, {"one": refuses}, "broadcast", [4])
     assert found == Found([], {"broadcast, float32, in place, one": "not today"})
 
 
@@ -124,7 +130,7 @@ def test_sums_are_exact_in_any_order(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("nbytes", [1, 4, 1000, 4096])
 def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> None:
     for in_place in OPERATIONS[name].places:
-        operation = OPERATIONS[name](Case(nbytes, torch.float32, CPU, in_place, 2, 3))
+        operation = OPERATIONS[name](Case(name, nbytes, torch.float32, CPU, in_place, 2, 3))
         larger = max(operation.send.numel(), operation.receive.numel())
         assert operation.nbytes == 4 * larger
         assert larger % 3 == 0 or not operation.is_shared_out
@@ -134,7 +140,7 @@ def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> Non
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    case = Case(4096, torch.float32, CPU, in_place=False, rank=0, size=4)
+    case = Case("", 4096, torch.float32, CPU, in_place=False, rank=0, size=4)
     assert {name: kind(case).load for name, kind in OPERATIONS.items()} == loads(4)
 
 
@@ -155,34 +161,32 @@ def test_what_belongs_to_others_is_seen(size: int) -> None:
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter", "scatter", "gather"])
 @pytest.mark.parametrize("nbytes", [4096, 4**8])
 def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbytes: int) -> None:
-    class Shifts:
-        """Runs the operation, and then shifts every part of the result by one."""
+    def shifts(operation: MeasuredOperation, starts: bool) -> Any:
+        """Run the operation, and then shift every part of the result by one."""
 
-        def call(self, operation: MeasuredOperation) -> Any:
-            def call() -> None:
-                operation.by_torch(dist.group.WORLD)
-                if operation.receive.numel() == operation.count:
-                    operation.receive.copy_(operation.receive.roll(operation.share))
-                else:
-                    everybodys = mpicomm.all_gather(operation.receive)
-                    operation.receive.copy_(everybodys[world.rank - 1])
+        def call() -> None:
+            operation.by_torch(dist.group.WORLD)
+            if operation.receive.numel() == operation.count:
+                operation.receive.copy_(operation.receive.roll(operation.share))
+            else:
+                everybodys = mpicomm.all_gather(operation.receive)
+                operation.receive.copy_(everybodys[world.rank - 1])
 
-            return call
+        return call
 
-    found = measured(world, Sweep([name], [nbytes], [torch.float32], CPU), {"shifts": Shifts()})
+    found = measured(world, {"shifts": shifts}, name, [nbytes])
     assert all(row.wrong > 0 for row in found.rows)
 
 
 @pytest.mark.mpi
 def test_each_size_is_measured_once(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    plan = Sweep(["all_gather"], [1, 4, 4 * world.size], [torch.float32], CPU)
-    found = measured(world, plan, {"mpi": compared["mpi"]})
+    found = measured(world, {"mpi": compared["mpi"]}, "all_gather", [1, 4, 4 * world.size])
     assert [row.nbytes for row in found.rows] == [4 * world.size] * 2
 
 
 @pytest.mark.mpi
 def test_what_there_is_no_memory_for_is_left_out(world: mpicomm.World, compared: dict[str, Any]) -> None:
-    found = measured(world, Sweep(["broadcast"], [4, 2**60], [torch.float32], CPU), compared)
+    found = measured(world, compared, "broadcast", [4, 2**60])
     assert {row.nbytes for row in found.rows} == {4}
     assert list(found.refusals) == [f"broadcast, float32, {2**60} B"]
 

@@ -6,14 +6,16 @@ import importlib.metadata
 import json
 import sys
 
-from mpicomm.bench import machine
+from mpicomm import job_info
 
 
 def main() -> None:
-    versions = {**machine.versions(), "NumPy": importlib.metadata.version("numpy")}
+    versions = job_info.versions()
+    del versions["mpicomm"]  # that of this checkout
+    versions["NumPy"] = versions.pop("numpy")
     if "manylinux" not in (importlib.metadata.distribution("mpi4py").read_text("WHEEL") or ""):
         versions["mpi4py"] += " (source)"
-    json.dump({"machine": machine.of_this_host(), "versions": versions}, sys.stdout)
+    json.dump({"machine": job_info.machine(), "versions": versions}, sys.stdout)
 
 
 if __name__ == "__main__":

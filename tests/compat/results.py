@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpicomm.reports import result_files
 from tests.compat.suite import Part
 from tests.launching import ROOT
 
@@ -31,7 +32,7 @@ def write(facts: Mapping[str, Any], parts: Mapping[str, Part], command: str) -> 
         "parts": {name: dataclasses.asdict(part) for name, part in parts.items()},
     }
     path = _DIRECTORY / f"{name_of(facts['versions'])}.json"
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    result_files.write(path, found)
     return path
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
-import re
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mpicomm import mpi
+from mpicomm import job_info, mpi
+from mpicomm.reports import result_files
 from tests.conformance import jobs, verdicts
 from tests.conformance.verdicts import Verdict
 from tests.launching import ROOT
@@ -94,27 +90,13 @@ class Results:
     @classmethod
     def of(cls, runs: dict[int, Run], command: str) -> Results:
         """Describe runs that were made now, in this environment."""
-        import mpi4py
-        import torch
-
-        library = mpi.library()
-        about = {
-            "date": time.strftime("%Y-%m-%d"),
-            "command": command,
-            "cores": os.cpu_count(),
-            "versions": {
-                library.vendor: library.version,
-                "torch": torch.__version__,
-                "mpi4py": mpi4py.__version__,
-                "Python": platform.python_version(),
-            },
-        }
-        return cls(library.vendor, about, runs)
+        head = job_info.description("", command)
+        about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
+        return cls(mpi.library().vendor, about, runs)
 
     def write(self) -> None:
-        DIRECTORY.mkdir(parents=True, exist_ok=True)
         raw = {"mpi": self.mpi, **self.about, "runs": {str(size): run.to_json() for size, run in self.runs.items()}}
-        _path(self.mpi).write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+        result_files.write(DIRECTORY / f"conformance-{result_files.mpi_name(self.mpi)}.json", raw)
 
 
 def read_all() -> list[Results]:
@@ -125,7 +107,3 @@ def read_all() -> list[Results]:
 def _read(raw: dict[str, Any]) -> Results:
     runs = {int(size): Run.from_json(run) for size, run in raw.pop("runs").items()}
     return Results(raw.pop("mpi"), raw, runs)
-
-
-def _path(name: str) -> Path:
-    return DIRECTORY / f"conformance-{re.sub('[^a-z]', '', name.lower())}.json"

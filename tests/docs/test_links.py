@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted(path for folder in (".", "docs", "benchmarks") for path in (ROOT / folder).glob("*.md"))
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]*)#?([^):]*)\)")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import re
 import socket
@@ -20,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mpicomm.reports import result_files
 from mpicomm.watchdog import hang_report
+from tests.compat import results
 from tests.failures import ways
 from tests.failures.ways import Result, Way
 from tests.launching import ROOT, run_command
@@ -114,8 +115,7 @@ def _title(mpi: str, launcher: list[str]) -> str:
 
 def _write(tables: list[dict[str, Any]]) -> None:
     tables = sorted(tables, key=lambda table: ("srun" in table["title"], not table["title"].startswith(ways.OPEN_MPI)))
-    MPI4PY.parent.mkdir(parents=True, exist_ok=True)
-    MPI4PY.write_text(_public(json.dumps(tables, indent=1) + "\n"))
+    result_files.write(MPI4PY, json.loads(_public(json.dumps(tables))))
     PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables)))
 
 
@@ -158,20 +158,18 @@ def _raw(result: Result) -> dict[str, Any]:
     return {**raw, "seconds": None if result.seconds is None else round(result.seconds, 2)}
 
 
-_VERSIONS = """
-import json, platform, torch, mpi4py
-from mpi4py import MPI
-print(json.dumps({"mpi": MPI.Get_library_version(), "mpi4py": mpi4py.__version__, "torch": torch.__version__,
-    "python": platform.python_version()}))
-"""
-
-
 def _machine(environment: Path | None) -> dict[str, Any]:
-    said = run_command([str(ways.programs_of(environment) / "python"), "-c", _VERSIONS]).stdout
-    versions = json.loads(said.splitlines()[-1])
-    first = re.split(r"[,\n]", versions["mpi"])[0]
-    mpi = " ".join(first.replace("Version:", "").replace(" v", " ").split())
-    return {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), **versions, "mpi": mpi}
+    python = str(ways.programs_of(environment) / "python")
+    facts = json.loads(run_command([python, "-m", "tests.compat.facts"], env={"PYTHONPATH": str(ROOT)}).stdout)
+    versions = facts["versions"]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": facts["machine"]["cores"],
+        "mpi": " ".join(results.mpi_of(versions)),
+        "mpi4py": versions["mpi4py"],
+        "torch": versions["torch"],
+        "python": versions["Python"],
+    }
 
 
 def _described(machine: dict[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""Tests of tensors on GPUs, and measurements of their throughput."""
+"""Tests of tensors on GPUs."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mpicomm import mpi
-from mpicomm.cli import bench as cli_bench
 from mpicomm.cli.main import main
+from mpicomm.reports import result_files
 from tests.launching import run_alone
 
 LIBRARY = mpi.library()
@@ -71,7 +71,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     ]
     assert len(files["csv"].read_text().splitlines()) == 1 + len(found["rows"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    assert cli_bench._rows_of(files["json"]) == found["rows"], "--compare reads what --json writes"
+    assert result_files.read_operations(files["json"]) == found["rows"], "--compare reads what --json writes"
 
 
 def test_without_mpi_only_its_own_back_ends_are_measured() -> None:

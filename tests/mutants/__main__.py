@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from mpicomm.bench import machine
+from mpicomm import job_info
+from mpicomm.reports import result_files
 from tests.launching import ROOT
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import Copy, Verdict
@@ -35,7 +36,7 @@ def main() -> None:
     seconds = time.monotonic() - start
     print(f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} in {seconds:.0f} s")
     if arguments.write:
-        machine.write(_results(rows, seconds), _RESULTS)
+        result_files.write(_RESULTS, _results(rows, seconds))
     sys.exit(bool(counts["missed"] or counts["invalid"]))
 
 
@@ -72,8 +73,8 @@ def _results(rows: list[tuple[Mutant, Verdict]], seconds: float) -> dict[str, ob
         {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
         for mutant, verdict in rows
     ]
-    head = machine.described("for each fault, the first test that failed with it")
-    return {**head, "command": "python -m tests.mutants --write", "seconds": round(seconds), "mutants": table}
+    head = job_info.description("for each fault, the first test that failed with it", "python -m tests.mutants --write")
+    return {**head, "seconds": round(seconds), "mutants": table}
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ MUTANTS = [
     ),
     # -- reports --------------------------------------------------------------------------------------------
     Mutant(
-        "reports/benchmark_plots.py",
+        "reports/benchmarks.py",
         old='points = [(row["nbytes"], row[name]) for row in rows if row["backend"] == backend and row[name] > 0]',
         new='points = [(row["nbytes"], row["us"]) for row in rows if row["backend"] == backend and row[name] > 0]',
         fault="The bus bandwidth panel shows the latency.",
@@ -311,7 +311,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "reports/startup_table.py",
+        "reports/benchmarks.py",
         old='whole = row[ours]["seconds"]',
         new='whole = row[ours]["median"]',
         fault="The table of startup times compares mpicomm's median with the fastest start of the alternatives.",
@@ -352,7 +352,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "bench/machine.py",
+        "job_info.py",
         old='return text.partition("[")[2].partition("]")[0] or "unknown"',
         new='return text.split()[0].strip("[]") if text else "unknown"',
         fault="Result files contain the first huge-page setting that the kernel lists, not the selected one.",
@@ -361,25 +361,25 @@ MUTANTS = [
     ),
     Mutant(
         "bench/measured_operations.py",
-        old="        self.receive.fill_(known_inputs.POISON)\n        known_inputs.fill(self.send, self._sent())\n",
-        new="        known_inputs.fill(self.send, self._sent())\n",
+        old="        self.receive.fill_(known_inputs.POISON)\n",
+        new="",
         fault="A backend that writes no result passes, because the previous backend's result is still in memory.",
         tests="tests/bench/test_operations.py -k does_nothing_is_wrong",
         ranks=4,
     ),
     Mutant(
         "bench/overlap.py",
-        old="100 * (1 - left / pure)",
-        new="100 * left / pure",
+        old="100 * (1 - (self.together - self.computation) / self.operation)",
+        new="100 * (self.together - self.computation) / self.operation",
         fault="`mpicomm bench --async` reports the exposed share of an operation as its overlap.",
         tests="tests/unit/test_benchmarks.py -k overlap",
         ranks=0,
     ),
     Mutant(
-        "bench/ratios.py",
+        "../benchmarks/ratios.py",
         old="return self.value >= self.target if self.is_least else self.value <= self.target",
         new="return self.value >= self.target",
-        fault="`mpicomm bench ratios` reports a target as met if the value exceeds its upper limit.",
+        fault="`benchmarks.ratios` reports a target as met if the value exceeds its upper limit.",
         tests="tests/unit/test_benchmarks.py -k ratio_is_met",
         ranks=0,
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mpicomm.reports import benchmark_plots, benchmarks, startup_table
+from mpicomm.reports import benchmarks
 
 
 def row(backend: str, us: float, nbytes: int = 1024, **values: Any) -> dict[str, Any]:
@@ -22,7 +22,9 @@ def cells(table: Table) -> dict[str, list[Any]]:
 
 def test_the_table_compares_with_mpicomm_with_mpi4py_and_with_before() -> None:
     rows = [row("mpi", 10.0, us_p99=12.0), row("gloo", 40.0, wrong=3), row("mpi4py", 8.0), row("mpi", 2000.0, 2**20)]
-    (table,) = benchmarks.tables(rows, [row("mpi", 5.0), row("gloo", 80.0), row("mpi", 1.0, operation="reduce")])
+    (table,) = benchmarks.operation_tables(
+        rows, [row("mpi", 5.0), row("gloo", 80.0), row("mpi", 1.0, operation="reduce")]
+    )
     assert table.title == "all_reduce, float32, in place"
     assert cells(table) == {
         "size": ["1 KiB", "", "", "1 MiB"],
@@ -40,14 +42,14 @@ def test_the_table_compares_with_mpicomm_with_mpi4py_and_with_before() -> None:
 
 def test_each_operation_has_a_table_of_its_own_with_what_is_hidden() -> None:
     rows = [row("mpi", 10.0, overlap=87.6), row("mpi", 10.0, in_place=False, overlap=3.0)]
-    tables = benchmarks.tables(rows)
+    tables = benchmarks.operation_tables(rows)
     assert [each.title for each in tables] == ["all_reduce, float32, in place", "all_reduce, float32, out of place"]
     assert [cells(each)["overlap"] for each in tables] == [["88 %"], ["3 %"]]
 
 
 def test_curves_of_latency_and_bus_bandwidth() -> None:
     rows = [row("mpi", 10.0), row("gloo", 40.0, busbw=0.0), row("mpi", 20.0, 4096), row("gloo", 70.0, 4096)]
-    drawn = benchmark_plots.draw([*rows, row("mpi", 1.0, operation="reduce")])
+    drawn = benchmarks.draw([*rows, row("mpi", 1.0, operation="reduce")])
     latency, bandwidth, *others = drawn.axes
     assert [axes.get_ylabel() for axes in drawn.axes] == ["latency (us)", "bus bandwidth (GB/s)"] * 2
     curves = [[line.get_xydata().tolist() for line in axes.lines] for axes in (latency, bandwidth)]
@@ -64,7 +66,9 @@ def test_the_table_of_starts_compares_the_fastest_with_the_fastest() -> None:
         {"ranks": ranks, "way": way, "seconds": seconds, "median": 2 * seconds, "steps": steps if way == "mpi" else {}}
         for ranks, way, seconds in ((2, "mpi", 2.0), (2, "torchrun", 5.0), (8, "mpi", 4.0), (8, "torchrun", 8.0))
     ]
-    assert cells(startup_table.table(rows, "mpi")) == {
+    table = benchmarks.startup_table(rows, "mpi", 0.0012)
+    assert table.caption == "import mpicomm: 1.2 ms"
+    assert cells(table) == {
         "ranks": ["2", "8"],
         "mpi": ["2.00", "4.00"],
         "launch": ["1.500", "1.500"],

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.bench import machine, overlap, ratios, startup, startup_probe, timing, training
-from mpicomm.bench.ratios import Ratio
-from mpicomm.bench.startup import Sample, Way
+from benchmarks import ratios
+from benchmarks.ratios import Ratio
+from mpicomm import job_info
+from mpicomm.bench import overlap, startup, startup_probe, timing, training
+from mpicomm.bench.startup import Sample
 from mpicomm.bench.timing import Bench, Times
 from mpicomm.launch.request import Start
 
@@ -76,7 +78,7 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
     monkeypatch: pytest.MonkeyPatch, together: float, percent: float
 ) -> None:
     events: list[str] = []
-    us = {"alone": 100.0, "compute": 100.0, "together": together}
+    us = {"operation": 100.0, "computation": 100.0, "together": together}
 
     def in_turn(_: Bench, calls: dict[str, Callable[[], object]]) -> dict[str, Times]:
         for name, call in calls.items():
@@ -89,11 +91,22 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
         return types.SimpleNamespace(wait=lambda: events.append("wait"))
 
     monkeypatch.setattr(overlap.timing, "in_turn", in_turn)
-    monkeypatch.setattr(overlap, "_computation", lambda us, _: lambda: events.append(f"compute {us:.0f} us"))
-    assert overlap.percent(alone(), start, torch.device("cpu")) == percent
+    monkeypatch.setattr(overlap, "_amount", lambda _, us: us)
+    found = overlap.measure(alone(), start, lambda us: events.append(f"compute {us:.0f} us"))
+    assert found.percent == percent
     assert " ".join(events) == (
-        "alone start wait compute compute 100 us together start compute 100 us wait"
+        "operation start wait computation compute 100 us together start compute 100 us wait"
     )  # the operation is in progress during the computation
+
+
+def test_the_computation_takes_as_long_as_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(overlap, "time", clock)
+
+    def compute(amount: int) -> None:
+        clock.us += 500 + 10 * amount  # a call itself takes time, too
+
+    assert overlap._amount(compute, 1e6) == pytest.approx(1e5, rel=0.05)
 
 
 def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +116,7 @@ def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
         training.timing, "in_turn", lambda _, calls: {name: Times(us[name], 2 * us[name], None) for name in calls}
     )
     monkeypatch.setattr(training, "_spread", lambda model, *_: model)
-    rows = training.measure(["small"], ["ddp"], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
+    rows = training.measure([("small", "ddp")], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
     assert [(row.backend, row.ms, row.ms_median, row.parameters) for row in rows] == [
         ("mpi", 9.0, 18.0, 2 * (128 * 128 + 128)),
         ("none", 4.99, 9.98, 2 * (128 * 128 + 128)),
@@ -140,13 +153,13 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         assert (ranks, start.command[-1], limit) == (expected, str(expected), 20.0)
         return Sample(seconds, {"launch": seconds - 1, "import torch": 1.0})
 
-    def starting(program: tuple[str, ...], ranks: int) -> Start:
-        return Start((*program, str(ranks)), {})
+    def starting(ranks: int) -> Start:
+        return Start(("probe", str(ranks)), {})
 
     monkeypatch.setattr(startup, "sample_of", sample_of)
-    on_progress: list[str] = []
-    ways = [Way("mpicomm", "mpicomm", starting), Way("torchrun + Gloo", "gloo", starting)]
-    rows = startup.measure(ways, [1, 2], 2, limit=20.0, on_progress=on_progress.append)
+    ways = {"mpicomm": starting, "torchrun + Gloo": starting}
+    cases = [(ranks, way) for ranks in (1, 2) for way in ways]
+    rows = startup.measure([*cases, *cases], ways, limit=20.0)
     assert [(row["ranks"], row["way"], row["seconds"], row["median"]) for row in rows] == [
         (1, "mpicomm", 3.0, 3.5),
         (1, "torchrun + Gloo", 8.0, 8.5),
@@ -154,7 +167,7 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         (2, "torchrun + Gloo", 7.0, 8.0),
     ]
     assert rows[0]["steps"] == {"launch": 2.0, "import torch": 1.0}
-    assert on_progress[-1] == "round 2 of 2: 2 ranks by torchrun + Gloo"
+    assert list(samples) == []
 
 
 # -- machine settings and ratios -------------------------------------------------------------------------------------
@@ -166,9 +179,9 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
 )
 def test_the_setting_of_huge_pages_is_the_one_in_brackets(tmp_path: Path, text: str, chosen: str) -> None:
     path = tmp_path / "enabled"
-    assert machine._chosen(path) == "unknown"
+    assert job_info._selected(path) == "unknown"
     path.write_text(text)
-    assert machine._chosen(path) == chosen
+    assert job_info._selected(path) == chosen
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mpicomm
-from mpicomm.bench import ratios
-from mpicomm.bench.ratios import Ratio
+from benchmarks import ratios
+from benchmarks.ratios import Ratio
 from mpicomm.cli.main import main
 from mpicomm.reports.runs import FILE
 from tests.launching import ROOT, run_alone
@@ -125,7 +125,7 @@ def test_the_status_tells_whether_the_ratios_are_met(
 ) -> None:
     found = [Ratio("a figure", 3.0, 2.0, is_least=True), Ratio("another", value, 2.0, is_least=True)]
     monkeypatch.setattr(ratios, "measure", lambda run: found)
-    assert main(["bench", "ratios"]) == status
+    assert ratios.main([]) == status
     assert ("not met" in capsys.readouterr().out) == (status == 1)
 
 

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [path for path in sorted((ROOT / "mpicomm").rglob("*.py")) if "examples" not in path.relative_to(ROOT).parts]
+PACKAGES = (ROOT / "mpicomm", ROOT / "benchmarks")
+SOURCES = [
+    path
+    for package in PACKAGES
+    for path in sorted(package.rglob("*.py"))
+    if "examples" not in path.relative_to(ROOT).parts
+]
 
 # Replaced names of modules, classes, functions, parameters and attributes, as whole words.
 OLD_MODULES = [
@@ -122,7 +128,7 @@ def identifiers(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_old_name_is_left_in_the_package(path: Path) -> None:
-    modules = {part.removesuffix(".py") for part in path.relative_to(ROOT / "mpicomm").parts}
+    modules = {part.removesuffix(".py") for part in path.relative_to(ROOT).parts}
     assert not modules & set(OLD_MODULES)
     assert not {name.strip("_") for name in identifiers(path)} & set(OLD_IDENTIFIERS)
 

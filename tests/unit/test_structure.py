@@ -136,6 +136,11 @@ def test_imports_make_no_circles() -> None:
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph) + ("mpicomm" not in graph)
 
 
+@each_module
+def test_the_package_imports_nothing_that_is_not_installed_with_it(module: str) -> None:
+    assert not {each.target.split(".")[0] for each in imports_of(module)} & {"benchmarks", "tests"}
+
+
 @pytest.mark.parametrize("module", [module for module in TREES if LAYERS.get(layer_of(module)) == BASE])
 def test_the_ground_floor_needs_the_standard_library_alone(module: str) -> None:
     roots = {each.target.split(".")[0] for each in imports_of(module)}

@@ -1,8 +1,11 @@
-"""Latency breakdown of a small all_reduce: `mpirun -n 2 python -m tests.microseconds` writes docs/results."""
+"""Latency breakdown of a small all_reduce: `mpirun -n 2 python -m benchmarks.microseconds`.
+
+Rank 0 writes docs/results/microseconds-<ranks>-<MPI>.json.
+"""
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 import mpicomm
+from benchmarks import rank_results
+from benchmarks.rounds import fastest, mean_microseconds
 from mpicomm import mpi
 from mpicomm.backend.work import CompletedWork
 from mpicomm.watchdog import flight_recorder
-from tests import figures
 
 ROUNDS, CALLS = 21, 3000
 _TORCH = "of it torch, with a no-op group"
@@ -26,18 +30,12 @@ def main() -> None:
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
     parts = _parts(world.comm)
-    found = dict.fromkeys(parts, float("inf"))
-    for _ in range(ROUNDS):
-        for name, part in parts.items():
-            world.comm.Barrier()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                part()
-            found[name] = min(found[name], (time.perf_counter() - start) / CALLS)
+    found = fastest({name: functools.partial(mean_microseconds, part, CALLS) for name, part in parts.items()}, ROUNDS)
     if world.rank == 0:
         found[_RECORDER] -= found[_TORCH]
-        us = {name: round(1e6 * seconds, 2) for name, seconds in found.items()}
-        figures.write(f"microseconds-{world.size}", world.size, "tests.microseconds", us=us)
+        us = {name: round(microseconds, 2) for name, microseconds in found.items()}
+        what = "microseconds of a call, a sum of zeros; the fastest round"
+        rank_results.write(f"microseconds-{world.size}", world.size, what, us=us)
 
 
 def _parts(comm: Any) -> dict[str, Callable[[], Any]]:

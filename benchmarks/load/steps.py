@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import functools
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.rounds import fastest, mean_microseconds
 
 ROUNDS = 7
 WIDTHS = {"34 k": (64, 8), "530 k": (256, 8), "8.4 M": (1024, 8)}  # width and number of layers
@@ -15,16 +17,13 @@ BATCH = 8
 
 def measure(ours: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dict[str, float]:
     """Return milliseconds of a step, the minimum of interleaved rounds (collective)."""
-    figures = {}
+    figures: dict[str, float] = {}
     for name, (width, depth) in WIDTHS.items():
         runs = {"mpicomm": _Run(width, depth, ours), "Gloo": _Run(width, depth, gloo)}
-        times: dict[str, list[float]] = {each: [] for each in runs}
-        for _ in range(ROUNDS):
-            for each, run in runs.items():
-                dist.barrier()
-                times[each].append(run.steps(max(3, 120 // width)))
-        figures |= {f"{name} parameters, {each}": round(min(of_one), 2) for each, of_one in times.items()}
-        figures[f"{name} parameters: Gloo's time to ours"] = round(min(times["Gloo"]) / min(times["mpicomm"]), 2)
+        count = max(3, 120 // width)
+        ms = fastest({each: functools.partial(run.milliseconds, count) for each, run in runs.items()}, ROUNDS)
+        figures |= {f"{name} parameters, {each}": round(of_one, 2) for each, of_one in ms.items()}
+        figures[f"{name} parameters: Gloo's time to ours"] = round(ms["Gloo"] / ms["mpicomm"], 2)
         figures[f"{name} parameters: the same bits"] = float(runs["mpicomm"].is_equal_to(runs["Gloo"]))
     return figures
 
@@ -36,18 +35,20 @@ class _Run:
         torch.manual_seed(1)
         layers = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(depth)])
         cap = 4 * width * width / 2**20
-        self.model = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=cap)  # type: ignore[arg-type]
+        self.model = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=cap)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(dist.get_rank()))
 
-    def steps(self, count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            self._optimizer.zero_grad()
-            self.model(self._batch).square().mean().backward()
-            self._optimizer.step()
-        return 1e3 * (time.perf_counter() - start) / count
+    def milliseconds(self, count: int) -> float:
+        """Return the mean time of `count` steps."""
+        return mean_microseconds(self._step, count, warm_up=0) / 1e3
 
     def is_equal_to(self, other: _Run) -> bool:
+        """Return whether the parameters have the same bits."""
         pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad()
+        self.model(self._batch).square().mean().backward()
+        self._optimizer.step()

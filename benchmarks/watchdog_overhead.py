@@ -1,25 +1,27 @@
-"""The overhead of the flight recorder, the watchdog and `MPICOMM_ON_TIMEOUT=raise`.
+"""The overhead of the flight recorder, the watchdog and `MPICOMM_ON_TIMEOUT=raise` in an all_reduce.
 
-Run it with `mpirun -n 2 python -m tests.failures.overhead`.
-
-Rank 0 writes docs/results/overhead-<ranks>-<MPI>.json.
+`mpirun -n 2 python -m benchmarks.watchdog_overhead` measures it; rank 0 writes
+docs/results/overhead-<ranks>-<MPI>.json.
 
 Rounds with and without them alternate in one run, because the machine is noisy; the figures are medians of the rounds.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mpicomm
+from benchmarks import rank_results
+from benchmarks.rounds import mean_microseconds
 from mpicomm.backend.executor import Executor
 from mpicomm.watchdog import agent, flight_recorder
-from tests import figures as results
 
 ROUNDS, CALLS = 101, 500
 
@@ -28,7 +30,7 @@ class Unrecorded:
     """A no-op replacement for a recorded operation."""
 
     def finish(self) -> None:
-        pass
+        """Do nothing."""
 
 
 UNRECORDED = Unrecorded()
@@ -36,17 +38,17 @@ NOTE = flight_recorder.note
 
 
 def main() -> None:
-    """Measure, and print on rank 0."""
+    """Measure, and write the results on rank 0."""
     world = mpicomm.bootstrap("mpi")
     figures = {}
     for count, label in ((1, "4 B"), (4_000_000, "16 MB")):
         calls = CALLS if count == 1 else 4
         rounds = ROUNDS if count == 1 else 15
         tensor = torch.zeros(count)
-        figures[label] = _measure(lambda tensor=tensor: dist.all_reduce(tensor), calls, rounds)
+        figures[label] = _measure(functools.partial(dist.all_reduce, tensor), calls, rounds)
     if world.rank == 0:
-        what = "of a synchronous float32 all_reduce, medians of interleaved rounds"
-        results.write(f"overhead-{world.size}", world.size, "tests.failures.overhead", what=what, microseconds=figures)
+        what = "a synchronous float32 all_reduce, a sum of zeros; medians of interleaved rounds"
+        rank_results.write(f"overhead-{world.size}", world.size, what, microseconds=figures)
 
 
 def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, float]:
@@ -56,7 +58,7 @@ def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, f
     for _ in range(rounds):
         for state, enter in states.items():
             enter()
-            times[state].append(_time(call, calls))
+            times[state].append(mean_microseconds(call, calls, warm_up=max(1, calls // 50)))
     _on()
     figures = {state: round(statistics.median(each), 3) for state, each in times.items()}
     for state in list(states)[1:]:
@@ -65,17 +67,8 @@ def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, f
     return figures
 
 
-def _time(call: Callable[[], object], calls: int) -> float:
-    for _ in range(max(1, calls // 50)):
-        call()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return 1e6 * (time.perf_counter() - start) / calls
-
-
 def _off() -> None:
-    flight_recorder.note = lambda *_arguments: UNRECORDED  # type: ignore[assignment,return-value]
+    flight_recorder.note = lambda *_arguments: UNRECORDED  # type: ignore[assignment]
     _watchdog()._next_tick = time.monotonic() + 1e6
     _executor()._raises_timeouts = False
 
@@ -99,7 +92,8 @@ def _watchdog() -> agent.Watchdog:
 
 
 def _executor() -> Executor:
-    return dist.group.WORLD._operations.executor
+    group: Any = dist.group.WORLD
+    return group._operations.executor
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The time that the trainer adds to a training step: `mpirun -n 2 python -m tests.training.overhead`.
+"""The time that the trainer adds to a training step: `mpirun -n 2 python -m benchmarks.trainer_overhead`.
 
 The reference is a loop written by hand, with the same model of 530,000 parameters, DDP, loader and optimizer, which
 also adds up its losses. Rank 0 writes docs/results/trainer-<ranks>-<MPI>.json.
@@ -19,24 +19,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import mpicomm
+from benchmarks import rank_results
 from mpicomm.training.data import DataSource
-from tests import figures
 
 MODELS, ROUNDS, STEPS, BATCH = 6, 12, 50, 64
 
 
 def main() -> None:
+    """Measure, and write the results on rank 0."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         count = STEPS * BATCH * world.size
         tensors = TensorDataset(torch.randn(count, 784), torch.zeros(count).long())
-        datasets = {"a dataset of the user's": Pairs(tensors), "a TensorDataset": tensors}
-        found = {name: measure(world, data) for name, data in datasets.items()}
+        datasets = {"a dataset of the user's": _Pairs(tensors), "a TensorDataset": tensors}
+        found = {name: _measure(world, data) for name, data in datasets.items()}
     if world.rank == 0:
-        figures.write(f"trainer-{world.size}", world.size, "tests.training.overhead", milliseconds_of_a_step=found)
+        what = "a training step by hand and with the trainer; epochs alternate"
+        rank_results.write(f"trainer-{world.size}", world.size, what, milliseconds_of_a_step=found)
 
 
-class Pairs(Dataset[Any]):
+class _Pairs(Dataset[Any]):
     """A dataset of a type that the trainer does not optimise."""
 
     def __init__(self, pairs: TensorDataset) -> None:
@@ -49,18 +51,18 @@ class Pairs(Dataset[Any]):
         return self._pairs[index]
 
 
-def make_model() -> nn.Module:
+def _make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def by_hand(world: mpicomm.World, data: Any, model: nn.Module) -> Callable[[int], float]:
+def _by_hand(world: mpicomm.World, data: Any, model: nn.Module) -> Callable[[int], float]:
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(model)
+    optimizer = _make_optimizer(model)
     sampler: DistributedSampler[int] = DistributedSampler(data, world.size, world.rank, seed=0)
     loader = DataLoader(data, BATCH, sampler=sampler)
 
@@ -78,7 +80,7 @@ def by_hand(world: mpicomm.World, data: Any, model: nn.Module) -> Callable[[int]
     return epoch
 
 
-def measure(world: mpicomm.World, data: Any) -> dict[str, Any]:
+def _measure(world: mpicomm.World, data: Any) -> dict[str, Any]:
     """Return milliseconds of a step (collective).
 
     The position of a model in memory changes the time by some percent, so the result includes several models of each
@@ -88,7 +90,7 @@ def measure(world: mpicomm.World, data: Any) -> dict[str, Any]:
     hand: list[float] = []
     of_models = []
     for number in range(MODELS):
-        mine, theirs = in_turn(world, data, ours_first=number % 2 == 0)
+        mine, theirs = _in_turn(world, data, ours_first=number % 2 == 0)
         of_models.append(_added(mine, theirs))
         ours += mine
         hand += theirs
@@ -107,10 +109,10 @@ def _added(ours: list[float], hand: list[float]) -> float:
     return round(statistics.median(100 * (mine / theirs - 1) for mine, theirs in zip(ours, hand, strict=True)), 1)
 
 
-def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[float], list[float]]:
+def _in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[float], list[float]]:
     """Return the times of alternating epochs of the trainer and of the loop by hand (collective)."""
-    models = [make_model(), make_model()]
-    epoch_by_hand = by_hand(world, data, models.pop(ours_first))
+    models = [_make_model(), _make_model()]
+    epoch_by_hand = _by_hand(world, data, models.pop(ours_first))
     model = models.pop()
     ours: list[float] = []
     hand: list[float] = []
@@ -123,7 +125,7 @@ def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[
     with tempfile.TemporaryDirectory() as own:
         trainer = mpicomm.Trainer(
             model,
-            make_optimizer(model),
+            _make_optimizer(model),
             nn.functional.cross_entropy,
             batch_size=BATCH,
             progress="none",
@@ -131,7 +133,7 @@ def in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list[
             save_every=STEPS * (ROUNDS + 1),
         )
         train_epoch = trainer._train_epoch
-        trainer._train_epoch = both  # type: ignore[method-assign]
+        trainer._train_epoch = both  # type: ignore[method-assign,assignment]
         trainer.fit(data, ROUNDS + 1)
     return ours[1:], hand[1:]  # without the first epochs, which are the warm-up
 

@@ -1,4 +1,4 @@
-"""The throughput of GPU tensors staged through the host: `mpirun -n 2 python -m tests.gpu.throughput`.
+"""The throughput of GPU tensors staged through the host: `mpirun -n 2 python -m benchmarks.gpu_throughput`.
 
 It measures all_reduce and broadcast of GPU tensors and of host tensors, and plain copies through pinned memory: with
 perfect overlap, staging takes as long as the slowest of these. Rank 0 writes docs/results/gpu-<ranks>-<MPI>.json.
@@ -6,29 +6,37 @@ perfect overlap, staging takes as long as the slowest of these. Rank 0 writes do
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mpicomm
+from benchmarks import rank_results
+from benchmarks.rounds import fastest
 from mpicomm.errors import DeviceError
-from tests import figures
 
 ROUNDS = 7
 MEBIBYTES = (1, 4, 16, 64, 256)
 
 
 def main() -> None:
+    """Measure, and write the results on rank 0."""
     with mpicomm.bootstrap("mpi") as world:
         if world.device.type != "cuda":
             raise DeviceError("there is no GPU.\nRun this where there is one.")
         found = {f"{size} MiB": _measure(size, world.device) for size in MEBIBYTES}
         if world.rank == 0:
-            transport = type(dist.group.WORLD._operations.transport).__name__
-            machine = f", {torch.cuda.get_device_name(world.device)}, {transport}"
-            figures.write(f"gpu-{world.size}", world.size, "tests.gpu.throughput", machine, gibibytes_per_second=found)
+            group: Any = dist.group.WORLD
+            how = {
+                "GPU": torch.cuda.get_device_name(world.device),
+                "transport": type(group._operations.transport).__name__,
+            }
+            what = "sums and copies of ones, which are written again before each call; the fastest round"
+            rank_results.write(f"gpu-{world.size}", world.size, what, **how, gibibytes_per_second=found)
 
 
 def _measure(mebibytes: int, device: torch.device) -> dict[str, float]:
@@ -45,23 +53,19 @@ def _measure(mebibytes: int, device: torch.device) -> dict[str, float]:
         "plain copy from the GPU": lambda: pinned.copy_(on_gpu, non_blocking=True),
         "plain copy to the GPU": lambda: on_gpu.copy_(pinned, non_blocking=True),
     }
-    least = dict.fromkeys(cases, float("inf"))
-    for _ in range(ROUNDS):
-        for name, case in cases.items():
-            dist.barrier()
-            least[name] = min(least[name], _time(case))
-        on_gpu.fill_(1)
-        on_host.fill_(1)
-        narrow.fill_(1)
-    return {name: round(mebibytes / 1024 / seconds, 2) for name, seconds in least.items()}
 
+    def seconds(case: Callable[[], object]) -> float:
+        for tensor in (on_gpu, on_host, narrow):
+            tensor.fill_(1)
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        case()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
-def _time(case: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    case()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    least = fastest({name: functools.partial(seconds, case) for name, case in cases.items()}, ROUNDS)
+    return {name: round(mebibytes / 1024 / each, 2) for name, each in least.items()}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Measurements for developers of mpicomm; README.md lists the programs. `mpicomm bench` is for users."""

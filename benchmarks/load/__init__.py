@@ -1,0 +1,1 @@
+"""The backend under load: asynchronous operations and DDP steps, compared with Gloo."""

@@ -1,0 +1,35 @@
+"""The backend under load, compared with Gloo: `mpirun -n 2 --bind-to core python -m benchmarks.load`.
+
+Rank 0 writes docs/results/load-<ranks>-<cores of each>-<MPI>.json.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from benchmarks import rank_results
+from benchmarks.load import calls, steps
+from mpicomm import mpi
+
+
+def main() -> None:
+    """Measure, and write the results on rank 0."""
+    torch.set_num_threads(1)
+    with mpicomm.bootstrap("mpi") as world:
+        ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+        assert ours is not None
+        cores = max(mpi.job_comm().allgather(len(os.sched_getaffinity(0))))
+        found = {"microseconds": calls.measure(ours, gloo), "milliseconds of a step": steps.measure(ours, gloo)}
+        dist.destroy_process_group(gloo)
+    if world.rank == 0:
+        what = "all_reduce and DDP steps, the fastest round; the all_reduces are sums of zeros"
+        name = f"load-{world.size}-{cores}"
+        rank_results.write(name, world.size, what, **{"cores of each rank": cores}, **found)
+
+
+if __name__ == "__main__":
+    main()

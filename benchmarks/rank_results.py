@@ -1,0 +1,30 @@
+"""Writes the results of programs that run under mpirun to docs/results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpicomm import job_info, mpi
+from mpicomm.reports import result_files
+
+_DIRECTORY = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+
+def write(name: str, size: int, what: str, **figures: Any) -> None:
+    """Write a file, and print it.
+
+    Args:
+        name: The start of the file name; the name of the MPI library is appended.
+        size: The number of ranks.
+        what: The measured quantity and its unit.
+        figures: The results, and other properties of the measurement.
+    """
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "run the program with python -m"
+    program = spec.name.removesuffix(".__main__")
+    head = job_info.description(what, f"mpirun -n {size} python -m {program}")
+    path = _DIRECTORY / f"{name}-{result_files.mpi_name(mpi.library().vendor)}.json"
+    result_files.write(path, {**head, "ranks": size, **figures})
+    sys.stdout.write(path.read_text())

@@ -1,0 +1,64 @@
+"""Files of results: written as JSON, or rows as CSV, and read for comparison."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write(path: Path, found: Any) -> None:
+    """Write a results file.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    """Write rows, with their names in the first line.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_operations(path: Path) -> Rows:
+    """Return the rows of a file that `mpicomm bench --json` wrote.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file has another format.
+    """
+    try:
+        rows: Rows = json.loads(path.read_text())["rows"]
+        for row in rows:
+            key_of(row)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} was not written by `mpicomm bench --json`: {error!r}") from error
+    return rows
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[tuple[str, str, bool], int, str]:
+    """Return the unique key of a row of `mpicomm bench` within a run: kind, size in bytes and backend."""
+    return kind_of(row), row["nbytes"], row["backend"]
+
+
+def kind_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """Return the operation, the dtype and whether it is in place. Each kind has its own table or plot."""
+    return row["operation"], row["dtype"], row["in_place"]
+
+
+def mpi_name(vendor: str) -> str:
+    """Return the name of an MPI library in file names, such as openmpi."""
+    return re.sub("[^a-z]", "", vendor.lower())

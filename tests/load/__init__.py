@@ -1,1 +1,0 @@
-"""Benchmarks of the backend under load. They are not tests, because a busy machine would fail them."""
