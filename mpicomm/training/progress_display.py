@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -70,14 +68,14 @@ class Display:
         elif self._style == "lines" and time.monotonic() >= self._line_at + _LINE_SECONDS:
             self._line_at = time.monotonic()
             part = "" if not self._total else f"  {consumed / self._total:4.0%}  {self._left(epoch, consumed, rate)}"
-            self.say(f"epoch {epoch + 1}/{self._epochs}  {text}{part}")
+            self.print(f"epoch {epoch + 1}/{self._epochs}  {text}{part}")
 
     def _left(self, epoch: int, consumed: int, rate: float) -> str:
         assert self._total is not None
         seconds = ((self._epochs - epoch) * self._total - consumed) / max(rate, 1e-9)
         return f"{shown_seconds(seconds)} left"
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -136,35 +134,3 @@ def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> T
             text += f", GPU utilization {min(used)} to {max(used)} %"
         table.add_row(host, text)
     return table
-
-
-class Tee:
-    """A stream that also writes to a file."""
-
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream, self._file = stream, file
-
-    def write(self, text: str) -> int:
-        """Write to both."""
-        self._file.write(text)
-        self._file.flush()
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def rank_log(path: Path | None) -> Any:
-    """Copy stdout and stderr of this rank to a file within the block."""
-    if path is None:
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = Tee(sys.stdout, file), Tee(sys.stderr, file)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before

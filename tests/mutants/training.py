@@ -118,7 +118,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/metrics.py",
+        "training/losses.py",
         old="        total, count = rank_sync.reduced([float(self.total), self.count])\n",
         new="        total, count = rank_sync.reduced([float(self.total) / max(self.count, 1), self.count])\n"
         "        total *= count / dist.get_world_size()\n",
@@ -127,8 +127,8 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/metrics.py",
-        old="            if _is_cut_off(path):\n",
+        "metrics_file.py",
+        old="            if _is_truncated(self._file):\n",
         new="            if False:\n",
         fault="After a crash in the middle of a line of the metrics file, the next entry is appended to it and lost.",
         tests="tests/unit/test_reporting.py -k after_a_crash",
@@ -185,8 +185,8 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "training/trainer.py",
-        old="weight = batch.count * self._place.size / count",
+        "training/training_step.py",
+        old="weight = batch.count * self.parts.world.size / count",
         new="weight = batch.count / max(step.count, 1)",
         fault="Gradients are averaged without weights, although some ranks have fewer samples in the last step.",
         tests="tests/training/test_steps.py -k all_ranks_train_as_one",
@@ -194,11 +194,10 @@ MUTANTS = [
     ),
     Mutant(
         "training/trainer.py",
-        old='            self._put_back(buffers)\n            self._reporter.note("skipped"',
-        new="            self._put_back(buffers)\n"
-        '            if self.scheduler is not None and self._schedule == "step":\n'
-        "                self.scheduler.step()\n"
-        '            self._reporter.note("skipped"',
+        old='            self._step.discard()\n            self._reporter.write("skipped"',
+        new="            self._step.discard()\n"
+        '            self._step_scheduler("step")\n'
+        '            self._reporter.write("skipped"',
         fault="The learning rate scheduler steps when the optimizer skips a step.",
         tests="tests/training/test_steps.py -k without_a_finite_loss",
         ranks=4,
@@ -247,8 +246,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/reporting.py",
-        old="file = directory / FILE if prints and directory is not None else None",
-        new="file = directory / FILE if directory is not None else None",
+        old="path = directory / metrics_file.NAME if prints and directory is not None else None",
+        new="path = directory / metrics_file.NAME if directory is not None else None",
         fault="Every rank writes the metrics file.",
         tests="tests/training/test_checkpoints.py -k what_is_written",
         ranks=4,

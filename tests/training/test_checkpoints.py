@@ -166,7 +166,7 @@ def test_a_wish_during_the_evaluation(world: mpicomm.World, directory: Path) -> 
 
     def wishes(*arguments: Any) -> torch.Tensor:
         if world.rank == 0 and not torch.is_grad_enabled():
-            trainer._stop_request.why = "enough"
+            trainer._run.stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = wishes
