@@ -86,9 +86,7 @@ class Checkpoints:
         same order on all ranks, which two threads cannot guarantee:
         https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
         """
-        if self._is_ours or not dist.is_gloo_available():
-            return dist.new_group()
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo" if dist.is_gloo_available() and not self._is_ours else None)
 
     def _open(self) -> None:
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from torch.utils.data import (
 from mpicomm.training import preemption, randomness
 from mpicomm.training.batches import count_samples
 
+# The attributes of a user's DataLoader that the DataLoader of a rank takes over unchanged.
+_PASSED_ON = ("worker_init_fn", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 _SEED_BITS = 63
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd multipliers, so that seeds of (epoch, sample) do not collide
 
@@ -175,14 +178,9 @@ def _source_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: Da
         pin_memory=loader.pin_memory,
         shuffle=isinstance(loader.sampler, RandomSampler),
     )
-    more = {
-        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
-        "worker_init_fn": loader.worker_init_fn,
-        "timeout": loader.timeout,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    more = {name: getattr(loader, name) for name in _PASSED_ON}
+    if loader.collate_fn is not default_collate:
+        more["collate_fn"] = loader.collate_fn
     return IndexedSource(loader.dataset, options, place, drop_last=loader.drop_last, **more)
 
 
@@ -232,15 +230,12 @@ class EpochPartition:
 
         All ranks have the same number of batches, whose lengths differ by at most one.
         """
-        mine = len(range(start + rank, end, self.size))
+        mine = range(start + rank, end, self.size)
         least = (end - start) // self.size
         number = max(1, min(self.grad_accum_steps, -(-(end - start) // (self.size * self.batch_size)), least))
-        edges = [mine * each // number for each in range(number + 1)]
-        first = start + rank
-        return [
-            slice(first + self.size * low, first + self.size * (high - 1) + 1 if high > low else first, self.size)
-            for low, high in itertools.pairwise(edges)
-        ]
+        edges = [len(mine) * each // number for each in range(number + 1)]
+        shares = [mine[low:high] for low, high in itertools.pairwise(edges)]
+        return [slice(each.start, each.stop, each.step) for each in shares]
 
 
 class IndexedSource(DataSource):
@@ -274,13 +269,10 @@ class IndexedSource(DataSource):
         self._rank = place.rank
         self._seed, self._shuffle = options.seed, options.shuffle
         self._plan = _Plan()
-        if options.num_workers:
-            loading.setdefault("persistent_workers", True)
-        else:
-            loading = {name: value for name, value in loading.items() if name in {"collate_fn", "worker_init_fn"}}
+        loading.setdefault("persistent_workers", options.num_workers > 0)
         plan: Any = self._plan  # Any: DataLoader accepts a batch sampler of other items than lists
         samples: Dataset[Any] = _Reproducible(dataset, options.seed)
-        if type(dataset) is TensorDataset and not loading.get("collate_fn"):
+        if type(dataset) is TensorDataset and "collate_fn" not in loading:
             samples, loading["collate_fn"] = _Rows(dataset), _unchanged
         loading["worker_init_fn"] = functools.partial(_start_worker, loading.get("worker_init_fn"))
         self._loader = DataLoader(
@@ -422,10 +414,7 @@ class IterableSource(DataSource):
 
     def total(self) -> int | None:
         """Return the number of samples in an epoch, if the dataset has a length."""
-        try:
-            return len(self._share.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return operator.length_hint(self._share.dataset) or None
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
         """Return the remaining steps of an epoch for this rank."""

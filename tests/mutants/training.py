@@ -86,8 +86,8 @@ MUTANTS = [
     # -- data -----------------------------------------------------------------------------------------------
     Mutant(
         "training/data.py",
-        old="mine = len(range(start + rank, end, self.size))",
-        new="mine = (end - start) // self.size",
+        old="mine = range(start + rank, end, self.size)",
+        new="mine = range(start + rank, end - (end - start) % self.size, self.size)",
         fault="Samples of a step that cannot be divided evenly among the ranks are dropped.",
         tests="tests/unit/test_shares.py -k every_sample",
         ranks=0,
