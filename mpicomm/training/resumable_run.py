@@ -23,7 +23,7 @@ class ResumableRun:
     def __init__(self, parts: Parts, checkpoints: Checkpoints | None) -> None:
         self.checkpoints = checkpoints
         self.stop_request = StopRequest()
-        self.vote: StopVote | None = None
+        self.vote: StopVote  # set where there are checkpoints
         self._parts = parts
         self._saved: str | None = None
 
@@ -46,7 +46,7 @@ class ResumableRun:
 
     def start_vote(self) -> None:
         """Start a vote of the ranks on whether to stop."""
-        if self.vote is not None and self.checkpoints is not None:
+        if self.checkpoints is not None:
             self.vote.open(self.stop_request.why is not None, self.checkpoints.has_failed)
 
     def is_stopping(self) -> bool:
@@ -55,10 +55,10 @@ class ResumableRun:
         Raises:
             CheckpointError: On all ranks, if the save in progress has failed.
         """
-        if self.vote is None:
+        if self.checkpoints is None:
             return False
         is_requested, has_failed = self.vote.close()
-        if has_failed and self.checkpoints is not None:
+        if has_failed:
             self.checkpoints.wait()
         return is_requested
 

@@ -33,11 +33,11 @@ MUTANTS = [
     ),
     Mutant(
         "training/checkpoint.py",
-        old="        failure = self._store(aside, state)\n",
+        old="        failure = self._store(temporary, state)\n",
         new="        if self._rank == 0:\n"
-        "            aside.mkdir(exist_ok=True)\n"
-        "            self._mark(aside, step)\n"
-        "        failure = self._store(aside, state)\n",
+        "            temporary.mkdir(exist_ok=True)\n"
+        "            self._mark(temporary, step)\n"
+        "        failure = self._store(temporary, state)\n",
         fault="A checkpoint is marked complete before the ranks have written it.",
         # The kill during writing happens 1 ms after rank 0 begins: detected unless all files are on disk by then.
         tests="tests/training/test_runs.py -k killed_while_it_saves",

@@ -250,7 +250,7 @@ sys.stdin.read()
 def test_a_directory_that_another_job_uses_is_refused(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpicomm.training.checkpoint._GONE_SECONDS", 0.2)
+    monkeypatch.setattr("mpicomm.training.checkpoint._LOCK_SECONDS", 0.2)
     job = None
     if world.rank == 0:
         directory.mkdir()
