@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mpicomm import terminal
@@ -35,7 +35,6 @@ class Display:
         self._style = ("none" if not prints else _find_style()) if style == "auto" or not prints else style
         self._console = Console(quiet=True) if self._style == "none" else console()
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._line_at = 0.0
         if self._style == "bar":
             self._bar = Progress(
@@ -48,7 +47,7 @@ class Display:
                 redirect_stderr=False,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=None if total is None else epochs * total, text="")
+            self._bar.add_task("", total=None if total is None else epochs * total, text="")
 
     def show(self, epoch: int, step: int, consumed: int, loss: float | None, rate: float) -> None:
         """Update the bar, or print a line at most every 5 s.
@@ -61,10 +60,10 @@ class Display:
             rate: Samples per second of the whole job.
         """
         text = f"step {step}  loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} samples/s"
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             done = epoch * (self._total or 0) + consumed
             name = f"epoch {epoch + 1}/{self._epochs}"
-            self._bar.update(self._task, completed=done, description=name, text=text)
+            self._bar.update(self._bar.task_ids[0], completed=done, description=name, text=text)
         elif self._style == "lines" and time.monotonic() >= self._line_at + _LINE_SECONDS:
             self._line_at = time.monotonic()
             part = "" if not self._total else f"  {consumed / self._total:4.0%}  {self._left(epoch, consumed, rate)}"

@@ -39,9 +39,7 @@ class Clock:
         """
         now = time.monotonic()
         last = flight_recorder.last() if is_synchronized and self._sees_communication else None
-        exposed = 0.0
-        if last is not None and last.called > self._last:
-            exposed = now - last.called
+        exposed = now - last.called if last is not None and last.called > self._last else 0.0
         if exposed:
             self._seconds["communication"] += exposed
         self._seconds["compute"] += now - self._last - exposed

@@ -30,14 +30,9 @@ from mpicomm.training import (
     reporting,
     resumable_run,
 )
-from mpicomm.training.batches import LossFunction
 from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
-from mpicomm.training.evaluation import Metric
 from mpicomm.training.losses import Losses
-from mpicomm.training.parallel import ParallelOptions
 from mpicomm.training.precision import Precision
-from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.resumable_run import ResumableRun
 from mpicomm.training.state import History, Parts, Position
 from mpicomm.training.training_step import TrainingStep
 
@@ -93,7 +88,7 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction | None = None,
+        loss_fn: batches.LossFunction | None = None,
         *,
         weights: str | os.PathLike[str] | None = None,
         target_key: str = "labels",
@@ -185,11 +180,13 @@ class Trainer:
                 "Trainer requires a process group, and torch.distributed is not initialized.\n"
                 "Call mpicomm.bootstrap() with a backend first."
             )
-        parallelism = ParallelOptions(strategy, grad_compression, sync_batchnorm, find_unused_parameters, compile_model)
+        parallelism = parallel.ParallelOptions(
+            strategy, grad_compression, sync_batchnorm, find_unused_parameters, compile_model
+        )
         optimizers.check_optimizer(model, optimizer)
         batches.check_loss_function(loss_fn)
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
-        self._report_options = ReportOptions(progress, logger, rank_logs, checkpoint_dir)
+        self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
@@ -220,16 +217,16 @@ class Trainer:
         self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
         self._skips, self._check_every, self._stop_margin = skips, check_every, stop_margin
         self._log_every, self._monitor, self._monitored = log_every, monitor, "loss"
-        self._run: ResumableRun
-        self._reporter: Reporter
+        self._run: resumable_run.ResumableRun
+        self._reporter: reporting.Reporter
 
     @property
-    def loss_fn(self) -> LossFunction | None:
+    def loss_fn(self) -> batches.LossFunction | None:
         """The loss function; None if the model returns its loss."""
         return self._step.loss_fn
 
     @loss_fn.setter
-    def loss_fn(self, loss_fn: LossFunction | None) -> None:
+    def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
         self._step.loss_fn = loss_fn
 
     def fit(
@@ -237,7 +234,7 @@ class Trainer:
         train_data: Any,
         epochs: int,
         eval_data: Any = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, evaluation.Metric] | None = None,
     ) -> History:
         """Train, starting at the newest checkpoint in `checkpoint_dir` if there is one (collective).
 
@@ -295,7 +292,7 @@ class Trainer:
             dist.barrier()  # so that no rank prints anything before the summary table
         return self.position.history
 
-    def evaluate(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+    def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
 
         Args:
@@ -401,7 +398,7 @@ class Trainer:
         self.position.end_epoch(is_evaluated=is_evaluated)
         self._reporter.epoch(self.position)
 
-    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, Metric]) -> None:
+    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, evaluation.Metric]) -> None:
         with self._reporter.excluded(), randomness.preserved(self.world.device):
             found = evaluation.evaluate(self._step, test, metrics, self._is_stopping)
         if found is None:
