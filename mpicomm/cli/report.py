@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed
+from mpicomm.metrics_file import NAME
 from mpicomm.reports import figures, plots, runs, tables
 from mpicomm.reports.figures import Figures
 
@@ -19,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "report",
         help="show the metrics of runs",
-        description=f"Show the metrics of runs, from the {runs.FILE} that a Trainer writes to its checkpoint_dir.",
+        description=f"Show the metrics of runs, from the {NAME} that a Trainer writes to its checkpoint_dir.",
     )
     parser.add_argument("directories", metavar="RUN_DIR", nargs="+", type=Path, help="a Trainer's checkpoint_dir")
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the runs to this file (needs matplotlib)")

@@ -37,7 +37,7 @@ class Request:
         if self.log_dir is None:
             return self.program
         shown = "all" if self.tag_output else "0"
-        return (python, "-m", "mpicomm.cli.rank_log", self.log_dir, shown, *self.program)
+        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *self.program)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import math
 import re
 from typing import Any
 
-from mpicomm.reports.runs import PARTS, Entry, Run
+from mpicomm.metrics_file import PARTS
+from mpicomm.reports.runs import Entry, Run
 
 _STATES = {"end": "complete", "preempted": "preempted"}
 _LOWER_IS_BETTER = {"loss", "error", "err", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpicomm.metrics_file import PARTS
 from mpicomm.reports import drawing
-from mpicomm.reports.runs import PARTS, Run
+from mpicomm.reports.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FILE = "metrics.jsonl"
-PARTS = ("data", "compute", "communication")
-"""The parts of the time of steps."""
+from mpicomm.metrics_file import NAME, PARTS
 
 _BEGINNINGS = ("start", "resume")
 _ONCE_AN_EPOCH = ("epoch", "eval")
@@ -83,7 +81,7 @@ def read(directory: Path, name: str) -> Run:
         OSError: If the directory has no metrics file, or the file cannot be read.
     """
     _check(directory)
-    path = directory / FILE
+    path = directory / NAME
     lines = enumerate(path.read_bytes().split(b"\n"), start=1)
     found = [(number, _parsed(line)) for number, line in lines if line.strip()]
     written = _walked(values for _, values in found if values is not None)
@@ -104,9 +102,9 @@ def _check(directory: Path) -> None:
         )
     if not directory.exists():
         raise FileNotFoundError(f"the directory {directory} does not exist.\nPass the checkpoint_dir of a Trainer.")
-    if not (directory / FILE).is_file():
+    if not (directory / NAME).is_file():
         raise FileNotFoundError(
-            f"{directory} is not the directory of a run: {FILE} is missing.\nPass the checkpoint_dir of a Trainer."
+            f"{directory} is not the directory of a run: {NAME} is missing.\nPass the checkpoint_dir of a Trainer."
         )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from mpicomm.metrics_file import PARTS
 from mpicomm.reports.figures import Figures
-from mpicomm.reports.runs import PARTS
 
 _UNKNOWN = "-"
 

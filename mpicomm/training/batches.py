@@ -124,26 +124,23 @@ def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
     """
     if isinstance(loss, torch.Tensor) and not loss.dim() and (loss.requires_grad or not torch.is_grad_enabled()):
         return loss
-    who = "without loss_fn, the model" if is_of_model else "loss_fn"
-    ways = ', or an output with a "loss"' if is_of_model else ""
+    if is_of_model:
+        function, or_output = "without loss_fn, the model", ', or an output with a "loss"'
+        if_no_tensor = "Pass a loss_fn to the Trainer, or return the loss from the model as well."
+        if_no_mean = "Pass a loss_fn to the Trainer, or return the mean loss of the batch."
+    else:
+        function, or_output = "loss_fn", ""
+        if_no_tensor = "Return the tensor itself, without .item()."
+        if_no_mean = 'Use reduction="mean", as torch\'s losses do by default, or return loss.mean().'
     if not isinstance(loss, torch.Tensor):
-        advice = (
-            "Pass a loss_fn to the Trainer, or return the loss from the model as well."
-            if is_of_model
-            else "Return the tensor itself, without .item()."
-        )
-        raise TypeError(f"{who} must return a tensor of shape []{ways}, got {_shown(loss)}.\n{advice}")
+        raise TypeError(f"{function} must return a tensor of shape []{or_output}, got {_shown(loss)}.\n{if_no_tensor}")
     if loss.dim():
-        advice = (
-            "Pass a loss_fn to the Trainer, or return the mean loss of the batch."
-            if is_of_model
-            else 'Use reduction="mean", as torch\'s losses do by default, or return loss.mean().'
-        )
         raise ValueError(
-            f"{who} must return the mean loss of the batch, a tensor of shape []{ways}, got {_shown(loss)}.\n{advice}"
+            f"{function} must return the mean loss of the batch, a tensor of shape []{or_output}, got {_shown(loss)}.\n"
+            f"{if_no_mean}"
         )
     raise ValueError(
-        f"{who} must return a loss that depends on the model's parameters, got a tensor without a gradient.\n"
+        f"{function} must return a loss that depends on the model's parameters, got a tensor without a gradient.\n"
         f"Compute it from the model's outputs without detach(), .item(), torch.no_grad() or argmax(), and check that "
         f"at least one parameter has requires_grad=True."
     )

@@ -37,11 +37,11 @@ from mpicomm.training import files, rank_sync
 from mpicomm.training.preemption import is_of_all_ranks
 
 _MARK = "COMPLETE"
-_ASIDE = ".partial"
+_TEMPORARY = ".partial"
 _PREFIX = "step-"
 _LOCK = ".lock"
-_GONE_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
-_SEEN_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
+_LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
+_VISIBLE_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
 
 State = dict[str, Any]
 """`model` and `optimizer` in the form that torch.distributed.checkpoint saves, and pickled objects by name."""
@@ -65,8 +65,8 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._rank = dist.get_rank()
-        self._is_ours = isinstance(dist.group.WORLD, MPIProcessGroup)
-        self._in_background = mpi.serves_threads() if self._is_ours else dist.is_gloo_available()
+        self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
+        self._in_background = mpi.serves_threads() if self._uses_mpicomm else dist.is_gloo_available()
         # The current GPU of a new thread is the first one, so the thread selects its own.
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
@@ -86,9 +86,7 @@ class Checkpoints:
         same order on all ranks, which two threads cannot guarantee:
         https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
         """
-        if self._is_ours or not dist.is_gloo_available():
-            return dist.new_group()
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo" if dist.is_gloo_available() and not self._uses_mpicomm else None)
 
     def _open(self) -> None:
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
@@ -101,7 +99,7 @@ class Checkpoints:
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = (self.directory / _LOCK).open("w")  # the kernel releases the lock however this process ends
-        if not mpi.poll(lambda: _is_locked(self._lock), _GONE_SECONDS, longest_pause=0.1):
+        if not mpi.poll(lambda: _is_locked(self._lock), _LOCK_SECONDS, longest_pause=0.1):
             raise OSError("another job is using it")
         self._remove_unmarked()
 
@@ -163,32 +161,32 @@ class Checkpoints:
         # Runs on the saving thread.
         # 1. all ranks write the content, then rank 0 renames and marks it
         path = self.directory / name
-        aside = path.with_suffix(_ASIDE)
-        failure = self._store(aside, state)
+        temporary = path.with_suffix(_TEMPORARY)
+        failure = self._store(temporary, state)
         if not failure and self._rank == 0:
-            failure = self._publish(aside, path, step)
+            failure = self._publish(temporary, path, step)
         # 2. agree on the result
-        told = [failure]
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        if not told[0]:
+        outcome = [failure]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if not outcome[0]:
             self.newest = path
             if self._rank == 0:
                 self._remove_old()
             return
         if self._rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         last = f"The last complete checkpoint is {self.newest}." if self.newest else "No checkpoint is complete yet."
         raise raised_on_all_ranks(
             CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self.directory}: {told[0]}\n{last}\n"
+                f"cannot write the checkpoint of step {step} to {self.directory}: {outcome[0]}\n{last}\n"
                 f"Free space in this directory or correct its permissions, then start the run again."
             )
         )
 
-    def _store(self, aside: Path, state: State) -> str:
+    def _store(self, temporary: Path, state: State) -> str:
         """Write the content, and return the reason of a failure or "", the same on all ranks (collective)."""
         try:
-            writer = dcp.FileSystemWriter(aside, sync_files=True)
+            writer = dcp.FileSystemWriter(temporary, sync_files=True)
             dcp.save(state, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
             rank, (why, _) = min(error.failures.items())
@@ -200,13 +198,13 @@ class Checkpoints:
             return reason
         return ""
 
-    def _publish(self, aside: Path, path: Path, step: int) -> str:
+    def _publish(self, temporary: Path, path: Path, step: int) -> str:
         """Rename and mark the content, and return the reason of a failure or ""."""
         try:
-            files.sync(aside)
+            files.sync(temporary)
             if path.exists():  # an unmarked directory that could not be removed
                 path.rename(path.with_suffix(f".{uuid.uuid4().hex}"))
-            aside.rename(path)
+            temporary.rename(path)
             files.sync(self.directory)
             self._mark(path, step)
         except OSError as error:
@@ -216,14 +214,14 @@ class Checkpoints:
     def _remove_old(self) -> None:
         """Remove all but the newest `keep` checkpoints, and leftovers of earlier removals."""
         for mark in sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]:
-            with _warning_if_it_stays(mark):
+            with _warning_on_failure(mark):
                 mark.unlink()  # before the content, so that no run resumes from a partly removed checkpoint
         self._remove_unmarked()
 
     def _remove_unmarked(self) -> None:
         for path in self.directory.glob(_PREFIX + "*"):
             if not (path / _MARK).exists():
-                with _warning_if_it_stays(path):
+                with _warning_on_failure(path):
                     files.remove_tree(path)
 
     def _mark(self, path: Path, step: int) -> None:
@@ -326,7 +324,7 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
 
 
 @contextlib.contextmanager
-def _warning_if_it_stays(path: Path) -> Iterator[None]:
+def _warning_on_failure(path: Path) -> Iterator[None]:
     """Turn a failure to remove a file or directory into a warning: it only costs space, and the run can continue."""
     try:
         yield
@@ -367,7 +365,7 @@ def _shown(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 def _probe(token: Path, rank: int) -> None:
     """Check that this rank sees the file of rank 0, and can write to the same directory."""
-    if not mpi.poll(token.exists, _SEEN_SECONDS, longest_pause=0.1):
+    if not mpi.poll(token.exists, _VISIBLE_SECONDS, longest_pause=0.1):
         raise OSError("a file that rank 0 created in it is not visible on this rank")
     mine = token.with_suffix(f".{rank}")
     _write(mine, b"mpicomm")

@@ -7,13 +7,16 @@ number of ranks.
 
 from __future__ import annotations
 
+import abc
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
+import operator
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -30,6 +33,8 @@ from torch.utils.data import (
 from mpicomm.training import preemption, randomness
 from mpicomm.training.batches import count_samples
 
+# The attributes of a user's DataLoader that the DataLoader of a rank takes over unchanged.
+_PASSED_ON = ("worker_init_fn", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 _SEED_BITS = 63
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd multipliers, so that seeds of (epoch, sample) do not collide
 
@@ -61,25 +66,29 @@ class Step:
         """The number of samples of this rank."""
         return sum(batch.count for batch in self.batches)
 
-    def stand_in(self) -> Step:
-        """Return a step of the same batches with a sample count of 0 (padding)."""
+    def as_padding(self) -> Step:
+        """Return a step of the same batches with a sample count of 0."""
         return Step([dataclasses.replace(batch, count=0, indices=()) for batch in self.batches])
 
-    def of_length(self, number: int) -> Step:
+    def with_length(self, number: int) -> Step:
         """Return the step cut or padded to `number` batches. An empty step stays empty."""
-        more = list(self.stand_in().batches[:1]) * (number - len(self.batches))
+        more = list(self.as_padding().batches[:1]) * (number - len(self.batches))
         return dataclasses.replace(self, batches=[*self.batches[:number], *more])
 
 
-class DataSource(Protocol):
+class DataSource(abc.ABC):
     """The data of a run, as seen by one rank."""
 
-    is_counted: bool
+    is_counted = False
     """Whether every step has a `total`."""
 
-    is_shared: bool
+    is_shared = True
     """Whether the ranks share one set of samples, so that another number of ranks can resume within an epoch."""
 
+    _loaded: Iterator[Any] = iter(())
+    """The batches of the current epoch, from a DataLoader."""
+
+    @abc.abstractmethod
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:
         """Return the remaining steps of an epoch.
 
@@ -89,14 +98,22 @@ class DataSource(Protocol):
             steps: The number of its steps already taken.
         """
 
+    @abc.abstractmethod
     def total(self) -> int | None:
         """Return the number of samples of all ranks in an epoch; None if unknown."""
 
+    @abc.abstractmethod
     def first(self) -> Step:
         """Return any one batch, as material for padding; an empty step if this rank has no data."""
 
     def close(self) -> None:
         """Terminate the worker processes."""
+        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # private: DataLoader's multi-process iterator
+        if shut_down is not None:
+            shut_down()
+        for worker in getattr(self._loaded, "_workers", ()):
+            if worker.is_alive():
+                worker.kill()  # SIGKILL, since workers ignore SIGTERM (_start_worker)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +155,7 @@ def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSourc
         ValueError: If the dataset is empty, or drop_last drops all of its samples.
     """
     if isinstance(data, DataLoader):
-        return _feed_of_loader(data, options, place)
+        return _source_of_loader(data, options, place)
     if isinstance(data, IterableDataset):
         return IterableSource(data, options, place)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -150,7 +167,7 @@ def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSourc
     )
 
 
-def _feed_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: DataRank) -> DataSource:
+def _source_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: DataRank) -> DataSource:
     if isinstance(loader.dataset, IterableDataset) or not _is_usual(loader):
         return LoaderSource(loader, options.grad_accum_steps)
     assert loader.batch_size is not None
@@ -161,14 +178,9 @@ def _feed_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: Data
         pin_memory=loader.pin_memory,
         shuffle=isinstance(loader.sampler, RandomSampler),
     )
-    more = {
-        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
-        "worker_init_fn": loader.worker_init_fn,
-        "timeout": loader.timeout,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    more = {name: getattr(loader, name) for name in _PASSED_ON}
+    if loader.collate_fn is not default_collate:
+        more["collate_fn"] = loader.collate_fn
     return IndexedSource(loader.dataset, options, place, drop_last=loader.drop_last, **more)
 
 
@@ -218,18 +230,15 @@ class EpochPartition:
 
         All ranks have the same number of batches, whose lengths differ by at most one.
         """
-        mine = len(range(start + rank, end, self.size))
+        mine = range(start + rank, end, self.size)
         least = (end - start) // self.size
         number = max(1, min(self.grad_accum_steps, -(-(end - start) // (self.size * self.batch_size)), least))
-        edges = [mine * each // number for each in range(number + 1)]
-        first = start + rank
-        return [
-            slice(first + self.size * low, first + self.size * (high - 1) + 1 if high > low else first, self.size)
-            for low, high in itertools.pairwise(edges)
-        ]
+        edges = [len(mine) * each // number for each in range(number + 1)]
+        shares = [mine[low:high] for low, high in itertools.pairwise(edges)]
+        return [slice(each.start, each.stop, each.step) for each in shares]
 
 
-class IndexedSource:
+class IndexedSource(DataSource):
     """A map-style dataset whose samples the ranks share."""
 
     is_counted = is_shared = True
@@ -260,20 +269,14 @@ class IndexedSource:
         self._rank = place.rank
         self._seed, self._shuffle = options.seed, options.shuffle
         self._plan = _Plan()
-        if options.num_workers:
-            loading.setdefault("persistent_workers", True)
-        else:
-            loading = {name: value for name, value in loading.items() if name in {"collate_fn", "worker_init_fn"}}
-        self._loaded: Iterator[Any] = iter(())
+        loading.setdefault("persistent_workers", options.num_workers > 0)
         plan: Any = self._plan  # Any: DataLoader accepts a batch sampler of other items than lists
-        if type(dataset) is TensorDataset and not loading.get("collate_fn"):
-            source: Dataset[Any] = _Rows(dataset)
-            loading["collate_fn"] = _as_it_is
-        else:
-            source = _Reproducible(dataset, options.seed)
-        loading["worker_init_fn"] = _Undisturbed(loading.get("worker_init_fn"))
+        samples: Dataset[Any] = _Reproducible(dataset, options.seed)
+        if type(dataset) is TensorDataset and "collate_fn" not in loading:
+            samples, loading["collate_fn"] = _Rows(dataset), _unchanged
+        loading["worker_init_fn"] = functools.partial(_start_worker, loading.get("worker_init_fn"))
         self._loader = DataLoader(
-            source,
+            samples,
             batch_sampler=plan,
             num_workers=options.num_workers,
             pin_memory=options.pin_memory,
@@ -318,10 +321,6 @@ class IndexedSource:
                 # A rank without samples in this batch loads one as padding, with a count of 0.
                 yield Indices(epoch, samples or [int(order[start])], len(samples), total)
 
-    def close(self) -> None:
-        """Terminate the worker processes."""
-        _end_workers(self._loaded)
-
 
 @dataclasses.dataclass(slots=True)
 class Indices:
@@ -358,11 +357,8 @@ class _Rows(Dataset[Any]):
         """Return the tensors of a batch."""
         return [each[indices.samples] for each in self._tensors]
 
-    def __getitem__(self, _index: int) -> Any:
-        raise AssertionError("batches are taken whole")
 
-
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -386,9 +382,6 @@ class _Reproducible(Dataset[Any]):
             return many(samples)
         return [self._dataset[each] for each in samples]
 
-    def __getitem__(self, _index: int) -> Any:
-        raise AssertionError("batches are taken whole")
-
 
 def _mixed(seed: int, epoch: int, sample: int) -> int:
     """Return a seed that depends on all three arguments."""
@@ -401,10 +394,8 @@ def _mixed(seed: int, epoch: int, sample: int) -> int:
 # -- iterable-style datasets and DataLoaders ---------------------------------------------------------------------------
 
 
-class IterableSource:
+class IterableSource(DataSource):
     """An iterable-style dataset: every rank reads all of it, and keeps every n-th batch, with n ranks."""
-
-    is_counted, is_shared = False, True
 
     def __init__(self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank) -> None:
         self._share = _Share(dataset, options.batch_size, place)
@@ -416,18 +407,14 @@ class IterableSource:
             options.batch_size,
             num_workers=options.num_workers,
             pin_memory=options.pin_memory,
-            collate_fn=_Counting(default_collate),
+            collate_fn=functools.partial(_counted, default_collate),
             generator=self._generator,
-            worker_init_fn=_Undisturbed(None),
+            worker_init_fn=functools.partial(_start_worker, None),
         )
-        self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> int | None:
         """Return the number of samples in an epoch, if the dataset has a length."""
-        try:
-            return len(self._share.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return operator.length_hint(self._share.dataset) or None
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
         """Return the remaining steps of an epoch for this rank."""
@@ -441,10 +428,6 @@ class IterableSource:
         """Return the first batch of the dataset, whichever rank it belongs to."""
         samples = list(itertools.islice(self._share.dataset, self._share.batch_size))
         return Step([Batch(default_collate(samples), 0)] if samples else [])
-
-    def close(self) -> None:
-        """Terminate the worker processes."""
-        _end_workers(self._loaded)
 
 
 class _Share(IterableDataset[Any]):
@@ -465,15 +448,14 @@ class _Share(IterableDataset[Any]):
                 yield sample
 
 
-class LoaderSource:
+class LoaderSource(DataSource):
     """A DataLoader of the user, used unchanged. Each rank has its own share of the samples."""
 
-    is_counted = is_shared = False
+    is_shared = False
 
     def __init__(self, loader: DataLoader[Any], grad_accum_steps: int) -> None:
         self._loader = _counting(loader)
         self._grad_accum_steps = grad_accum_steps
-        self._loaded: Iterator[Any] = iter(())
 
     def total(self) -> None:
         """Return None: the number of samples that other ranks load is unknown."""
@@ -492,15 +474,10 @@ class LoaderSource:
         """Return the first batch of the loader."""
         return next(_grouped(iter(self._loader), 1), Step([]))
 
-    def close(self) -> None:
-        """Terminate the worker processes."""
-        _end_workers(self._loaded)
-
 
 def _set_epoch(part: Any, epoch: int) -> None:
-    setter: Callable[[int], None] | None = getattr(part, "set_epoch", None)
-    if setter is not None:
-        setter(epoch)
+    if hasattr(part, "set_epoch"):
+        part.set_epoch(epoch)
 
 
 class _Counted(NamedTuple):  # a NamedTuple, because DataLoader pins the memory of its fields
@@ -510,14 +487,9 @@ class _Counted(NamedTuple):  # a NamedTuple, because DataLoader pins the memory 
     samples: int
 
 
-class _Counting:
-    """A collate_fn that returns the number of samples along with the batch."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> _Counted:
-        return _Counted(self._collate(samples), len(samples))
+def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> _Counted:
+    """Collate a batch, and return the number of its samples along with it."""
+    return _Counted(collate(samples), len(samples))
 
 
 def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -528,7 +500,7 @@ def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
     if type(loader) is not DataLoader or loader.batch_sampler is None:
         return loader
     same = copy.copy(loader)  # shallow: shares the sampler and the dataset with the user's loader
-    same.collate_fn = _Counting(loader.collate_fn)
+    same.collate_fn = functools.partial(_counted, loader.collate_fn)
     same._iterator = None  # its persistent workers, if any, use the original collate_fn
     return same
 
@@ -540,31 +512,15 @@ def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
 
 
 def _batch(loaded: Any) -> Batch:
-    if isinstance(loaded, _Counted):
-        return Batch(loaded.content, loaded.samples)
-    return Batch(loaded, count_samples(loaded))
+    return Batch(*loaded) if isinstance(loaded, _Counted) else Batch(loaded, count_samples(loaded))
 
 
-class _Undisturbed:
-    """A worker_init_fn that ignores the preemption signals, then calls the user's function.
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """Ignore the preemption signals in a worker process, then call the worker_init_fn of the user.
 
     Schedulers send these signals to all processes, and the ranks need further batches until they have stopped.
     """
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in preemption.SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        if self._then is not None:
-            self._then(worker)
-
-
-def _end_workers(loaded: Iterator[Any]) -> None:
-    shut_down = getattr(loaded, "_shutdown_workers", None)  # private method of DataLoader's multi-process iterator
-    if shut_down is not None:
-        shut_down()
-    for worker in getattr(loaded, "_workers", ()):
-        if worker.is_alive():
-            worker.kill()  # SIGKILL, since workers ignore SIGTERM (_Undisturbed)
+    for number in preemption.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)

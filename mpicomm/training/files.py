@@ -16,15 +16,15 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         path: The file; an existing file is replaced.
         write: Writes the content to the open file.
     """
-    aside = path.with_name(path.name + ".new")
+    temporary = path.with_name(path.name + ".new")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        aside.rename(path)
+        temporary.rename(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,31 +22,49 @@ STRATEGIES = ("ddp", "fsdp")
 HOOKS = ("bf16", "fp16", "powersgd")
 
 
+@dataclasses.dataclass(frozen=True)
+class ParallelOptions:
+    """Arguments of `Trainer` on how the ranks share the model.
+
+    Raises:
+        TypeError: If strategy or grad_compression is not a str.
+        ValueError: If one of these names is unknown, or grad_compression is passed with strategy='fsdp'.
+    """
+
+    strategy: str
+    grad_compression: str | None
+    sync_batchnorm: bool
+    find_unused_parameters: bool
+    compile_model: bool
+
+    def __post_init__(self) -> None:
+        arguments.one_of(*STRATEGIES).check(self.strategy, "strategy")
+        arguments.one_of(*HOOKS).or_none().check(self.grad_compression, "grad_compression")
+        if self.grad_compression is not None and self.strategy != "ddp":
+            raise ValueError(
+                f"grad_compression={self.grad_compression!r} requires strategy='ddp', got strategy={self.strategy!r}.\n"
+                f"Omit grad_compression; with 'fsdp', precision='bfloat16' halves the bytes of the parameters sent."
+            )
+
+
 class DDPModel:
     """The model replicated on every rank with DistributedDataParallel, which overlaps all-reduce and backward pass."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        grad_compression: str | None,
-        *,
-        find_unused_parameters: bool,
-        is_compiled: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, options: ParallelOptions) -> None:
         self.inner = model.to(device)
-        devices = [device.index] if device.type == "cuda" else None
         self._ddp = DistributedDataParallel(
-            self.inner, device_ids=devices, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
+            self.inner,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=True,
         )
         # Compile the DDP module, not the model: torch then breaks graphs between buckets, where DDP sends gradients.
-        self.model: Any = torch.compile(self._ddp) if is_compiled else self._ddp
-        self._alone: Any = torch.compile(self.inner) if is_compiled else self.inner
-        self._hook = grad_compression
+        self.model: Any = torch.compile(self._ddp) if options.compile_model else self._ddp
+        self._alone: Any = torch.compile(self.inner) if options.compile_model else self.inner
+        self._hook = options.grad_compression
         self.hook_state: Any = None
         """The state that the communication hook keeps from step to step."""
-
-        if grad_compression == "powersgd":
+        if self._hook == "powersgd":
             self.hook_state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
 
     @contextlib.contextmanager
@@ -91,17 +110,20 @@ class DDPModel:
 class FSDPModel:
     """The model sharded with FSDP2: each rank stores a shard of each parameter, and gathers it for computing."""
 
-    def __init__(self, model: nn.Module, device: torch.device, low: torch.dtype | None, *, is_compiled: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, options: ParallelOptions, compute_dtype: torch.dtype | None
+    ) -> None:
         self.inner = model.to(device)
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)  # as DDP does: the ranks' initial parameters may differ
         share_buffers(model)
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low is not None else None)
+        reduce_dtype = None if compute_dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
         layers = _layers(model)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        if is_compiled:
+        if options.compile_model:
             for part in layers or [model]:  # layer by layer: the all-gather between two layers cannot be compiled
                 part.forward = torch.compile(part.forward)
         self.model: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -150,40 +172,33 @@ def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    *,
-    strategy: str,
-    grad_compression: str | None,
-    low: torch.dtype | None,
-    sync_batchnorm: bool,
-    find_unused_parameters: bool,
-    is_compiled: bool,
+    options: ParallelOptions,
+    compute_dtype: torch.dtype | None,
 ) -> DDPModel | FSDPModel:
     """Replicate or shard a model, and replace the optimizer's parameters by the sharded ones (collective).
 
     Args:
-        low: The dtype in which FSDP computes; None for the dtype of the parameters.
+        compute_dtype: The dtype in which FSDP computes; None for the dtype of the parameters.
 
     Raises:
         ValueError: If sync_batchnorm is set on CPUs.
     """
-    if sync_batchnorm and device.type == "cpu":
+    if options.sync_batchnorm and device.type == "cpu":
         raise ValueError(
             "sync_batchnorm=True requires GPUs (torch.nn.SyncBatchNorm does not support CPUs), got the device cpu.\n"
             "Omit sync_batchnorm on CPUs."
         )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    if sync_batchnorm:
+    if options.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if strategy == "ddp":
-        return DDPModel(
-            model, device, grad_compression, find_unused_parameters=find_unused_parameters, is_compiled=is_compiled
-        )
-    spread_out = FSDPModel(model, device, low, is_compiled=is_compiled)
+    if options.strategy == "ddp":
+        return DDPModel(model, device, options)
+    sharded = FSDPModel(model, device, options, compute_dtype)
     # FSDP replaces the parameters of the model; the optimizer gets the new ones, matched by name.
-    here = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for group in optimizer.param_groups:
-        group["params"] = [here[names[each]] for each in group["params"]]
-    return spread_out
+        group["params"] = [parameters[names[each]] for each in group["params"]]
+    return sharded
 
 
 @contextlib.contextmanager
@@ -200,22 +215,6 @@ def share_buffers(model: nn.Module) -> None:
     """Broadcast the buffers of rank 0, whose statistics cover only its own samples (collective)."""
     for buffer in model.buffers():
         dist.broadcast(buffer.detach(), src=0)
-
-
-def check_arguments(strategy: str, grad_compression: str | None) -> None:
-    """Check the strategy and the gradient compression.
-
-    Raises:
-        TypeError: If one is not a str.
-        ValueError: If a name is unknown, or grad_compression is passed with strategy='fsdp'.
-    """
-    arguments.one_of(*STRATEGIES).check(strategy, "strategy")
-    arguments.one_of(*HOOKS).or_none().check(grad_compression, "grad_compression")
-    if grad_compression is not None and strategy != "ddp":
-        raise ValueError(
-            f"grad_compression={grad_compression!r} requires strategy='ddp', got strategy={strategy!r}.\n"
-            f"Omit grad_compression; with 'fsdp', precision='bfloat16' halves the bytes of the parameters sent."
-        )
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -38,15 +38,12 @@ class Precision:
         self._device = device
         self._casts = casts and self.dtype is not None
         # The exponent range of float16 is small: without loss scaling, small gradients underflow to 0.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self._scales)
-
-    @property
-    def _scales(self) -> bool:
-        return self.dtype == torch.float16
+        # In other precisions the scaler does nothing.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass of the loss, scaled for float16."""
-        (self.scaler.scale(loss) if self._scales else loss).backward()
+        self.scaler.scale(loss).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, max_grad_norm: float | None) -> bool:
         """Clip the gradients, run an optimizer step, and return whether the step was taken.
@@ -57,9 +54,6 @@ class Precision:
         if max_grad_norm is not None:
             self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        if not self._scales:
-            optimizer.step()
-            return True
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()

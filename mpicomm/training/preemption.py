@@ -26,9 +26,9 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *_WARNINGS)
 # Launchers and schedulers repeat SIGTERM after 0.25 s and after 6 s. Only a signal that is repeated later than this
 # after the first one ends the process at once.
-_AGAIN_SECONDS = 10.0
-_ASK_SECONDS = 60.0  # maximum interval of scheduler queries
-_ANSWER_SECONDS = 20.0  # timeout of a scheduler command
+_REPEAT_SECONDS = 10.0
+_POLL_SECONDS = 60.0  # maximum interval of scheduler queries
+_QUERY_SECONDS = 20.0  # timeout of a scheduler command
 
 
 class Preempted(SystemExit):
@@ -58,8 +58,8 @@ class StopRequest:
         self._since: dict[int, float] = {}
 
     @contextlib.contextmanager
-    def listening(self, stop_margin: float | None, *, asks: bool) -> Iterator[None]:
-        """Handle signals within the block and, if `asks`, poll the scheduler for the remaining time.
+    def handling_signals(self, stop_margin: float | None, *, polls_scheduler: bool) -> Iterator[None]:
+        """Handle signals within the block and, if `polls_scheduler`, poll the scheduler for the remaining time.
 
         After the block SIGUSR1 and SIGUSR2 have no effect unless the program had a handler for them: a scheduler's
         warning must not end a program that has finished training.
@@ -67,15 +67,15 @@ class StopRequest:
         Args:
             stop_margin: Seconds before the end of the allocation at which to request a stop, limited to half of the
                 time that remains at the first poll. None disables polling.
-            asks: Whether this rank polls the scheduler, in a separate thread.
+            polls_scheduler: Whether this rank polls the scheduler, in a separate thread.
         """
         self.why = None
         self._since.clear()
-        before = self._take_over()
+        before = self._install_handlers()
         done = threading.Event()
-        clock = remaining_seconds(os.environ) if asks and stop_margin is not None else None
+        clock = remaining_seconds(os.environ) if polls_scheduler and stop_margin is not None else None
         if clock is not None:
-            watch = threading.Thread(target=self._watch_clock, args=(clock, stop_margin, done), daemon=True)
+            watch = threading.Thread(target=self._poll_scheduler, args=(clock, stop_margin, done), daemon=True)
             watch.name = "mpicomm-time-left"
             watch.start()
         try:
@@ -83,22 +83,22 @@ class StopRequest:
         finally:
             done.set()
             for number, handler in before.items():
-                came_too_late = number in _WARNINGS and handler is signal.SIG_DFL
-                signal.signal(number, _take_no_note if came_too_late else handler)
+                is_late_warning = number in _WARNINGS and handler is signal.SIG_DFL
+                signal.signal(number, _ignore if is_late_warning else handler)
 
-    def _take_over(self) -> dict[int, Any]:
+    def _install_handlers(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._note) for number in SIGNALS}
+        return {number: signal.signal(number, self._record) for number in SIGNALS}
 
-    def _note(self, number: int, _frame: types.FrameType | None) -> None:
+    def _record(self, number: int, _frame: types.FrameType | None) -> None:
         now = time.monotonic()
-        if now > self._since.setdefault(number, now) + _AGAIN_SECONDS:
+        if now > self._since.setdefault(number, now) + _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.why = self.why or signal.Signals(number).name
 
-    def _watch_clock(self, clock: Callable[[], float | None], stop_margin: float, done: threading.Event) -> None:
+    def _poll_scheduler(self, clock: Callable[[], float | None], stop_margin: float, done: threading.Event) -> None:
         wait, is_first = 0.0, True
         while not done.wait(wait):
             left = clock()
@@ -107,10 +107,10 @@ class StopRequest:
             if left is not None and left <= stop_margin:
                 self.why = self.why or f"{left:.0f} s remaining in the allocation"
                 return
-            wait = _ASK_SECONDS if left is None else min(_ASK_SECONDS, max(1.0, left - stop_margin))
+            wait = _POLL_SECONDS if left is None else min(_POLL_SECONDS, max(1.0, left - stop_margin))
 
 
-def _take_no_note(_number: int, _frame: types.FrameType | None) -> None:
+def _ignore(_number: int, _frame: types.FrameType | None) -> None:
     """Ignore a signal; child processes do not inherit a handler, unlike SIG_IGN."""
 
 
@@ -122,9 +122,9 @@ def remaining_seconds(environ: Mapping[str, str]) -> Callable[[], float | None] 
     """
     slurm, pbs = environ.get("SLURM_JOB_ID"), environ.get("PBS_JOBID")
     if slurm and shutil.which("squeue"):
-        return lambda: seconds_of_slurm(_answer(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
+        return lambda: seconds_of_slurm(_output_of(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
     if pbs and shutil.which("qstat"):
-        return lambda: seconds_of_pbs(_answer(["qstat", "-f", "-F", "json", pbs]), pbs, time.time())
+        return lambda: seconds_of_pbs(_output_of(["qstat", "-f", "-F", "json", pbs]), pbs, time.time())
     return None
 
 
@@ -154,13 +154,11 @@ def seconds_of_pbs(text: str, job: str, now: float) -> float | None:
     return start.timestamp() + 3600 * hours + 60 * minutes + seconds - now
 
 
-def _answer(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     """Return the output of a scheduler command, or "" if it fails: that must not end a run."""
     environ = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, env=environ, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, env=environ, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mpicomm import terminal
@@ -37,7 +35,6 @@ class Display:
         self._style = ("none" if not prints else _find_style()) if style == "auto" or not prints else style
         self._console = Console(quiet=True) if self._style == "none" else console()
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._line_at = 0.0
         if self._style == "bar":
             self._bar = Progress(
@@ -50,7 +47,7 @@ class Display:
                 redirect_stderr=False,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=None if total is None else epochs * total, text="")
+            self._bar.add_task("", total=None if total is None else epochs * total, text="")
 
     def show(self, epoch: int, step: int, consumed: int, loss: float | None, rate: float) -> None:
         """Update the bar, or print a line at most every 5 s.
@@ -63,21 +60,21 @@ class Display:
             rate: Samples per second of the whole job.
         """
         text = f"step {step}  loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} samples/s"
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             done = epoch * (self._total or 0) + consumed
             name = f"epoch {epoch + 1}/{self._epochs}"
-            self._bar.update(self._task, completed=done, description=name, text=text)
+            self._bar.update(self._bar.task_ids[0], completed=done, description=name, text=text)
         elif self._style == "lines" and time.monotonic() >= self._line_at + _LINE_SECONDS:
             self._line_at = time.monotonic()
             part = "" if not self._total else f"  {consumed / self._total:4.0%}  {self._left(epoch, consumed, rate)}"
-            self.say(f"epoch {epoch + 1}/{self._epochs}  {text}{part}")
+            self.print(f"epoch {epoch + 1}/{self._epochs}  {text}{part}")
 
     def _left(self, epoch: int, consumed: int, rate: float) -> str:
         assert self._total is not None
         seconds = ((self._epochs - epoch) * self._total - consumed) / max(rate, 1e-9)
         return f"{shown_seconds(seconds)} left"
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -136,35 +133,3 @@ def summary(figures: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> T
             text += f", GPU utilization {min(used)} to {max(used)} %"
         table.add_row(host, text)
     return table
-
-
-class Tee:
-    """A stream that also writes to a file."""
-
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream, self._file = stream, file
-
-    def write(self, text: str) -> int:
-        """Write to both."""
-        self._file.write(text)
-        self._file.flush()
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def rank_log(path: Path | None) -> Any:
-    """Copy stdout and stderr of this rank to a file within the block."""
-    if path is None:
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = Tee(sys.stdout, file), Tee(sys.stderr, file)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before

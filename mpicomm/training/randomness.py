@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,16 @@ def restore(found: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(found["torch"])
     if device.type == "cuda" and "cuda" in found:
         torch.cuda.set_rng_state(found["cuda"], device)
+
+
+@contextlib.contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Restore the generators to their present states at the end of a block."""
+    before = states(device)
+    try:
+        yield
+    finally:
+        restore(before, device)
 
 
 def make_repeatable() -> None:

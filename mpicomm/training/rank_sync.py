@@ -1,8 +1,8 @@
-"""Synchronization of the ranks between steps: reductions, failures, stop votes. All functions are collective."""
+"""Synchronization of the ranks between steps: uneven data, reductions, failures, stop votes. All are collective."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
-from mpicomm.training.data import Step
+from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.preemption import is_of_all_ranks
+from mpicomm.training.step_timing import Clock
 from mpicomm.watchdog import hang_report
 
 if TYPE_CHECKING:
@@ -61,6 +62,45 @@ def first_failure(act: Callable[[], object], *kinds: type[Exception]) -> tuple[i
         failure = str(error) or type(error).__name__
     failures = collectives.all_gather_object(failure)
     return next(((rank, each) for rank, each in enumerate(failures) if each is not None), None)
+
+
+def aligned_steps(
+    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], clock: Clock
+) -> Iterator[tuple[Step, int]]:
+    """Yield steps with the same number of batches on all ranks, until no rank has samples left (collective).
+
+    Args:
+        source: The data.
+        steps: The steps of this rank.
+        padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some.
+        clock: Measures the time for data and communication.
+
+    Yields:
+        The step, and the number of its samples on all ranks.
+    """
+    while True:
+        # 1. load the step, and agree on its number of samples
+        clock.start()
+        step = next(steps, Step([]))
+        clock.add("data")
+        count = step.total
+        if not source.is_counted:
+            count = total(step.count)
+            clock.add("communication")
+        if not count:
+            return
+        # 2. cut or pad it to the same number of batches on all ranks
+        if not source.is_counted:
+            step = (step if step.batches else padding()).with_length(most(len(step.batches)))
+        yield step, count
+
+
+def no_data() -> ValueError:
+    """Return the error of a rank without data, which has no batch to use as padding."""
+    return ValueError(
+        f"expected data on every rank, got none on rank {dist.get_rank()}.\n"
+        f"Pass at least one batch of data on every rank."
+    )
 
 
 class StopVote:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpicomm import arguments
+from mpicomm import arguments, metrics_file, rank_log
 from mpicomm.arguments import FLAG, Expected
 from mpicomm.collective_ops import collectives
+from mpicomm.metrics_file import Logger, MetricsFile
 from mpicomm.runtime import World
 from mpicomm.training import progress_display
 from mpicomm.training.data import LoaderOptions
-from mpicomm.training.metrics import FILE, Journal, tensorboard
 from mpicomm.training.progress_display import Display, shown_seconds
 from mpicomm.training.state import Position
 from mpicomm.training.step_timing import Clock
 
-Logger = Callable[[dict[str, Any]], None]
 _SHOW_SECONDS = 0.1
 
 
@@ -36,58 +36,66 @@ _LOGGER = Expected(
 ).or_none()
 
 
-def check_arguments(progress: str, logger: Logger | str | None, *, rank_logs: bool, checkpoint_dir: object) -> None:
-    """Check the arguments of `Trainer` that concern reporting.
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """Arguments of `Trainer` that concern reporting.
 
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If a name is unknown, or rank_logs is set without checkpoint_dir.
         ImportError: If logger is "tensorboard" and TensorBoard is not installed.
     """
-    _LOGGER.check(logger, "logger")
-    if logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('logger="tensorboard" requires TensorBoard.\nInstall it: pip install tensorboard')
-    arguments.one_of(*progress_display.STYLES).check(progress, "progress")
-    FLAG.check(rank_logs, "rank_logs")
-    if rank_logs and checkpoint_dir is None:
-        raise ValueError(
-            "rank_logs=True requires a checkpoint_dir, got checkpoint_dir=None.\n"
-            "Pass checkpoint_dir, the directory of the logs, or omit rank_logs."
-        )
+
+    progress: str
+    logger: Logger | str | None
+    rank_logs: bool
+    checkpoint_dir: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        _LOGGER.check(self.logger, "logger")
+        if self.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise ImportError('logger="tensorboard" requires TensorBoard.\nInstall it: pip install tensorboard')
+        arguments.one_of(*progress_display.STYLES).check(self.progress, "progress")
+        FLAG.check(self.rank_logs, "rank_logs")
+        if self.rank_logs and self.checkpoint_dir is None:
+            raise ValueError(
+                "rank_logs=True requires a checkpoint_dir, got checkpoint_dir=None.\n"
+                "Pass checkpoint_dir, the directory of the logs, or omit rank_logs."
+            )
 
 
 class Reporter:
     """Writes the progress of a run to the metrics file and the display. Only `end` communicates with other ranks."""
 
-    def __init__(self, world: World, journal: Journal, display: Display) -> None:
+    def __init__(self, world: World, file: MetricsFile, display: Display) -> None:
         self.clock = Clock(world.device)
-        self._world, self._journal, self._display = world, journal, display
+        self._world, self._file, self._display = world, file, display
         self._begun = self._logged = time.monotonic()
         self._samples = 0  # of all ranks, since this process started
         self._samples_logged = 0
-        self._aside = 0.0  # seconds without training, such as evaluations
+        self._excluded = 0.0  # seconds without training, such as evaluations
         self._loss: float | None = None
         self._next_show = 0.0
-        self._busy: list[int] = []
+        self._gpu_utilization: list[int] = []
         self._parts = dict.fromkeys(self.clock.parts, 0.0)
 
     def begin(self, position: Position, options: LoaderOptions, *, is_complete: bool) -> None:
         """Report the position at which the run starts or resumes, and start the clocks."""
         about = {"ranks": self._world.size, "device": str(self._world.device), **dataclasses.asdict(options)}
-        self.note("resume" if position.step else "start", position, **about)
+        self.write("resume" if position.step else "start", position, **about)
         if position.step and not is_complete:
             where = f"epoch {position.epoch + 1}, {position.consumed} of its samples completed"
-            self.say(f"resuming from step {position.step}: {where}")
+            self.print(f"resuming from step {position.step}: {where}")
         self._begun = self._logged = time.monotonic()
 
-    def note(self, event: str, position: Position, **values: Any) -> None:
+    def write(self, event: str, position: Position, **values: Any) -> None:
         """Write an entry to the metrics file and the logger."""
         about = {"time": time.time(), "step": position.step, "epoch": position.epoch, "consumed": position.consumed}
-        self._journal.write(event, **about, **values)
+        self._file.write(event, **about, **values)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line on rank 0."""
-        self._display.say(text)
+        self._display.print(text)
 
     def step(self, position: Position, count: int) -> None:
         """Count a step of `count` samples, and update the display at most every 0.1 s."""
@@ -101,12 +109,12 @@ class Reporter:
         """Write a step entry that covers the steps since the last one."""
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
-        parts = self.clock.take()
+        parts = self.clock.reset()
         for name, seconds in parts.items():
             self._parts[name] += seconds
         seconds = max(now - self._logged, 1e-9)
-        self._busy += _utilization(self._world.device)
-        self.note(
+        self._gpu_utilization += _utilization(self._world.device)
+        self.write(
             "step",
             position,
             loss=loss,
@@ -121,25 +129,25 @@ class Reporter:
         """Report a complete epoch."""
         figures = position.history[-1]
         self._display.show(position.epoch - 1, position.step, int(figures["samples"]), self._loss, self._rate())
-        self.note("epoch", position, loss=figures["loss"], samples=figures["samples"])
+        self.write("epoch", position, loss=figures["loss"], samples=figures["samples"])
         if position.is_evaluated:
-            self._say_epoch(position)
+            self._print_epoch(position)
 
     def evaluation(self, position: Position) -> None:
         """Report an evaluation."""
         names = {"epoch", "step", "loss", "samples"}
-        self.note("eval", position, **{k: v for k, v in position.history[-1].items() if k not in names})
-        self._say_epoch(position)
+        self.write("eval", position, **{k: v for k, v in position.history[-1].items() if k not in names})
+        self._print_epoch(position)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Exclude the time of a block from the samples per second."""
         before = time.monotonic()
         try:
             yield
         finally:
             gone = time.monotonic() - before
-            self._aside += gone
+            self._excluded += gone
             self._logged += gone
 
     def end(self, position: Position) -> None:
@@ -150,42 +158,36 @@ class Reporter:
             "host": self._world.hostname,
             "device": str(self._world.device),
             "memory": _memory(self._world.device),
-            "utilization": sum(self._busy) // len(self._busy) if self._busy else None,
+            "utilization": sum(self._gpu_utilization) // len(self._gpu_utilization) if self._gpu_utilization else None,
         }
         gathered = collectives.all_gather_object(mine)
-        self.note("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=gathered)
+        self.write("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=gathered)
         if not self._samples:
-            self.say(f"the run is complete: {position.epoch} epochs, {position.step} steps; training skipped.")
+            self.print(f"the run is complete: {position.epoch} epochs, {position.step} steps; training skipped.")
             return
         # 2. print the table
         parts = sum(self._parts.values()) or 1.0
         shown = {
             "steps": f"{position.step:,} in {position.epoch} epochs",
-            "time": f"{shown_seconds(seconds)} (evaluation {shown_seconds(self._aside)})",
+            "time": f"{shown_seconds(seconds)} (evaluation {shown_seconds(self._excluded)})",
             "samples/s": f"{self._rate():,.0f} on {progress_display.shown_ranks(self._world.size)}",
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }
         self._display.close()
         self._display.show_table(progress_display.summary(shown, gathered))
 
-    def _say_epoch(self, position: Position) -> None:
+    def _print_epoch(self, position: Position) -> None:
         known = {"epoch", "step", "samples", "eval_samples"}
         figures = "  ".join(f"{k} {v:.4f}" for k, v in position.history[-1].items() if k not in known)
-        self.say(f"epoch {position.epoch}: {figures}")
+        self.print(f"epoch {position.epoch}: {figures}")
 
     def _rate(self) -> float:
-        return self._samples / max(time.monotonic() - self._begun - self._aside, 1e-9)
+        return self._samples / max(time.monotonic() - self._begun - self._excluded, 1e-9)
 
 
 @contextlib.contextmanager
 def opened(
-    world: World,
-    directory: Path | None,
-    progress: str,
-    logger: Logger | str | None,
-    rank_logs: bool,
-    epochs: int,
-    total: int | None,
+    world: World, directory: Path | None, options: ReportOptions, epochs: int, total: int | None
 ) -> Iterator[Reporter]:
     """Yield the reporter of a run; close its metrics file and display at the end of the block.
 
@@ -194,24 +196,16 @@ def opened(
         total: The number of samples in an epoch, if known.
     """
     prints = world.rank == 0
-    log = directory / f"rank_{world.rank:03d}.log" if rank_logs and directory is not None else None
-    file = directory / FILE if prints and directory is not None else None
+    path = directory / metrics_file.NAME if prints and directory is not None else None
+    logger = options.logger if prints else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(progress_display.rank_log(log))
-        if logger == "tensorboard" and prints:
-            logger = stack.enter_context(tensorboard(directory or Path("runs")))
-        journal = Journal(file, logger if prints and callable(logger) else None)
-        display = Display(progress, epochs, total, prints=prints)
-        try:
-            yield Reporter(world, journal, display)
-        finally:
-            display.close()
-            journal.close()
-
-
-def silent(world: World) -> Reporter:
-    """Return a reporter without output."""
-    return Reporter(world, Journal(None, None), Display("none", 1, None, prints=False))
+        if options.rank_logs and directory is not None:
+            stack.enter_context(rank_log.copy_output(rank_log.path_of(directory, world.rank)))
+        if isinstance(logger, str):
+            logger = stack.enter_context(_tensorboard(directory or Path("runs")))
+        file = stack.enter_context(contextlib.closing(MetricsFile(path, logger)))
+        display = stack.enter_context(contextlib.closing(Display(options.progress, epochs, total, prints=prints)))
+        yield Reporter(world, file, display)
 
 
 def _memory(device: torch.device) -> int:
@@ -229,3 +223,21 @@ def _utilization(device: torch.device) -> list[int]:
         return [torch.cuda.utilization(device)]
     except Exception:  # noqa: BLE001  torch raises exceptions of many types where NVML is missing
         return []
+
+
+@contextlib.contextmanager
+def _tensorboard(directory: Path) -> Iterator[Logger]:
+    """Yield a logger that writes the numbers of each entry to TensorBoard."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(directory)
+
+    def log(entry: dict[str, Any]) -> None:
+        if "step" in entry:
+            for name, value in entry.items():
+                if isinstance(value, (int, float)) and name not in {"step", "time"}:
+                    writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])
+            writer.flush()
+
+    with writer:
+        yield log

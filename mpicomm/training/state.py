@@ -15,8 +15,9 @@ from mpicomm.runtime import World
 from mpicomm.training import checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
-from mpicomm.training.metrics import Losses
+from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import DDPModel, FSDPModel
+from mpicomm.training.precision import Precision
 
 History = list[dict[str, float]]
 
@@ -73,7 +74,8 @@ class Position:
 
     def add_evaluation(self, means: Mapping[str, float], count: int) -> None:
         """Add the results of the evaluation of the last epoch to the history."""
-        self.history[-1] |= {**means, "eval_samples": count}
+        figures = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
+        self.history[-1] |= {**figures, "eval_samples": count}
         self.is_evaluated = True
 
 
@@ -84,7 +86,7 @@ class Parts:
     wrapped: DDPModel | FSDPModel
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    scaler: torch.amp.GradScaler
+    precision: Precision
     position: Position
     losses: Losses
     world: World
@@ -98,7 +100,7 @@ def collect(parts: Parts) -> State:
         "position": dataclasses.asdict(parts.position),
         "optimizer": type(parts.optimizer).__name__,
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
-        "scaler": parts.scaler.state_dict(),
+        "scaler": parts.precision.scaler.state_dict(),
         "ranks": parts.world.size,
     }
     own = {
@@ -157,7 +159,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     # 3. restore the objects that all ranks share, then those of each rank
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
-    parts.scaler.load_state_dict(run["scaler"])
+    parts.precision.scaler.load_state_dict(run["scaler"])
     for field in dataclasses.fields(Position):
         setattr(parts.position, field.name, getattr(position, field.name))
     owns = [objects[f"rank {rank}"] for rank in range(run["ranks"])]

@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.metrics_file import PARTS
 from mpicomm.watchdog import flight_recorder
 
 
 class Clock:
-    """Accumulates the seconds spent in each part of the steps since the last `take`."""
+    """Accumulates the seconds spent in each part of the steps since the last `reset`."""
 
     def __init__(self, device: torch.device) -> None:
         # GPU work continues after its call returns, and operations of other backends are not in the flight recorder.
         self._sees_communication = device.type == "cpu" and isinstance(dist.group.WORLD, MPIProcessGroup)
-        self.parts = ("data", "compute", "communication") if self._sees_communication else ("data", "compute")
+        self.parts = PARTS if self._sees_communication else PARTS[:2]
         self._seconds = dict.fromkeys(self.parts, 0.0)
         self._last = time.monotonic()
 
@@ -38,15 +39,13 @@ class Clock:
         """
         now = time.monotonic()
         last = flight_recorder.last() if is_synchronized and self._sees_communication else None
-        exposed = 0.0
-        if last is not None and last.called > self._last:
-            exposed = now - last.called
+        exposed = now - last.called if last is not None and last.called > self._last else 0.0
         if exposed:
             self._seconds["communication"] += exposed
         self._seconds["compute"] += now - self._last - exposed
         self._last = now
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and reset them."""
+    def reset(self) -> dict[str, float]:
+        """Reset the seconds of each part, and return their values before."""
         found, self._seconds = self._seconds, dict.fromkeys(self.parts, 0.0)
         return found

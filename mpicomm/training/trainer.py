@@ -1,10 +1,15 @@
-"""The trainer: the training and evaluation loops. Data, checkpoints, preemption and reporting are in other modules."""
+"""The trainer: the loops over the epochs and over the steps of an epoch.
+
+The training step, the evaluation, checkpoints and stops, the data and reports are in other modules.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,26 +21,21 @@ from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
 from mpicomm.errors import MpicommError
 from mpicomm.training import (
     batches,
-    checkpoint,
+    evaluation,
     model_file,
     optimizers,
     parallel,
     randomness,
     rank_sync,
     reporting,
-    state,
+    resumable_run,
 )
-from mpicomm.training.batches import LossFunction
-from mpicomm.training.checkpoint import Checkpoints
-from mpicomm.training.data import Batch, DataRank, DataSource, LoaderOptions, Step, make_source
-from mpicomm.training.metrics import Averages, Losses, Metric, check_metrics
+from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
+from mpicomm.training.losses import Losses
 from mpicomm.training.precision import Precision
-from mpicomm.training.preemption import Preempted, StopRequest
-from mpicomm.training.rank_sync import StopVote
-from mpicomm.training.state import History, Position
+from mpicomm.training.state import History, Parts, Position
+from mpicomm.training.training_step import TrainingStep
 
-_NOTHING = Step([])
-_SYNCHRONIZED = contextlib.nullcontext()
 _EXPECTED = {
     "weights": PATH.or_none(),
     "target_key": TEXT,
@@ -88,7 +88,7 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction | None = None,
+        loss_fn: batches.LossFunction | None = None,
         *,
         weights: str | os.PathLike[str] | None = None,
         target_key: str = "labels",
@@ -180,60 +180,61 @@ class Trainer:
                 "Trainer requires a process group, and torch.distributed is not initialized.\n"
                 "Call mpicomm.bootstrap() with a backend first."
             )
-        parallel.check_arguments(strategy, grad_compression)
+        parallelism = parallel.ParallelOptions(
+            strategy, grad_compression, sync_batchnorm, find_unused_parameters, compile_model
+        )
         optimizers.check_optimizer(model, optimizer)
         batches.check_loss_function(loss_fn)
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
-        reporting.check_arguments(progress, logger, rank_logs=rank_logs, checkpoint_dir=checkpoint_dir)
+        self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
-        # 2. store the options
+        # 2. load the weights, and replicate or shard the model
         device = self.world.device
         self.precision = Precision(precision, device, casts=strategy == "ddp")
-        self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
-        self.position = Position()
-        self._monitor, self._target_key, self._max_grad_norm = monitor, target_key, max_grad_norm
-        self._options = LoaderOptions(batch_size, grad_accum_steps, num_workers, device.type == "cuda", seed)
-        self._place = DataRank(self.world.rank, self.world.size)
-        self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
-        self._skips, self._check_every, self._stop_margin = on_nonfinite == "skip", check_every, stop_margin
-        self._log_every, self._progress, self._logger, self._rank_logs = log_every, progress, logger, rank_logs
-        # 3. load the weights, and replicate or shard the model
         if deterministic:
             randomness.make_repeatable()
         if weights is not None:
             model_file.load(model, weights)
-        self.wrapped = parallel.wrap(
-            model,
+        self.wrapped = parallel.wrap(model, optimizer, device, parallelism, self.precision.dtype)
+        # 3. prepare the training steps
+        skips = on_nonfinite == "skip"
+        self.optimizer, self.scheduler, self.position = optimizer, scheduler, Position()
+        self._parts = Parts(
+            self.wrapped,
             optimizer,
-            device,
-            strategy=strategy,
-            grad_compression=grad_compression,
-            low=self.precision.dtype,
-            sync_batchnorm=sync_batchnorm,
-            find_unused_parameters=find_unused_parameters,
-            is_compiled=compile_model,
+            scheduler,
+            self.precision,
+            self.position,
+            Losses(device, stops=not skips),
+            self.world,
         )
-        # 4. initialize the state of the loops
-        self._losses = Losses(device, stops=not self._skips)
-        self._stop_request = StopRequest()
-        self._checkpoints: Checkpoints | None = None
-        self._reporter = reporting.silent(self.world)
-        self._saved: str | None = None
-        self._is_warm = self._is_checked = False
-        self._monitored = "loss"
-        self._last_step = _NOTHING
-        self._stop_vote: StopVote
+        self._step = TrainingStep(self._parts, loss_fn, target_key, max_grad_norm, can_discard=skips)
+        self._last_step = Step([])
+        # 4. store the options of the loops
+        self._options = LoaderOptions(batch_size, grad_accum_steps, num_workers, device.type == "cuda", seed)
+        self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
+        self._skips, self._check_every, self._stop_margin = skips, check_every, stop_margin
+        self._log_every, self._monitor, self._monitored = log_every, monitor, "loss"
+        self._run: resumable_run.ResumableRun
+        self._reporter: reporting.Reporter
 
-    # -- training and evaluation -------------------------------------------------------------------------------------
+    @property
+    def loss_fn(self) -> batches.LossFunction | None:
+        """The loss function; None if the model returns its loss."""
+        return self._step.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
+        self._step.loss_fn = loss_fn
 
     def fit(
         self,
         train_data: Any,
         epochs: int,
         eval_data: Any = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, evaluation.Metric] | None = None,
     ) -> History:
         """Train, starting at the newest checkpoint in `checkpoint_dir` if there is one (collective).
 
@@ -266,34 +267,32 @@ class Trainer:
         """
         # 1. check the arguments
         POSITIVE.check(epochs, "epochs", "fit")
-        check_metrics(metrics, "fit")
+        evaluation.check_metrics(metrics, "fit")
         if self._schedule == optimizers.ON_METRIC:
             self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
         with contextlib.ExitStack() as stack:
             # 2. open the data and the checkpoints, and resume
-            train = _opened(stack, make_source(train_data, self._options, self._place))
-            test = (
-                _opened(stack, make_source(eval_data, self._for_evaluation, self._place))
-                if eval_data is not None
-                else None
-            )
+            train = self._opened(stack, train_data, self._options)
+            test = None if eval_data is None else self._opened(stack, eval_data, self._evaluation_options)
             self._open(stack, train, epochs)
-            # 3. train and evaluate by turns, starting with an evaluation that the interrupted run had not completed
-            while True:
-                if test is not None and not self.position.is_evaluated:
-                    self._evaluate_epoch(test, metrics or {})
-                    self._complete_epoch()
-                if self.position.epoch >= epochs:
-                    break
+            # 3. complete the evaluation that the interrupted run had not completed
+            if test is not None and not self.position.is_evaluated:
+                self._evaluate_epoch(test, metrics or {})
+                self._complete_epoch()
+            # 4. train and evaluate by turns
+            while self.position.epoch < epochs:
                 self._train_epoch(train)
                 self._end_epoch(is_evaluated=test is None)
-            # 4. save and report the complete run
-            self._save(wait=True)
+                if test is not None:
+                    self._evaluate_epoch(test, metrics or {})
+                self._complete_epoch()
+            # 5. save and report the complete run
+            self._run.save(self._reporter, wait=True)
             self._reporter.end(self.position)
             dist.barrier()  # so that no rank prints anything before the summary table
         return self.position.history
 
-    def evaluate(self, data: Any, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+    def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
 
         Args:
@@ -307,10 +306,12 @@ class Trainer:
             TypeError: If the data or a batch have an unsupported type or structure.
             ValueError: If a dataset is empty, or a metric has a wrong shape.
         """
-        check_metrics(metrics, "evaluate")
+        evaluation.check_metrics(metrics, "evaluate")
         with contextlib.ExitStack() as stack:
-            test = _opened(stack, make_source(data, self._for_evaluation, self._place))
-            means, count = self._evaluate(test, metrics or {})
+            test = self._opened(stack, data, self._evaluation_options)
+            found = evaluation.evaluate(self._step, test, metrics or {})
+        assert found is not None  # it is never stopped
+        means, count = found
         return {**means, "samples": count}
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -328,292 +329,124 @@ class Trainer:
         """
         model_file.export(self.wrapped.inner, path)
 
+    # -- the loops ---------------------------------------------------------------------------------------------------
+
+    def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
+        """Prepare training from the newest checkpoint, or from the start (collective)."""
+        # 1. open the checkpoints, and resume or seed a new run
+        self._run = stack.enter_context(
+            resumable_run.opened(self._checkpoint_dir, self._keep_checkpoints, self._stop_margin, self._parts)
+        )
+        if not self._run.restore(train) and not self.position.step:
+            randomness.seed_all(self._options.seed, self.world.rank)
+        # 2. open the reporter
+        self._reporter = stack.enter_context(
+            reporting.opened(self.world, self._run.directory, self._report_options, epochs, train.total())
+        )
+        is_complete = self.position.epoch >= epochs and self.position.is_evaluated
+        self._reporter.begin(self.position, self._options, is_complete=is_complete)
+
     def _train_epoch(self, train: DataSource) -> None:
         self.wrapped.model.train()
-        clock = self._reporter.clock
         position = self.position
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
-        while True:
-            # 1. load the step, and agree on its number of samples; it is 0 when no rank has any left
-            clock.start()
-            step = next(steps, _NOTHING)
-            clock.add("data")
-            count = step.total
-            if count is None:
-                count = 0 if train.is_counted else rank_sync.total(step.count)
-                clock.add("communication")
-            if not count:
-                return
-            # 2. pad it to the same number of batches on all ranks
-            if not train.is_counted:
-                step = (step if step.batches else self._stand_in(train)).of_length(rank_sync.most(len(step.batches)))
-            # 3. train
-            self._warm_up(step.batches[0])
+        padding = functools.partial(self._padding, train)
+        for step, count in rank_sync.aligned_steps(train, steps, padding, self._reporter.clock):
             self._take_step(step, count)
-            position.advance(count)
-            self._reporter.step(position, count)
             self._after_step()
 
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
-        # 1. accumulate the gradients of the batches; the last backward pass averages them over the ranks
+        # 1. accumulate the gradients
         clock = self._reporter.clock
-        is_finite = True
-        self.wrapped.begin_step()
-        buffers = [buffer.clone() for buffer in self.wrapped.inner.buffers()] if self._skips else []
-        for number, batch in enumerate(step.batches, start=1):
-            is_last = number == len(step.batches)
-            with _SYNCHRONIZED if is_last else self.wrapped.unsynchronized():
-                loss = self._loss_of(batch, self.wrapped.model)
-                is_finite = self._losses.add(self.position.step, batch, loss) and is_finite
-                # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
-                weight = batch.count * self._place.size / count
-                self.precision.backward(loss if weight == 1 else loss * weight)
-            clock.add_backward(is_synchronized=is_last)
-        if not self._last_step.batches:  # the first step
-            self.wrapped.check_backward()
+        is_finite = self._step.accumulate(step, count, clock)
         # 2. start the stop vote, then update the parameters or skip the step on all ranks
-        self._open_stop_vote()
+        self._run.start_vote()
         if not self._skips or rank_sync.all_true(is_finite):
             self._last_step = step
-            self._update()
+            if self._step.update():
+                self._step_scheduler("step")
         else:
-            self._put_back(buffers)
-            self._reporter.note("skipped", self.position, rank_samples=rank_sync.samples(step, is_finite))
-        self.optimizer.zero_grad(set_to_none=True)
+            self._step.discard()
+            self._reporter.write("skipped", self.position, rank_samples=rank_sync.samples(step, is_finite))
         clock.add("compute")
-
-    def _update(self) -> None:
-        is_taken = self.precision.step(self.optimizer, self.wrapped.model, self._max_grad_norm)
-        if is_taken and self.scheduler is not None and self._schedule == "step":
-            self.scheduler.step()
-
-    def _loss_of(self, batch: Batch, model: nn.Module) -> torch.Tensor:
-        return self._forward(batch, model)[0]
-
-    def _forward(self, batch: Batch, model: nn.Module) -> tuple[torch.Tensor, Any, Any]:
-        """Return the mean loss of a batch, the model's outputs and the targets."""
-        call = batches.call_of(batches.moved(batch.content, self.world.device), self._expected_key)
-        if not self._is_checked:
-            batches.check_call(self.wrapped.inner, call)
-            self._is_checked = True
-        with self.precision.arithmetic():
-            outputs = model(*call.args, **call.kwargs)
-            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
-        return batches.check_loss(loss, is_of_model=self.loss_fn is None), outputs, call.targets
-
-    @property
-    def _expected_key(self) -> str | None:
-        return None if self.loss_fn is None else self._target_key
+        # 3. count the step
+        self.position.advance(count)
+        self._reporter.step(self.position, count)
 
     def _after_step(self) -> None:
-        is_leaving = self._is_time_to_leave()
-        position = self.position
-        if position.step % self._log_every == 0:
+        is_stopping = self._run.is_stopping()
+        step = self.position.step
+        if step % self._log_every == 0:
             self._log()
-        if self._check_every is not None and position.step % self._check_every == 0:
-            rank_sync.check_parameters(self.wrapped, position.step)
-        if self._save_every is not None and position.step % self._save_every == 0:
-            self._save()
-        if is_leaving:
-            self._leave()
+        if self._check_every is not None and step % self._check_every == 0:
+            rank_sync.check_parameters(self.wrapped, step)
+        if self._save_every is not None and step % self._save_every == 0:
+            self._run.save(self._reporter)
+        if is_stopping:
+            self._run.stop(self._reporter)
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
+        """End the training of an epoch.
+
+        Args:
+            is_evaluated: Whether the epoch is complete without an evaluation.
+        """
         self._log()
         parallel.share_buffers(self.wrapped.inner)
-        if self.scheduler is not None and self._schedule == "epoch":
-            self.scheduler.step()
+        self._step_scheduler("epoch")
         self.position.end_epoch(is_evaluated=is_evaluated)
         self._reporter.epoch(self.position)
-        if is_evaluated:
-            self._complete_epoch()
+
+    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, evaluation.Metric]) -> None:
+        with self._reporter.excluded(), randomness.preserved(self.world.device):
+            found = evaluation.evaluate(self._step, test, metrics, self._is_stopping)
+        if found is None:
+            self._run.stop(self._reporter)
+        self.position.add_evaluation(*found)
+        self._reporter.evaluation(self.position)
+
+    def _is_stopping(self) -> bool:
+        self._run.start_vote()
+        return self._run.is_stopping()
 
     def _complete_epoch(self) -> None:
         """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
         if self._schedule == optimizers.ON_METRIC:
             self.scheduler.step(self.position.history[-1][self._monitored])
         if self._save_every is None:
-            self._save()
+            self._run.save(self._reporter)
 
-    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, Metric]) -> None:
-        states = randomness.states(self.world.device)
-        with self._reporter.aside():
-            means, count = self._evaluate(test, metrics, lambda: randomness.restore(states, self.world.device))
-        randomness.restore(states, self.world.device)
-        self.position.add_evaluation(
-            {f"eval_{name}" if name == "loss" else name: v for name, v in means.items()}, count
-        )
-        self._reporter.evaluation(self.position)
+    # -- parts of the loops ------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _evaluate(
-        self, test: DataSource, metrics: Mapping[str, Metric], before_leaving: Callable[[], None] | None = None
-    ) -> tuple[dict[str, float], int]:
-        averages = Averages(metrics, self.world.device)
-        with self.wrapped.evaluating() as model:
-            for step in self._steps_of_evaluation(test):
-                for batch in step.batches:
-                    loss, outputs, targets = self._forward(batch, model)
-                    if batch.count:
-                        averages.add(loss, outputs, targets, batch.count)
-                if before_leaving is not None:
-                    self._open_stop_vote()
-                    if self._is_time_to_leave():
-                        before_leaving()
-                        self._leave()
-        return averages.take()
+    def _step_scheduler(self, when: str) -> None:
+        if self.scheduler is not None and self._schedule == when:
+            self.scheduler.step()
 
-    def _steps_of_evaluation(self, test: DataSource) -> Iterator[Step]:
-        """Return the same number of steps, each with the same number of batches, on all ranks (collective)."""
-        steps = test.steps(0, 0, 0)
-        last = _NOTHING
-        while True:
-            step = next(steps, _NOTHING)
-            if not (step.total if test.is_counted else rank_sync.total(step.count)):
-                return
-            if not test.is_counted:
-                number = rank_sync.most(len(step.batches))
-                step = (step if step.batches else last.stand_in()).of_length(number)
-                self._check_has_data(step)
-            last = step
-            yield step
-
-    # -- between two steps -------------------------------------------------------------------------------------------
-
-    def _open_stop_vote(self) -> None:
-        if self._checkpoints is not None:  # without checkpoints a run never stops early
-            self._stop_vote.open(self._stop_request.why is not None, self._checkpoints.has_failed)
-
-    def _is_time_to_leave(self) -> bool:
-        """Return whether any rank requests a stop (collective).
-
-        Raises:
-            CheckpointError: On all ranks, if the save in progress has failed.
-        """
-        if self._checkpoints is None:
-            return False
-        stop_request, has_failed = self._stop_vote.close()
-        if has_failed:
-            self._checkpoints.wait()
-        return stop_request
-
-    def _leave(self) -> None:
-        why = rank_sync.reasons(self._stop_request.why)
-        self._save(wait=True)
-        self._reporter.note("preempted", self.position, why=why)
-        self._reporter.say(
-            f"{why}: stopped at step {self.position.step} after saving a checkpoint; start the run again to resume"
-        )
-        raise Preempted(why)
-
-    def _stand_in(self, train: DataSource) -> Step:
-        """Return a padding step for a rank without samples in a step in which other ranks have some.
+    def _padding(self, train: DataSource) -> Step:
+        """Return a step of padding for a rank without samples in a step in which other ranks have some.
 
         Raises:
             ValueError: If this rank has no data at all.
         """
-        if self._last_step.batches:
-            return self._last_step.stand_in()
-        states = randomness.states(self.world.device)
-        first = train.first()  # this process resumed within the epoch and has not loaded a batch yet
-        randomness.restore(states, self.world.device)
-        if not first.batches:
-            raise self._no_data()
-        return first.stand_in()
-
-    def _check_has_data(self, step: Step) -> None:
-        """Raise an error instead of a hang in an evaluation with FSDP.
-
-        Raises:
-            ValueError: If the model is sharded and this rank has no batch. All ranks must call a sharded model the
-                same number of times.
-        """
-        if not step.batches and isinstance(self.wrapped, parallel.FSDPModel):
-            raise self._no_data()
-
-    def _no_data(self) -> ValueError:
-        return ValueError(
-            f"expected data on every rank, got none on rank {self._place.rank}.\n"
-            f"Pass at least one batch of data on every rank."
-        )
-
-    def _put_back(self, buffers: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, before in zip(self.wrapped.inner.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-
-    def _warm_up(self, batch: Batch) -> None:
-        """Run the model once before the first step, and restore its buffers and the generators (collective)."""
-        if self._is_warm:
-            return
-        self._is_warm = True
-        states = randomness.states(self.world.device)
-        buffers = [buffer.clone() for buffer in self.wrapped.inner.buffers()]
-        self.wrapped.warm_up(lambda model: self._loss_of(batch, model))
-        self._put_back(buffers)
-        randomness.restore(states, self.world.device)
-        self._reporter.clock.start()
+        last = self._last_step
+        if not last.batches:  # this process resumed within the epoch and has not loaded a batch yet
+            with randomness.preserved(self.world.device):
+                last = train.first()
+        if not last.batches:
+            raise rank_sync.no_data()
+        return last.as_padding()
 
     def _log(self) -> None:
-        total, count = self._losses.take()
+        total, count = self._parts.losses.reduce()
         self.position.add_losses(total, count)
         self._reporter.log(self.position, total / count if count else None, self.optimizer)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
-        """Prepare training from the newest checkpoint, or from the start (collective)."""
-        # 1. open the checkpoints and the stop vote
-        if self._checkpoint_dir is not None:
-            self._checkpoints = stack.enter_context(
-                checkpoint.opened(self._checkpoint_dir, self._keep_checkpoints, self.world.device)
-            )
-            stack.callback(setattr, self, "_checkpoints", None)
-            stack.enter_context(self._stop_request.listening(self._stop_margin, asks=self.world.rank == 0))
-            self._stop_vote = stack.enter_context(StopVote(self.world.comm))
-        # 2. resume, or seed a new run
-        if self._checkpoints is not None and self._checkpoints.newest is not None:
-            state.restore(self._checkpoints, self._parts(), train)
-            self._saved = self.position.name
-        elif not self.position.step:
-            randomness.seed_all(self._options.seed, self.world.rank)
-        # 3. open the reporter
-        directory = self._checkpoints.directory if self._checkpoints is not None else None
-        self._reporter = stack.enter_context(
-            reporting.opened(
-                self.world, directory, self._progress, self._logger, self._rank_logs, epochs, train.total()
-            )
-        )
-        is_complete = self.position.epoch >= epochs and self.position.is_evaluated
-        self._reporter.begin(self.position, self._options, is_complete=is_complete)
-
-    def _parts(self) -> state.Parts:
-        return state.Parts(
-            self.wrapped, self.optimizer, self.scheduler, self.precision.scaler, self.position, self._losses, self.world
-        )
-
-    def _save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint, unless one of this position exists (collective)."""
-        if self._checkpoints is None:
-            return
-        if self._saved != self.position.name:
-            self._losses.look()  # raises if a loss is not finite: such a state must not be saved
-            parallel.share_buffers(self.wrapped.inner)  # any rank may write the entries that all ranks have
-            self._saved = self.position.name
-            self._reporter.note("checkpoint", self.position)
-            content = state.collect(self._parts())
-            self._checkpoints.save(self.position.name, self.position.step, content, wait=wait)
-        elif wait:
-            self._checkpoints.wait()
-
     @property
-    def _for_evaluation(self) -> LoaderOptions:
-        options = self._options
-        return LoaderOptions(
-            options.batch_size, 1, options.num_workers, options.pin_memory, options.seed, shuffle=False
-        )
+    def _evaluation_options(self) -> LoaderOptions:
+        return dataclasses.replace(self._options, grad_accum_steps=1, shuffle=False)
 
-
-def _opened(stack: contextlib.ExitStack, opened: DataSource) -> DataSource:
-    stack.callback(opened.close)
-    return opened
+    def _opened(self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions) -> DataSource:
+        source = make_source(data, options, DataRank(self.world.rank, self.world.size))
+        stack.callback(source.close)
+        return source

@@ -170,7 +170,7 @@ def test_nothing_is_lost_of_much_output(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_process_that_a_rank_leaves_behind_keeps_no_log_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "mpicomm.cli.rank_log", "logs", "0", "sh", "-c", "sleep 60 & echo done; exit 3"]
+    command = [sys.executable, "-m", "mpicomm.rank_log", "logs", "0", "sh", "-c", "sleep 60 & echo done; exit 3"]
     outcome = run_within(120, command)
     assert (outcome.status, outcome.stdout) == (3, "done\n"), outcome
     assert ["sleep 60" in each for each in outcome.left] == [True], f"the command waited for the process\n{outcome}"
@@ -179,7 +179,7 @@ def test_a_process_that_a_rank_leaves_behind_keeps_no_log_open(tmp_path: Path, m
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_a_logged_rank_ends_by_its_programs_signal(number: int, tmp_path: Path) -> None:
     program = ["sh", "-c", f"ulimit -c 0; echo last words; kill -{number} $$"]
-    outcome = run_command([sys.executable, "-m", "mpicomm.cli.rank_log", str(tmp_path), "0", *program])
+    outcome = run_command([sys.executable, "-m", "mpicomm.rank_log", str(tmp_path), "0", *program])
     assert (outcome.status, outcome.stdout) == (-number, "last words\n"), outcome
     assert (tmp_path / "rank_000.log").read_text() == "last words\n"
 
@@ -187,7 +187,7 @@ def test_a_logged_rank_ends_by_its_programs_signal(number: int, tmp_path: Path) 
 def test_a_logged_rank_whose_first_process_is_killed_leaves_nothing(tmp_path: Path) -> None:
     """Some launchers kill a process, but not its process group; `run_command` checks for leftover processes."""
     program = ["sh", "-c", "kill -KILL $PPID; exec sleep 30"]
-    outcome = run_command([sys.executable, "-m", "mpicomm.cli.rank_log", str(tmp_path), "0", *program])
+    outcome = run_command([sys.executable, "-m", "mpicomm.rank_log", str(tmp_path), "0", *program])
     assert outcome.status == -signal.SIGKILL, outcome
 
 

@@ -59,6 +59,6 @@ def test_a_rank_that_writes_to_a_file_is_on_no_terminal(tmp_path: Path, monkeypa
 
 
 def test_a_log_has_no_colours(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mpicomm.cli.rank_log", str(tmp_path), "all", *PYTHON]
+    command = [sys.executable, "-m", "mpicomm.rank_log", str(tmp_path), "all", *PYTHON]
     assert PLAIN in printed([*MPIRUN, *command], on_a_terminal=True)
     assert (tmp_path / "rank_000.log").read_text() == f"{PLAIN} ({COLUMNS}, None, None)\n"

@@ -286,7 +286,7 @@ MUTANTS = [
     ),
     # -- cli, job_info --------------------------------------------------------------------------------------
     Mutant(
-        "cli/rank_log.py",
+        "rank_log.py",
         old="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)",
         new="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)",
         fault="SIGUSR1, with which a scheduler warns a rank, ends the process that writes the rank's log.",

@@ -33,11 +33,11 @@ MUTANTS = [
     ),
     Mutant(
         "training/checkpoint.py",
-        old="        failure = self._store(aside, state)\n",
+        old="        failure = self._store(temporary, state)\n",
         new="        if self._rank == 0:\n"
-        "            aside.mkdir(exist_ok=True)\n"
-        "            self._mark(aside, step)\n"
-        "        failure = self._store(aside, state)\n",
+        "            temporary.mkdir(exist_ok=True)\n"
+        "            self._mark(temporary, step)\n"
+        "        failure = self._store(temporary, state)\n",
         fault="A checkpoint is marked complete before the ranks have written it.",
         # The kill during writing happens 1 ms after rank 0 begins: detected unless all files are on disk by then.
         tests="tests/training/test_runs.py -k killed_while_it_saves",
@@ -86,8 +86,8 @@ MUTANTS = [
     # -- data -----------------------------------------------------------------------------------------------
     Mutant(
         "training/data.py",
-        old="mine = len(range(start + rank, end, self.size))",
-        new="mine = (end - start) // self.size",
+        old="mine = range(start + rank, end, self.size)",
+        new="mine = range(start + rank, end - (end - start) % self.size, self.size)",
         fault="Samples of a step that cannot be divided evenly among the ranks are dropped.",
         tests="tests/unit/test_shares.py -k every_sample",
         ranks=0,
@@ -118,7 +118,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/metrics.py",
+        "training/losses.py",
         old="        total, count = rank_sync.reduced([float(self.total), self.count])\n",
         new="        total, count = rank_sync.reduced([float(self.total) / max(self.count, 1), self.count])\n"
         "        total *= count / dist.get_world_size()\n",
@@ -127,8 +127,8 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/metrics.py",
-        old="            if _is_cut_off(path):\n",
+        "metrics_file.py",
+        old="            if _is_truncated(self._file):\n",
         new="            if False:\n",
         fault="After a crash in the middle of a line of the metrics file, the next entry is appended to it and lost.",
         tests="tests/unit/test_reporting.py -k after_a_crash",
@@ -185,8 +185,8 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "training/trainer.py",
-        old="weight = batch.count * self._place.size / count",
+        "training/training_step.py",
+        old="weight = batch.count * self.parts.world.size / count",
         new="weight = batch.count / max(step.count, 1)",
         fault="Gradients are averaged without weights, although some ranks have fewer samples in the last step.",
         tests="tests/training/test_steps.py -k all_ranks_train_as_one",
@@ -194,11 +194,10 @@ MUTANTS = [
     ),
     Mutant(
         "training/trainer.py",
-        old='            self._put_back(buffers)\n            self._reporter.note("skipped"',
-        new="            self._put_back(buffers)\n"
-        '            if self.scheduler is not None and self._schedule == "step":\n'
-        "                self.scheduler.step()\n"
-        '            self._reporter.note("skipped"',
+        old='            self._step.discard()\n            self._reporter.write("skipped"',
+        new="            self._step.discard()\n"
+        '            self._step_scheduler("step")\n'
+        '            self._reporter.write("skipped"',
         fault="The learning rate scheduler steps when the optimizer skips a step.",
         tests="tests/training/test_steps.py -k without_a_finite_loss",
         ranks=4,
@@ -247,8 +246,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/reporting.py",
-        old="file = directory / FILE if prints and directory is not None else None",
-        new="file = directory / FILE if directory is not None else None",
+        old="path = directory / metrics_file.NAME if prints and directory is not None else None",
+        new="path = directory / metrics_file.NAME if directory is not None else None",
         fault="Every rank writes the metrics file.",
         tests="tests/training/test_checkpoints.py -k what_is_written",
         ranks=4,

@@ -160,7 +160,7 @@ def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
 
     def taking(step: Step, count: int) -> None:
         if trainer.position.step + 1 == leave_at:
-            trainer._stop_request.why = "enough"
+            trainer._run.stop_request.why = "enough"
         take_step(step, count)
         indices = [index for batch in step.batches for index in batch.indices or ()]
         with path.open("a") as file:

@@ -166,7 +166,7 @@ def test_a_wish_during_the_evaluation(world: mpicomm.World, directory: Path) -> 
 
     def wishes(*arguments: Any) -> torch.Tensor:
         if world.rank == 0 and not torch.is_grad_enabled():
-            trainer._stop_request.why = "enough"
+            trainer._run.stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = wishes
@@ -250,7 +250,7 @@ sys.stdin.read()
 def test_a_directory_that_another_job_uses_is_refused(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpicomm.training.checkpoint._GONE_SECONDS", 0.2)
+    monkeypatch.setattr("mpicomm.training.checkpoint._LOCK_SECONDS", 0.2)
     job = None
     if world.rank == 0:
         directory.mkdir()

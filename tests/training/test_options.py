@@ -90,7 +90,7 @@ def test_an_older_mpi_has_no_persistent_collectives(
 
     def wishes(*arguments: Any) -> torch.Tensor:
         if world.rank == world.size - 1 and trainer.position.step == 1:
-            trainer._stop_request.why = "enough"
+            trainer._run.stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = wishes

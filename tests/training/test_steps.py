@@ -233,10 +233,12 @@ def test_a_step_without_a_finite_loss_is_skipped(world: mpicomm.World, bad: floa
     data = samples(16 * world.size)
     data.tensors[0][5] = bad
     model, entries = make_model(), []
-    trainer = make_trainer(model, batch_size=4, on_nonfinite="skip", logger=entries.append)
-    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.5**step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    options = {"batch_size": 4, "on_nonfinite": "skip", "logger": entries.append, "progress": "none"}
+    trainer = mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, scheduler=scheduler, **options)
     history = trainer.fit(data, 2)
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**6, "the scheduler takes the steps of the optimizer"
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**6, "the scheduler takes the steps of the optimizer"
     assert all(torch.isfinite(each).all() for each in model.parameters())
     assert all(0 < epoch["loss"] < 2 for epoch in history)
     skipped = [entry for entry in entries if entry["event"] == "skipped"]

@@ -25,5 +25,5 @@ def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: py
     clock.add_backward(is_synchronized=False)  # at 30 s
     clock.add_backward(is_synchronized=True)  # at 31 s; the last operation was called before this pass began
     clock.add("compute")
-    assert clock.take() == {"data": 3.0, "compute": 5.0 + 10.0 + 1.0 + 0.5, "communication": 2.0}
-    assert clock.take() == {"data": 0.0, "compute": 0.0, "communication": 0.0}
+    assert clock.reset() == {"data": 3.0, "compute": 5.0 + 10.0 + 1.0 + 0.5, "communication": 2.0}
+    assert clock.reset() == {"data": 0.0, "compute": 0.0, "communication": 0.0}

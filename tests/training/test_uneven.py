@@ -44,7 +44,7 @@ def make_trainer(model: nn.Module | None = None, *, leave_at: int = 0, **options
 
     def loss_fn(*arguments: Any) -> torch.Tensor:
         if leave_at and trainer.position.step + 1 == leave_at:
-            trainer._stop_request.why = "enough"
+            trainer._run.stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = loss_fn
@@ -185,7 +185,7 @@ def test_all_ranks_hear_of_a_failed_checkpoint_at_once(
     inner = trainer.loss_fn
 
     def after_the_failure(*arguments: Any) -> torch.Tensor:
-        running = trainer._checkpoints and trainer._checkpoints._running
+        running = trainer._run.checkpoints and trainer._run.checkpoints._running
         if world.rank == 0 and running:
             concurrent.futures.wait([running], timeout=60)
         return inner(*arguments)

@@ -386,7 +386,7 @@ def test_a_binding_that_the_user_sets_stays(name: str) -> None:
 
 def test_logs_are_kept_by_each_rank() -> None:
     asked = Request(PROGRAM, 2, log_dir="logs")
-    wrapped = (PYTHON, "-m", "mpicomm.cli.rank_log", "logs", "0", *PROGRAM)
+    wrapped = (PYTHON, "-m", "mpicomm.rank_log", "logs", "0", *PROGRAM)
     assert by_mpiexec(asked=asked).command[-len(wrapped) :] == wrapped
     assert srun.start(asked, MACHINE, Slurm(1, 2), "pmix", HOME).command[-len(wrapped) :] == wrapped
     assert Request(PROGRAM, 2, log_dir="logs", tag_output=True).of_rank(PYTHON)[4] == "all"

@@ -77,17 +77,19 @@ def test_the_scheduler_is_asked(squeue: Path) -> None:
 
 
 def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_ASK_SECONDS", 0.05)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.05)
     squeue.write_text("5:00\n")
     stop_request = StopRequest()
-    with stop_request.listening(120.0, asks=True):
+    with stop_request.handling_signals(120.0, polls_scheduler=True):
         time.sleep(0.3)
         assert stop_request.why is None
         squeue.write_text("1:59\n")
         wait_until(lambda: stop_request.why is not None)
         assert stop_request.why == "119 s remaining in the allocation"
     squeue.write_text("1:00\n")
-    with stop_request.listening(120.0, asks=True):  # limited to half of 60 s: each run of a short job progresses
+    with stop_request.handling_signals(
+        120.0, polls_scheduler=True
+    ):  # limited to half of 60 s: each run of a short job progresses
         time.sleep(0.3)
         assert stop_request.why is None
         squeue.write_text("0:29\n")
@@ -95,7 +97,7 @@ def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeyp
         assert stop_request.why == "29 s remaining in the allocation"
     squeue.write_text("0:10\n")
     for stop_margin, asks in ((None, True), (120.0, False)):
-        with stop_request.listening(stop_margin, asks=asks):
+        with stop_request.handling_signals(stop_margin, polls_scheduler=asks):
             time.sleep(0.2)
             assert stop_request.why is None
     wait_until_threads_end()
@@ -105,13 +107,13 @@ def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeyp
 def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     stop_request = StopRequest()
-    with stop_request.listening(None, asks=False):
+    with stop_request.handling_signals(None, polls_scheduler=False):
         os.kill(os.getpid(), number)
         assert stop_request.why == number.name
         os.kill(os.getpid(), number)  # launchers repeat the signal
     # SIGUSR1 and SIGUSR2, for which no other handler is set, stay harmless; SIGTERM ends the process again.
     is_harmless = before is signal.SIG_DFL and number != signal.SIGTERM
-    assert signal.getsignal(number) is (preemption._take_no_note if is_harmless else before)
+    assert signal.getsignal(number) is (preemption._ignore if is_harmless else before)
 
 
 def test_a_handler_is_given_back() -> None:
@@ -119,7 +121,7 @@ def test_a_handler_is_given_back() -> None:
 
     before = signal.signal(signal.SIGUSR1, mine)
     try:
-        with StopRequest().listening(None, asks=False):
+        with StopRequest().handling_signals(None, polls_scheduler=False):
             assert signal.getsignal(signal.SIGUSR1) is not mine
         assert signal.getsignal(signal.SIGUSR1) is mine
     finally:
@@ -130,7 +132,7 @@ LATE = """
 import os, signal
 from mpicomm.training import preemption
 for _ in range(2):
-    with preemption.StopRequest().listening(None, asks=False):
+    with preemption.StopRequest().handling_signals(None, polls_scheduler=False):
         pass
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -147,9 +149,9 @@ def test_a_warning_after_the_run_ends_nothing() -> None:
 TWICE = """
 import os, signal, sys
 from mpicomm.training import preemption
-preemption._AGAIN_SECONDS = 0.0
+preemption._REPEAT_SECONDS = 0.0
 wish = preemption.StopRequest()
-with wish.listening(None, asks=False):
+with wish.handling_signals(None, polls_scheduler=False):
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR1)
 print("not reached")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpicomm.errors import TrainingError
 from mpicomm.training.data import Batch
-from mpicomm.training.metrics import Losses
+from mpicomm.training.losses import Losses
 
 GPU = torch.device("cuda")  # only its type matters: no tensor of these tests is on it
 
@@ -33,4 +33,4 @@ def test_an_error_read_late_names_the_samples(monkeypatch: pytest.MonkeyPatch) -
     losses.add(3, Batch(torch.ones(2), 2, [5, 6]), torch.tensor(1.0))
     losses.add(4, Batch(torch.ones(2), 2, [7, 8]), torch.tensor(float("nan")))
     with pytest.raises(TrainingError, match="the loss of step 4 is nan on rank 1, for the samples 7, 8"):
-        losses.look()
+        losses.check()

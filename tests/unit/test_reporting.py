@@ -13,8 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from mpicomm.metrics_file import MetricsFile
 from mpicomm.training import progress_display, reporting
-from mpicomm.training.metrics import Journal
 from mpicomm.training.progress_display import Display
 from mpicomm.training.reporting import Reporter
 from mpicomm.training.state import Position
@@ -37,14 +37,14 @@ def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reporting, "time", clock)
     entries: list[dict[str, Any]] = []
     world: Any = types.SimpleNamespace(size=4, device=torch.device("cpu"))
-    reporter = Reporter(world, Journal(None, entries.append), Display("none", 1, None, prints=False))
+    reporter = Reporter(world, MetricsFile(None, entries.append), Display("none", 1, None, prints=False))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     position = Position()
     for steps in (3, 1):  # a step has 64 samples over all ranks, and takes 2 s
         for _ in range(steps):
             clock.now += 2.0
             reporter.step(position, 64)
-        with reporter.aside():  # the time of an evaluation does not count
+        with reporter.excluded():  # the time of an evaluation does not count
             clock.now += 7.0
         reporter.log(position, 0.25, optimizer)
     assert [(entry["event"], entry["samples_per_s"], entry["lr"]) for entry in entries] == [("step", 32.0, 0.5)] * 2
@@ -54,9 +54,9 @@ def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPat
 def test_an_entry_is_a_line_also_after_a_crash(tmp_path: Path, before: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(before)
-    journal = Journal(path, None)
-    journal.write("resume", step=3)
-    journal.close()
+    file = MetricsFile(path, None)
+    file.write("resume", step=3)
+    file.close()
     assert path.read_text().startswith(before)
     assert json.loads(path.read_text().splitlines()[-1]) == {"event": "resume", "step": 3}
 
@@ -65,17 +65,17 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
     """RLIMIT_FSIZE simulates a full disk: a write that reaches the limit is partial, and the next write fails."""
     path = tmp_path / "metrics.jsonl"
     logged: list[dict[str, Any]] = []
-    journal = Journal(path, logged.append)
-    journal.write("step", step=1)
+    file = MetricsFile(path, logged.append)
+    file.write("step", step=1)
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
     try:
         with pytest.warns(RuntimeWarning, match="metrics are no longer written to .*: .*File too large"):
-            journal.write("step", step=2)
+            file.write("step", step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    journal.write("step", step=3)  # the closed file receives no entry; the logger still does
-    journal.close()
+    file.write("step", step=3)  # the closed file receives no entry; the logger still does
+    file.close()
     assert path.read_bytes() == before
     assert [entry["step"] for entry in logged] == [1, 2, 3]
 

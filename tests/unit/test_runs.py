@@ -13,6 +13,7 @@ import matplotlib as mpl
 import pytest
 from rich.console import Console
 
+from mpicomm import metrics_file
 from mpicomm.reports import figures, plots, runs, tables
 from mpicomm.reports.runs import Run
 
@@ -79,7 +80,7 @@ def read(directory: Path, lines: Sequence[Line | str], cut: str = "") -> Run:
     Args:
         cut: Text after the last complete line.
     """
-    (directory / runs.FILE).write_text(text_of(lines) + cut)
+    (directory / metrics_file.NAME).write_text(text_of(lines) + cut)
     return runs.read(directory, directory.name)
 
 
@@ -118,7 +119,7 @@ def test_a_line_that_was_cut_off_before_the_run_went_on_is_left_out(directory: P
 def test_any_other_broken_line_is_told(directory: Path, broken: str) -> None:
     run = read(directory, [*WHOLE[:2], broken, *WHOLE[2:]])
     (warning,) = run.warnings
-    assert warning.startswith(f"line 3 of {directory / runs.FILE} is not a valid entry and is skipped")
+    assert warning.startswith(f"line 3 of {directory / metrics_file.NAME} is not a valid entry and is skipped")
     assert len(run.entries) == len(WHOLE)
 
 
@@ -128,7 +129,7 @@ def test_of_two_broken_lines_before_a_resume_one_is_told(directory: Path) -> Non
 
 
 def test_bytes_that_are_no_text_are_a_broken_line(directory: Path) -> None:
-    (directory / runs.FILE).write_bytes(text_of(FIRST).encode() + b"\xff\xfe{\n" + text_of(SECOND).encode())
+    (directory / metrics_file.NAME).write_bytes(text_of(FIRST).encode() + b"\xff\xfe{\n" + text_of(SECOND).encode())
     assert len(runs.read(directory, "digits").warnings) == 1
 
 
@@ -199,7 +200,7 @@ def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a/run", "b/run", "c/other")]
     for path in paths:
         path.mkdir(parents=True)
-        (path / runs.FILE).write_text(text_of(WHOLE))
+        (path / metrics_file.NAME).write_text(text_of(WHOLE))
     assert [run.name for run in runs.read_all(paths)] == [str(paths[0]), str(paths[1]), "other"]
 
 
@@ -216,7 +217,7 @@ def test_a_directory_without_metrics(directory: Path) -> None:
 def test_a_file_in_place_of_its_directory(directory: Path) -> None:
     read(directory, WHOLE)
     with pytest.raises(NotADirectoryError, match=f"Pass the directory that contains it: {directory}"):
-        runs.read_all([directory / runs.FILE])
+        runs.read_all([directory / metrics_file.NAME])
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------

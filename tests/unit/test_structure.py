@@ -23,6 +23,8 @@ LAYERS = {
     "settings": 0,
     "arguments": 0,
     "durations": 0,
+    "metrics_file": 0,
+    "rank_log": 0,
     "launch": 0,
     "mpi": 1,
     "terminal": 1,

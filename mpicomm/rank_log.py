@@ -1,7 +1,9 @@
-"""Wrapper of each rank of `mpicomm run --log-dir`: `python -m mpicomm.cli.rank_log DIR all|0 COMMAND...`.
+"""Log files of the ranks, rank_000.log and so on.
 
-A rank whose output is not shown writes its file directly. If the output is shown, the process that the launcher
-started copies it, since some launchers kill the remaining processes when that process exits.
+`copy_output` copies what a running program prints. `mpicomm run --log-dir` wraps each rank, so that its log also has
+the output of the MPI library and of other processes: `python -m mpicomm.rank_log DIR all|0 COMMAND...`. A wrapped rank
+whose output is not shown writes its file directly. If the output is shown, the process that the launcher started copies
+it, since some launchers kill the remaining processes when that process exits.
 """
 
 from __future__ import annotations
@@ -13,16 +15,54 @@ import resource
 import selectors
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 from mpicomm.launch import detect
 
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _NOT_RUN = 127
-_LOOK_SECONDS = 0.2  # between checks for the program's exit, since its children may keep its output open
+_POLL_SECONDS = 0.2  # between checks for the program's exit, since its children may keep its output open
 # Launchers send these to the whole process group, so the program receives them without forwarding.
 _OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def path_of(directory: str | os.PathLike[str], rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return Path(directory) / f"rank_{rank:03d}.log"
+
+
+# -- within the program ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def copy_output(path: Path) -> Iterator[None]:
+    """Append what this process prints to stdout and stderr within the block to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        stdout: Any = _Tee(sys.stdout, file)
+        stderr: Any = _Tee(sys.stderr, file)
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            yield
+
+
+class _Tee:
+    """A stream that also writes to a file."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        self._file.write(text)
+        self._file.flush()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+# -- around the program ------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     directory, shown, *command = arguments
     os.environ["TERM"] = "dumb"  # the log gets the same output: no colours and no progress bars
     rank = detect.guess_rank(os.environ)
-    path = Path(directory) / f"rank_{rank:03d}.log"
+    path = path_of(directory, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
@@ -41,10 +81,10 @@ def main(arguments: Sequence[str]) -> int:
         return _run_and_copy(command, log)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    return _become(command)
+    return _exec(command)
 
 
-def _become(command: list[str]) -> int:
+def _exec(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -59,7 +99,7 @@ def _run_and_copy(command: list[str], log: int) -> int:
         ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
         for stream, (_, write) in pipes.items():
             os.dup2(write, stream)
-        os._exit(_become(command))
+        os._exit(_exec(command))
     for number in _OF_THE_GROUP:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # do not use the rank's cores
@@ -79,7 +119,7 @@ def _copy(streams: dict[int, int], log: int, pid: int) -> int:
         for read in streams:
             selector.register(read, selectors.EVENT_READ)
         while selector.get_map():
-            ready = selector.select(_LOOK_SECONDS if ended is None else 0)
+            ready = selector.select(_POLL_SECONDS if ended is None else 0)
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
                 if not data:

@@ -1,0 +1,74 @@
+"""The metrics file of a run, which `Trainer` writes and `mpicomm report` reads: an entry in JSON on each line.
+
+Each entry has `event`, `time`, and the position in the run: `step`, `epoch` and `consumed`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NAME = "metrics.jsonl"
+PARTS = ("data", "compute", "communication")
+"""The parts of the time of steps; a step entry has the seconds of each known part, as `data_s`."""
+
+Logger = Callable[[dict[str, Any]], None]
+
+
+class MetricsFile:
+    """A metrics file that is open for appending. Each line is written completely or not at all.
+
+    After a crash that truncated the last line, the next entry starts on a new line.
+    """
+
+    def __init__(self, path: Path | None, logger: Logger | None) -> None:
+        """Open the file for appending.
+
+        Args:
+            path: The file; None writes no file.
+            logger: A function that is called with each entry.
+        """
+        self._logger = logger
+        self._file: io.FileIO | None = None
+        if path is not None:
+            self._file = path.open("a+b", buffering=0)
+            if _is_truncated(self._file):
+                self._append(self._file, b"\n")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Write an entry."""
+        entry = {"event": event, **values}
+        if self._file is not None:
+            self._append(self._file, json.dumps(entry).encode() + b"\n")
+        if self._logger is not None:
+            self._logger(entry)
+
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """Write a line. On a full disk, warn and close the file; the run continues while its checkpoints succeed."""
+        size = os.fstat(file.fileno()).st_size
+        try:
+            while line:  # on a nearly full disk, a write is partial and the next one fails
+                line = line[file.write(line) :]
+        except OSError as error:
+            file.truncate(size)
+            warnings.warn(f"metrics are no longer written to {file.name!r}: {error}", RuntimeWarning, stacklevel=2)
+            file.close()
+            self._file = None
+
+    def close(self) -> None:
+        """Sync the file to disk and close it."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _is_truncated(file: io.FileIO) -> bool:
+    """Return whether the last line of a file lacks its newline."""
+    size = os.fstat(file.fileno()).st_size
+    return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"

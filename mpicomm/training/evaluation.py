@@ -1,0 +1,114 @@
+"""Evaluation: means of the loss and of metrics over all samples of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mpicomm.arguments import Expected
+from mpicomm.training import rank_sync
+from mpicomm.training.data import DataSource, Step
+from mpicomm.training.parallel import FSDPModel
+from mpicomm.training.step_timing import Clock
+from mpicomm.training.training_step import TrainingStep
+
+Metric = Callable[[Any, Any], Any]
+"""A function of a batch's outputs and targets that returns one number per sample, or their mean."""
+
+_METRICS = Expected(
+    "a mapping of names to functions",
+    lambda metrics: isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics),
+    "a mapping of names to functions of the outputs and the targets",
+    lambda metrics: all(callable(each) for each in metrics.values()),
+    'Pass for example {"accuracy": lambda outputs, labels: outputs.argmax(dim=1) == labels}.',
+).or_none()
+
+
+def check_metrics(metrics: object, what: str) -> None:
+    """Check the metrics of a user.
+
+    Args:
+        what: The name of the function whose argument they are, for the message.
+
+    Raises:
+        TypeError: If `metrics` is not a mapping from str.
+        ValueError: If a value of it is not callable.
+    """
+    _METRICS.check(metrics, "metrics", what)
+
+
+@torch.no_grad()
+def evaluate(
+    training_step: TrainingStep,
+    source: DataSource,
+    metrics: Mapping[str, Metric],
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, float], int] | None:
+    """Return the means of the loss and the metrics, and the number of samples (collective).
+
+    Args:
+        training_step: The model and its forward pass.
+        source: The data.
+        metrics: The metrics of the user.
+        is_stopping: Called after each step; whether to stop the evaluation, which then returns None.
+
+    Raises:
+        ValueError: If the model is sharded and this rank has no batch: all ranks must call a sharded model the same
+            number of times.
+    """
+    wrapped, device = training_step.parts.wrapped, training_step.parts.world.device
+    averages = Averages(metrics, device)
+    last = Step([])
+
+    def padding() -> Step:
+        if not last.batches and isinstance(wrapped, FSDPModel):
+            raise rank_sync.no_data()
+        return last.as_padding()
+
+    with wrapped.evaluating() as model:
+        for step, _ in rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, Clock(device)):
+            last = step
+            for batch in step.batches:
+                loss, outputs, targets = training_step.forward(model, batch)
+                if batch.count:
+                    averages.add(loss, outputs, targets, batch.count)
+            if is_stopping():
+                return None
+    return averages.reduce()
+
+
+class Averages:
+    """Means of metrics over a set of samples, in float64; each sample counts once for any number of ranks."""
+
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self._metrics = metrics
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ("loss", *metrics)}
+        self.count = 0
+
+    def add(self, loss: torch.Tensor, outputs: Any, targets: Any, count: int) -> None:
+        """Add a batch of `count` samples.
+
+        Raises:
+            ValueError: If a metric returns neither one number nor one number per sample.
+        """
+        self._sums["loss"] += loss.detach().double() * count
+        for name, metric in self._metrics.items():
+            value = torch.as_tensor(metric(outputs, targets)).detach().double()
+            each_sample = value.shape[:1] == (count,)
+            if value.numel() != 1 and not each_sample:
+                raise ValueError(
+                    f"the metric {name!r} must return one number per sample ({count}) or their mean, got a tensor of "
+                    f"shape {list(value.shape)}.\n"
+                    f"Return a tensor of shape [{count}] or []."
+                )
+            whole = value.sum() if each_sample else value.reshape(()) * count
+            self._sums[name] += whole.to(self._sums[name].device)
+        self.count += count
+
+    def reduce(self) -> tuple[dict[str, float], int]:
+        """Return the means over the samples of all ranks, and the number of these samples (collective)."""
+        sums = [each.item() for each in self._sums.values()]
+        *totals, count = rank_sync.reduced([*sums, self.count])
+        return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)

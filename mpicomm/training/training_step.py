@@ -1,0 +1,118 @@
+"""A training step: forward and backward passes, then the update of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from mpicomm.training import batches, randomness
+from mpicomm.training.batches import LossFunction
+from mpicomm.training.data import Batch, Step
+from mpicomm.training.state import Parts
+from mpicomm.training.step_timing import Clock
+
+_SYNCHRONIZED = contextlib.nullcontext()
+
+
+class TrainingStep:
+    """A training step: `accumulate`, then `update` or `discard`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        loss_fn: LossFunction | None,
+        target_key: str,
+        max_grad_norm: float | None,
+        *,
+        can_discard: bool,
+    ) -> None:
+        """Prepare the steps of a run.
+
+        Args:
+            can_discard: Whether to copy the buffers before each step, so that it can be discarded.
+        """
+        self.loss_fn = loss_fn
+        self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
+        self._target_key, self._max_grad_norm, self._can_discard = target_key, max_grad_norm, can_discard
+        self._buffers: list[torch.Tensor] = []
+        self._is_first = self._is_first_call = True
+
+    def forward(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
+        """Return the mean loss of a batch, the model's outputs and the targets.
+
+        Args:
+            model: The model, as DDP, FSDP or torch.compile wraps it.
+            batch: The batch.
+        """
+        returns_loss = self.loss_fn is None
+        content = batches.moved(batch.content, self._device)
+        call = batches.call_of(content, None if returns_loss else self._target_key)
+        if self._is_first_call:
+            batches.check_call(self._wrapped.inner, call)
+            self._is_first_call = False
+        with self.parts.precision.arithmetic():
+            outputs = model(*call.args, **call.kwargs)
+            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
+        return batches.check_loss(loss, is_of_model=returns_loss), outputs, call.targets
+
+    def accumulate(self, step: Step, count: int, clock: Clock) -> bool:
+        """Accumulate the gradients of the batches, and return whether their losses are finite (collective).
+
+        The gradients are those of the mean loss of all samples; the last backward pass reduces them over the ranks.
+
+        Args:
+            step: The batches of this rank.
+            count: The number of samples of all ranks.
+            clock: Measures the time of the backward passes.
+
+        Raises:
+            TrainingError: If a loss is not finite, unless such steps are skipped.
+        """
+        is_first, self._is_first = self._is_first, False
+        if is_first:
+            self._warm_up(step.batches[0])
+            clock.start()
+        self._wrapped.begin_step()
+        self._buffers = self._copied_buffers() if self._can_discard else []
+        is_finite = True
+        for number, batch in enumerate(step.batches, start=1):
+            is_last = number == len(step.batches)
+            with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
+                loss, _, _ = self.forward(self._wrapped.model, batch)
+                is_finite = self.parts.losses.add(self.parts.position.step, batch, loss) and is_finite
+                # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
+                weight = batch.count * self.parts.world.size / count
+                self.parts.precision.backward(loss if weight == 1 else loss * weight)
+            clock.add_backward(is_synchronized=is_last)
+        if is_first:
+            self._wrapped.check_backward()
+        return is_finite
+
+    def update(self) -> bool:
+        """Update the parameters; return whether the optimizer took the step, as `Precision.step` does."""
+        optimizer = self.parts.optimizer
+        is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._max_grad_norm)
+        optimizer.zero_grad(set_to_none=True)
+        return is_taken
+
+    def discard(self) -> None:
+        """Discard the gradients and the changes of the buffers."""
+        self._restore_buffers(self._buffers)
+        self.parts.optimizer.zero_grad(set_to_none=True)
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Run the model once before the first step, and restore its buffers and the generators (collective)."""
+        buffers = self._copied_buffers()
+        with randomness.preserved(self._device):
+            self._wrapped.warm_up(lambda model: self.forward(model, batch)[0])
+        self._restore_buffers(buffers)
+
+    def _copied_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self._wrapped.inner.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, buffers: list[torch.Tensor]) -> None:
+        for buffer, before in zip(self._wrapped.inner.buffers(), buffers, strict=True):
+            buffer.copy_(before)
