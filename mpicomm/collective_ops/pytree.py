@@ -13,7 +13,7 @@ import itertools
 import pickle
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ _PLAIN = _PLAIN_TENSORS | {np.ndarray, bool, int, float, complex}
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
-@dataclasses.dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """The structure of data and the properties of its leaves, without their content."""
 
     structure: Structure
@@ -65,7 +64,7 @@ class Description:
     def with_lengths(self, lengths: Iterable[Any]) -> Description:
         """Return the description with other lengths of the leaves' first dimensions; scalars are unchanged."""
         shapes = [(length, *shape[1:]) if shape else shape for length, shape in zip(lengths, self.shapes, strict=True)]
-        return dataclasses.replace(self, shapes=tuple(shapes))
+        return self._replace(shapes=tuple(shapes))
 
     def rebuilt(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Return data of this structure and these kinds, from the tensors of its leaves."""
@@ -75,8 +74,7 @@ class Description:
         return unflatten(self.structure, iter(leaves))
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """The flattened data of an operation."""
 
     description: Description

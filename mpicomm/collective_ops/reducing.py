@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,8 @@ class _Bundle:
 
 def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
     groups = _by_dtype(data)
+    if len(groups) == 1:
+        return [_Bundle(groups[0], _bundled(data.tensors, inplace))]
     return [_Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace)) for indices in groups]
 
 
@@ -179,12 +181,15 @@ def _by_dtype(data: Data) -> list[Sequence[int]]:
 
 
 def _unbundled(
-    bundles: Iterable[_Bundle], shapes: Sequence[Sequence[int]], members: GroupArgument, op: Op
+    bundles: Sequence[_Bundle], shapes: Sequence[Sequence[int]], members: GroupArgument, op: Op
 ) -> list[torch.Tensor]:
     """Return the result for each leaf, given the shapes of the results."""
-    results: dict[int, torch.Tensor] = {}
     for bundle in bundles:
         _divide(bundle.flat, members, op)
+    if len(bundles) == 1:
+        return _unflat(bundles[0].flat, shapes)
+    results: dict[int, torch.Tensor] = {}
+    for bundle in bundles:
         parts = _unflat(bundle.flat, [shapes[index] for index in bundle.indices])
         results.update(zip(bundle.indices, parts, strict=True))
     return [results[index] for index in range(len(shapes))]
@@ -203,14 +208,14 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
 
 
-def _unflat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+def _unflat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return views of the result of `_flat`, with the shapes of its arguments."""
     if len(shapes) == 1:
-        return [flat.view(shapes[0])]
+        return [flat if flat.shape == shapes[0] else flat.view(shapes[0])]
     lengths, are_flat = _lengths(tuple(shapes))
     # "Unsafe": autograd does not track the parts as views, so in-place writes to them are allowed.
     parts = torch.unsafe_split_with_sizes(flat, lengths)
-    return parts if are_flat else [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return list(parts) if are_flat else [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @functools.lru_cache(maxsize=64)
