@@ -38,14 +38,19 @@ def at(number: int | None) -> Iterator[None]:
         _place.number = before
 
 
-def attach(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], backward: Backward) -> list[torch.Tensor]:
+def attach(
+    results: list[torch.Tensor], inputs: Sequence[torch.Tensor], backward: Backward, *, is_needed: bool = True
+) -> list[torch.Tensor]:
     """Return the results of an operation, connected to its inputs in the autograd graph.
 
     Args:
         results: The results of the operation.
         inputs: The inputs of this rank; empty if only other ranks have inputs.
         backward: Computes the gradients of the inputs.
+        is_needed: Whether a rank's data requires a gradient; else the results are returned as they are.
     """
+    if not (is_needed and torch.is_grad_enabled()):
+        return results
     if not any(each.requires_grad for each in inputs):
         inputs = [torch.zeros((), requires_grad=True)]
         given = backward

@@ -18,28 +18,14 @@ from mpicomm.backend import dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import Mode, Works
-from mpicomm.collective_ops.pytree import Data
+from mpicomm.collective_ops.pytree import Description
 from mpicomm.errors import MismatchError, raised_on_all_ranks
 from mpicomm.watchdog import hang_report
 
-Signature = tuple[Any, ...]
-"""The values that must be equal on all ranks: the operation with its arguments, the structure, the leaves' metadata."""
+Signature = tuple[str, Description]
+"""The values that must be equal on all ranks: the operation with its arguments, and the description of the data."""
 
 _WORDS = 2  # integers in a digest, of 63 bits each
-
-
-def of(data: Data, operation: str, *, any_length: bool = False) -> Signature:
-    """Return the signature of a call, which must be equal on all ranks.
-
-    Args:
-        data: The data of this rank.
-        operation: The operation and its arguments.
-        any_length: Leaves may differ in the length of their first dimension.
-    """
-    shapes = tuple([shape[1:] for shape in data.shapes]) if any_length else data.shapes
-    dims = tuple([len(shape) for shape in data.shapes]) if any_length else ()
-    leaves = (data.kinds, data.dtypes, shapes, dims, data.devices, data.gradients)
-    return (operation, data.structure, leaves, any_length)
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,16 +65,13 @@ def refuse(members: GroupArgument, signature: Signature) -> None:
 
 def _shown(signature: Signature) -> tuple[str, list[tuple[str, str]]]:
     """Return the operation, and the path and the description of each leaf, as readable text."""
-    operation, structure, (kinds, dtypes_, shapes, dims, devices, gradients), any_length = signature
-    rows = zip(kinds, dtypes_, shapes, dims or [0] * len(kinds), devices, gradients, strict=True)
-    shown = [_shown_leaf(*row, any_length=any_length) for row in rows]
-    return operation, list(zip(pytree.paths(structure), shown, strict=True))
+    operation, description = signature
+    shown = itertools.starmap(_shown_leaf, description.leaves)
+    return operation, list(zip(pytree.paths(description.structure), shown, strict=True))
 
 
-def _shown_leaf(
-    kind: str, dtype: torch.dtype, shape: Sequence[int], dims: int, device: str, has_gradient: bool, *, any_length: bool
-) -> str:
-    size = ", ".join([*["*"] * bool(any_length and dims), *map(str, shape)])
+def _shown_leaf(kind: str, dtype: torch.dtype, shape: Sequence[Any], device: str, has_gradient: bool) -> str:
+    size = ", ".join(map(str, shape))
     return f"{kind} {dtypes.short(dtype)}[{size}] on {device}{', with gradient' if has_gradient else ''}"
 
 

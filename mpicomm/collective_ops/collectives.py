@@ -10,7 +10,8 @@ start: a mismatch raises `MismatchError` on every rank.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from mpicomm.arguments import FLAG
 from mpicomm.backend import process_group
 from mpicomm.collective_ops import data_movement, pytree, reducing
 from mpicomm.collective_ops.group_argument import GroupArgument, resolve
-from mpicomm.collective_ops.handles import Handle, Mode, Steps, start
+from mpicomm.collective_ops.handles import Handle, start
 from mpicomm.collective_ops.point_to_point import check_one_each
 from mpicomm.collective_ops.pytree import Data
 from mpicomm.collective_ops.reducing import Op
@@ -61,10 +62,7 @@ def barrier(group: Any = None, *, timeout: Timeout = None, async_op: bool = Fals
             f"barrier: timeout must be None with async_op=True, got {timeout!r}.\nPass it to the handle's wait()."
         )
 
-    def steps(_mode: Mode) -> Steps:
-        yield [dist.barrier(members.handle, async_op=True)]
-
-    return start(steps, "barrier", members, async_op, [])
+    return start(partial(data_movement.barrier, members), "barrier", members, async_op, [])
 
 
 @overload
@@ -104,14 +102,10 @@ def all_reduce(
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
-    members, taken, how = _reduction(data, op, group, "all_reduce")
     FLAG.check(inplace, "inplace", "all_reduce")
-    if inplace:
-        pytree.check_writable(taken)
+    members, taken, how = _reduction(data, op, group, "all_reduce", is_output=inplace)
 
-    def steps(mode: Mode) -> Steps:
-        return reducing.reduce_on_all_ranks(mode, members, taken, how, inplace=inplace)
-
+    steps = partial(reducing.reduce_on_all_ranks, members, taken, how, inplace)
     return start(steps, "all_reduce", members, async_op, taken.tensors)
 
 
@@ -141,12 +135,8 @@ def reduce(data: Any, dst: int = 0, op: OpName = "sum", *, group: Any = None, as
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
-    members, taken, how = _reduction(data, op, group, "reduce")
-    members.global_rank(dst, "reduce", "dst")
-
-    def steps(mode: Mode) -> Steps:
-        return reducing.reduce_to_one(mode, members, taken, how, dst)
-
+    members, taken, how = _reduction(data, op, group, "reduce", dst=dst)
+    steps = partial(reducing.reduce_to_one, members, taken, how, dst)
     return start(steps, "reduce", members, async_op, taken.tensors)
 
 
@@ -180,10 +170,7 @@ def reduce_scatter(data: Any, op: OpName = "sum", *, group: Any = None, async_op
             "reduce_scatter: expected leaves with at least one dimension, got a number or a scalar.\n"
             "Reduce it with all_reduce."
         )
-
-    def steps(mode: Mode) -> Steps:
-        return reducing.reduce_and_scatter(mode, members, taken, how)
-
+    steps = partial(reducing.reduce_and_scatter, members, taken, how)
     return start(steps, "reduce_scatter", members, async_op, taken.tensors)
 
 
@@ -230,12 +217,10 @@ def broadcast(data: Any = None, src: int = 0, *, group: Any = None, async_op: bo
         MpicommError: On the other ranks, if `src` cannot send its data.
         MismatchError: On every rank, if `out` differs between the ranks, or does not match `data`.
     """
-    members = resolve(group, "broadcast")
-    members.global_rank(src, "broadcast", "src")
-    is_source = members.rank == src
+    members = resolve(group, "broadcast", src=src)
     if out is not None:
-        return _broadcast_into(members, data if is_source else None, out, src, async_op)
-    return _broadcast(members, _to_send(data) if is_source else None, src, async_op)
+        return _broadcast_into(members, data, out, src, async_op)
+    return _broadcast(members, partial(_to_send, data), src, async_op)
 
 
 @overload
@@ -261,8 +246,7 @@ def gather(data: Any, dst: int = 0, *, group: Any = None, async_op: bool = False
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
-    members = resolve(group, "gather")
-    members.global_rank(dst, "gather", "dst")
+    members = resolve(group, "gather", dst=dst)
     return _gather(members, pytree.take(data, "gather"), dst, async_op)
 
 
@@ -287,7 +271,7 @@ def all_gather(data: Any, *, group: Any = None, async_op: bool = False) -> Any:
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
-    return _all_gather(resolve(group, "all_gather"), pytree.take(data, "all_gather"), async_op)
+    return _gather(resolve(group, "all_gather"), pytree.take(data, "all_gather"), None, async_op)
 
 
 @overload
@@ -343,9 +327,8 @@ def broadcast_object(thing: Any = None, src: int = 0, *, group: Any = None, asyn
         TypeError: On `src`, if the object cannot be pickled.
         MpicommError: On the other ranks, if `src` cannot pickle its object.
     """
-    members = resolve(group, "broadcast_object")
-    members.global_rank(src, "broadcast_object", "src")
-    return _broadcast(members, _pickled(thing) if members.rank == src else None, src, async_op)
+    members = resolve(group, "broadcast_object", src=src)
+    return _broadcast(members, partial(pytree.pickled, thing), src, async_op)
 
 
 @overload
@@ -370,8 +353,7 @@ def gather_object(thing: Any, dst: int = 0, *, group: Any = None, async_op: bool
         ValueError: If `dst` is not a rank of the group.
         TypeError: If the object cannot be pickled.
     """
-    members = resolve(group, "gather_object")
-    members.global_rank(dst, "gather_object", "dst")
+    members = resolve(group, "gather_object", dst=dst)
     return _gather(members, pytree.pickled(thing), dst, async_op)
 
 
@@ -392,7 +374,7 @@ def all_gather_object(thing: Any, *, group: Any = None, async_op: bool = False) 
     Raises:
         TypeError: If the object cannot be pickled.
     """
-    return _all_gather(resolve(group, "all_gather_object"), pytree.pickled(thing), async_op)
+    return _gather(resolve(group, "all_gather_object"), pytree.pickled(thing), None, async_op)
 
 
 @overload
@@ -419,65 +401,40 @@ def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool
 # -- shared by the tensor and object forms -----------------------------------------------------------------------------
 
 
-def _reduction(data: Any, op: Any, group: Any, what: str) -> tuple[GroupArgument, Data, Op]:
-    members, how = resolve(group, what), Op.of(op, what)
-    taken = reducing.numbers_widened(pytree.take(data, what), how)
+def _reduction(
+    data: Any, op: Any, group: Any, what: str, *, is_output: bool = False, **ranks: int
+) -> tuple[GroupArgument, Data, Op]:
+    members, how = resolve(group, what, **ranks), Op.of(op, what)
+    taken = reducing.numbers_widened(pytree.take(data, what, is_output=is_output), how)
     how.check(taken, members.size, what)
     return members, taken, how
 
 
-def _to_send(data: Any) -> Data | Exception:
-    """Return the flattened data, or the error that prevents it: `src` must report it to the waiting ranks."""
-    try:
-        if data is None:
-            raise ValueError("broadcast: data must not be None on src, got None.\nPass the data to send on src.")
-        return pytree.take(data, "broadcast")
-    except (TypeError, ValueError) as error:
-        return error
+def _to_send(data: Any) -> Data:
+    if data is None:
+        raise ValueError("broadcast: data must not be None on src, got None.\nPass the data to send on src.")
+    return pytree.take(data, "broadcast")
 
 
-def _pickled(thing: Any) -> Data | TypeError:
-    """Return an object as data, or the error that prevents it."""
-    try:
-        return pytree.pickled(thing)
-    except TypeError as error:
-        return error
-
-
-def _broadcast(members: GroupArgument, taken: Data | Exception | None, src: int, async_op: bool) -> Any:
-    def steps(mode: Mode) -> Steps:
-        return data_movement.send_to_all(mode, members, taken, src)
-
+def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool) -> Any:
+    taken = pytree.or_error(take) if members.rank == src else None
+    steps = partial(data_movement.send_to_all, members, taken, src)
     return start(steps, "broadcast", members, async_op, taken.tensors if isinstance(taken, Data) else None)
 
 
 def _broadcast_into(members: GroupArgument, data: Any, out: Any, src: int, async_op: bool) -> Any:
-    output_buffer = pytree.take(out, "broadcast")
-    pytree.check_writable(output_buffer)
-    taken = None if data is None else pytree.take(data, "broadcast")
-
-    def steps(mode: Mode) -> Steps:
-        return data_movement.send_to_all_into(mode, members, taken, output_buffer, src, out)
-
+    output_buffer = pytree.take(out, "broadcast", is_output=True)
+    is_source = members.rank == src
+    taken = pytree.take(data, "broadcast") if is_source and data is not None else None
+    steps = partial(data_movement.send_to_all_into, members, taken, output_buffer, out, src)
     return start(steps, "broadcast", members, async_op, output_buffer.tensors)
 
 
-def _gather(members: GroupArgument, taken: Data, dst: int, async_op: bool) -> Any:
-    def steps(mode: Mode) -> Steps:
-        return data_movement.gather_at_one(mode, members, taken, dst)
-
-    return start(steps, "gather", members, async_op, taken.tensors)
-
-
-def _all_gather(members: GroupArgument, taken: Data, async_op: bool) -> Any:
-    def steps(mode: Mode) -> Steps:
-        return data_movement.gather_on_all_ranks(mode, members, taken)
-
-    return start(steps, "all_gather", members, async_op, taken.tensors)
+def _gather(members: GroupArgument, taken: Data, dst: int | None, async_op: bool) -> Any:
+    what = "all_gather" if dst is None else "gather"
+    return start(partial(data_movement.gather, members, taken, dst), what, members, async_op, taken.tensors)
 
 
 def _all_to_all(members: GroupArgument, taken: list[Data], async_op: bool) -> Any:
-    def steps(mode: Mode) -> Steps:
-        return data_movement.exchange(mode, members, taken)
-
-    return start(steps, "all_to_all", members, async_op, [each for item in taken for each in item.tensors])
+    tensors = [each for item in taken for each in item.tensors]
+    return start(partial(data_movement.exchange, members, taken), "all_to_all", members, async_op, tensors)

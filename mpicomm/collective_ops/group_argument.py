@@ -51,23 +51,9 @@ class GroupArgument:
         """Whether another backend than this one serves GPU tensors."""
         return not (self.is_ours and self.handle.takes_gpu_tensors)
 
-    def global_rank(self, rank: int, what: str, argument: str) -> int:
-        """Return the rank in the job of a rank of the group.
-
-        Args:
-            rank: The rank within the group.
-            what: The name of the operation, for the message.
-            argument: The name of the argument, for the message.
-
-        Raises:
-            TypeError: If the rank is not an integer.
-            ValueError: If the rank is not in the group.
-        """
-        self._expected_rank.check(rank, argument, what)
-        return self.ranks[rank]
-
     @functools.cached_property
-    def _expected_rank(self) -> Expected:
+    def expected_rank(self) -> Expected:
+        """The check of an argument that is a rank within the group."""
         remedy = f"Pass a rank within the group, which has {self.size} ranks."
         return arguments.integer(0, self.size - 1, remedy)
 
@@ -80,18 +66,19 @@ _counts: collections.defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = c
 """How often each group was created, for its name; equal on all its ranks."""
 
 
-def resolve(group: Any, what: str) -> GroupArgument:
-    """Return the group that an argument stands for.
+def resolve(group: Any, what: str, **ranks: int) -> GroupArgument:
+    """Return the group that an argument stands for, after checking the arguments that are ranks within it.
 
     Args:
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" for the ranks of this node, "leaders" for the
             first rank of each node, or None for all ranks. For a communicator, "node" and "leaders", the first use
             creates the group (collective over its ranks).
         what: The name of the operation, for the message.
+        **ranks: The arguments that are ranks, by name.
 
     Raises:
-        ValueError: If this rank is not in the group, or the group's name is unknown.
-        TypeError: If the argument is not a group.
+        ValueError: If this rank is not in the group, the group's name is unknown, or a rank is not in the group.
+        TypeError: If the argument is not a group, or a rank is not an integer.
     """
     handle = group
     if not isinstance(group, dist.ProcessGroup):
@@ -100,6 +87,8 @@ def resolve(group: Any, what: str) -> GroupArgument:
     if members is None:
         _forget_destroyed()
         members = _known[handle] = _describe(handle)
+    for name, rank in ranks.items():
+        members.expected_rank.check(rank, name, what)
     return members
 
 

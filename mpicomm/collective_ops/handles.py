@@ -304,8 +304,10 @@ def start(
     members: GroupArgument,
     async_op: bool,
     tensors: Sequence[torch.Tensor] | None,
+    *,
+    in_order: bool = True,
 ) -> Any:
-    """Run a collective operation and return its result, or start it and return its handle.
+    """Run an operation and return its result, or start it and return its handle.
 
     Args:
         steps: Makes the steps of the operation for a mode.
@@ -313,11 +315,13 @@ def start(
         members: The group.
         async_op: Whether to return a handle.
         tensors: The caller's data; None where only other ranks know the data.
+        in_order: Whether the position among the operations must be the same on all ranks; not for messages.
     """
     if async_op is False:
         return run(steps(IN_THE_CALL))
     FLAG.check(async_op, "async_op", what)
     on_host = tensors is not None and all(tensor.is_cpu for tensor in tensors)
-    in_callbacks = members.is_ours and (on_host or not members.has_nccl)
+    has_callbacks = members.is_ours and (on_host or not members.has_nccl)
+    in_callbacks = has_callbacks and (in_order or mpi.serves_threads())
     mode = _IN_CALLBACKS if in_callbacks else _ELSEWHERE
-    return Handle(steps(mode), what, in_callbacks=in_callbacks, in_order=in_callbacks)
+    return Handle(steps(mode), what, in_callbacks=in_callbacks, in_order=in_callbacks and in_order)

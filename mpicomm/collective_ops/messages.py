@@ -15,31 +15,17 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import arguments, mpi
-from mpicomm.arguments import FLAG, Expected
+from mpicomm.arguments import Expected
 from mpicomm.backend import mpi_calls
 from mpicomm.collective_ops import autograd, pytree, wire_format
 from mpicomm.collective_ops.group_argument import GroupArgument
-from mpicomm.collective_ops.handles import Handle, Steps, Works, run
-from mpicomm.collective_ops.pytree import Data
-from mpicomm.collective_ops.wire_format import Description
+from mpicomm.collective_ops.handles import Steps, Works, run
+from mpicomm.collective_ops.pytree import Data, Description
 
-_MAGIC = b"mpicomm1"
-_HEAD = 512  # bytes: magic number, tag of the content, length of the description, as much of the description as fits
-_WORD = 8  # bytes of an integer in the header
-_START = len(_MAGIC) + 2 * _WORD
 _LARGEST_TAG = 2**23 - 3  # UCX's limit
 
 _numbers: dict[tuple[int, int], Iterator[int]] = {}
 """For each group and receiver, a counter of the contents sent."""
-
-
-def start(steps: Steps, what: str, members: GroupArgument, async_op: bool) -> Any:
-    """Run a point-to-point operation and return its result, or start it and return its handle."""
-    if async_op is False:
-        return run(steps)
-    FLAG.check(async_op, "async_op", what)
-    in_callbacks = members.is_ours and not members.has_nccl and mpi.serves_threads()
-    return Handle(steps, what, in_callbacks=in_callbacks, in_order=False)
 
 
 def largest_tag() -> int:
@@ -49,20 +35,14 @@ def largest_tag() -> int:
 
 def send(members: GroupArgument, data: Data, dst: int, tag: int) -> Steps:
     """Send data; return None, or, if the data requires a gradient, a zero to add to the loss."""
-    description = Description.of(data)
-    yield _send_parts(members, data.tensors, description, dst, tag)
-    if not description.has_gradient:
+    yield start_send(members, data, dst, tag)
+    if not data.description.has_gradient:
         return None
 
     def backward(_grads: list[torch.Tensor]) -> list[torch.Tensor]:
         return run(receive(members, dst, _backward(tag), None, None))
 
     return autograd.attach([torch.zeros(())], data.tensors, backward)[0]
-
-
-def send_failure(members: GroupArgument, error: Exception, dst: int, tag: int) -> Works:
-    """Start to send the error that prevents sending the data."""
-    return _send_head(members, wire_format.failure(error), dst, tag, _next_tag(members, dst))
 
 
 def receive(members: GroupArgument, src: int | None, tag: int, out: Data | None, target: Any) -> Steps:
@@ -73,14 +53,12 @@ def receive(members: GroupArgument, src: int | None, tag: int, out: Data | None,
         for to, got in zip(out.tensors, tensors, strict=True):
             to.detach().copy_(got)
         return target
-    if description.has_gradient and torch.is_grad_enabled():
 
-        def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-            run(send(members, _detached(grads), sender, _backward(tag)))
-            return []
+    def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        run(send(members, _detached(grads), sender, _backward(tag)))
+        return []
 
-        tensors = autograd.attach(tensors, [], backward)
-    return description.rebuilt(tensors)
+    return description.rebuilt(autograd.attach(tensors, [], backward, is_needed=description.has_gradient))
 
 
 def _content(
@@ -88,7 +66,7 @@ def _content(
 ) -> Generator[Works, None, tuple[Description, list[torch.Tensor], int]]:
     """Receive a message; return its description, its tensors and the sender's rank in the group."""
     # 1. the header
-    head = torch.empty(_HEAD, dtype=torch.uint8, device=members.control)
+    head = torch.empty(wire_format.HEAD, dtype=torch.uint8, device=members.control)
     source = None if src is None else members.ranks[src]
     first = dist.irecv(head, source, members.handle, _head_tag(tag))
     yield [first]
@@ -100,61 +78,48 @@ def _content(
         whole = torch.empty(length, dtype=torch.uint8, device=members.control)
         yield [dist.irecv(whole, source, members.handle, number)]
         raw = wire_format.to_bytes(whole)
-    description = Description.decoded(raw[:length])
+    description = wire_format.decode(raw[:length])
     # 3. the content, one message per device type
-    output_buffers = {device: description.output_buffer(device) for device in description.devices}
-    yield [
-        dist.irecv(output_buffer, source, members.handle, number)
-        for output_buffer in output_buffers.values()
-        if output_buffer.numel()
-    ]
-    return description, description.unpacked(output_buffers), sender
+    buffers = wire_format.output_buffers(description)
+    yield [dist.irecv(each, source, members.handle, number) for each in buffers.values() if each.numel()]
+    return description, wire_format.unpack(description, buffers), sender
 
 
 def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -> Steps:
     """Send to one rank while receiving from another; return the received data."""
-    mine = Description.of(data)
-    works = _send_parts(members, data.tensors, mine, dst, tag)
+    works = start_send(members, data, dst, tag)
     theirs, tensors, _ = yield from _content(members, src, tag)
     yield works
-    if not ((mine.has_gradient or theirs.has_gradient) and torch.is_grad_enabled()):
-        return theirs.rebuilt(tensors)
+    sends_gradients, gets_gradients = theirs.has_gradient, data.description.has_gradient
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Send the gradients of the received data to `src`, and receive those of the sent data from `dst`.
 
         Each direction runs only if the data that was sent in it requires a gradient.
         """
-        back = _detached(grads)
-        going = (
-            _send_parts(members, back.tensors, Description.of(back), src, _backward(tag)) if theirs.has_gradient else []
-        )
-        coming = run(receive(members, dst, _backward(tag), None, None)) if mine.has_gradient else []
+        going = start_send(members, _detached(grads), src, _backward(tag)) if sends_gradients else []
+        coming = run(receive(members, dst, _backward(tag), None, None)) if gets_gradients else []
         for work in going:
             work.wait()
         return coming
 
-    return theirs.rebuilt(autograd.attach(tensors, data.tensors if mine.has_gradient else [], backward))
+    inputs = data.tensors if gets_gradients else []
+    return theirs.rebuilt(autograd.attach(tensors, inputs, backward, is_needed=sends_gradients or gets_gradients))
 
 
-def _send_parts(
-    members: GroupArgument, tensors: Sequence[torch.Tensor], description: Description, dst: int, tag: int
-) -> Works:
-    """Start to send the header, the description if it does not fit in the header, and the content of each device."""
+def start_send(members: GroupArgument, data: Data | Exception, dst: int, tag: int) -> Works:
+    """Start to send the header, the description if it does not fit in the header, and the content of each device.
+
+    In place of data that cannot be sent, the receiver gets the error.
+    """
     number = _next_tag(members, dst)
-    works = _send_head(members, description.encoded(), dst, tag, number)
-    contents = [wire_format.pack(tensors, description, device) for device in description.devices]
-    target, group = members.ranks[dst], members.handle
-    return [*works, *[dist.isend(content, target, group, number) for content in contents if content.numel()]]
-
-
-def _send_head(members: GroupArgument, raw: bytes, dst: int, tag: int, number: int) -> Works:
-    head = _MAGIC + number.to_bytes(_WORD, "little") + len(raw).to_bytes(_WORD, "little") + raw[: _HEAD - _START]
-    parts = [(head.ljust(_HEAD, b"\0"), _head_tag(tag))]
-    if len(raw) > _HEAD - _START:
-        parts.append((raw, number))
-    target, group = members.ranks[dst], members.handle
-    return [dist.isend(wire_format.to_tensor(part, members.control), target, group, of_part) for part, of_part in parts]
+    raw = wire_format.encode(data)
+    parts = [(wire_format.to_tensor(wire_format.head(raw, number), members.control), _head_tag(tag))]
+    if len(raw) > wire_format.IN_HEAD:
+        parts.append((wire_format.to_tensor(raw, members.control), number))
+    if isinstance(data, Data):
+        parts += [(content, number) for content in wire_format.pack(data).values() if content.numel()]
+    return [dist.isend(part, members.ranks[dst], members.handle, of_part) for part, of_part in parts]
 
 
 def _detached(grads: Sequence[torch.Tensor]) -> Data:
@@ -163,14 +128,10 @@ def _detached(grads: Sequence[torch.Tensor]) -> Data:
 
 
 def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
-    raw = wire_format.to_bytes(head)
-    if not raw.startswith(_MAGIC):
-        raise wire_format.not_ours("its header has no magic number")
-    words = raw[len(_MAGIC) : _START]
-    number, length = int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little")
+    number, length, start = wire_format.read_head(head)
     if not _first() <= number <= _last() or length >= 2**40:
         raise wire_format.not_ours("its header is corrupted")
-    return number, length, raw[_START:]
+    return number, length, start
 
 
 def _check_fits(out: Data, description: Description) -> None:
@@ -184,9 +145,7 @@ def _check_fits(out: Data, description: Description) -> None:
             "recv: the sender's data requires a gradient, which cannot be propagated through out=.\n"
             "Omit out=, or send data.detach()."
         )
-    here = Description.of(out)
-    expected = [(leaf.dtype, leaf.shape) for leaf in here.leaves]
-    got = [(leaf.dtype, leaf.shape) for leaf in description.leaves]
+    expected, got = [[(dtype, shape) for _, dtype, shape, *_ in each.leaves] for each in (out.description, description)]
     if expected != got:
         raise ValueError(
             f"recv: out= has {_shown(expected)}, but the message has {_shown(got)}.\n"
@@ -194,7 +153,7 @@ def _check_fits(out: Data, description: Description) -> None:
         )
 
 
-def _shown(found: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> str:
+def _shown(found: Sequence[tuple[torch.dtype, Sequence[int]]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in found)
 
 

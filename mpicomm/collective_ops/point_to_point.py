@@ -7,7 +7,8 @@ message to each rank. `group` and `async_op` are as for the collective operation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -49,7 +50,7 @@ def send(data: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool
         ValueError: If `dst` or `tag` is out of range, or `dst` is this rank.
         TypeError: If `data` holds a leaf of an unsupported type.
     """
-    return _send(resolve(group, "send"), pytree.take(data, "send"), dst, tag, async_op, "send")
+    return _send(resolve(group, "send", dst=dst), pytree.take(data, "send"), dst, tag, async_op, "send")
 
 
 def isend(data: Any, dst: int, *, tag: int = 0, group: Any = None) -> Handle[torch.Tensor | None]:
@@ -69,7 +70,7 @@ def isend(data: Any, dst: int, *, tag: int = 0, group: Any = None) -> Handle[tor
         ValueError: If `dst` or `tag` is out of range.
         TypeError: If `data` holds a leaf of an unsupported type.
     """
-    return _send(resolve(group, "isend"), pytree.take(data, "isend"), dst, tag, True, "isend")
+    return _send(resolve(group, "isend", dst=dst), pytree.take(data, "isend"), dst, tag, True, "isend")
 
 
 @overload
@@ -100,7 +101,7 @@ def recv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = 
         ValueError: If `src` or `tag` is out of range, or the message does not match `out`.
         MpicommError: If the message was not sent by an operation of mpicomm, or needs a GPU that this rank lacks.
     """
-    return _recv(resolve(group, "recv"), src, out, tag, async_op, "recv")
+    return _recv(group, src, out, tag, async_op, "recv")
 
 
 def irecv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = None) -> Handle[Any]:
@@ -115,7 +116,7 @@ def irecv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any =
     Raises:
         ValueError: If `src` or `tag` is out of range. `wait()` raises the errors of the message, as `recv` does.
     """
-    return _recv(resolve(group, "irecv"), src, out, tag, True, "irecv")
+    return _recv(group, src, out, tag, True, "irecv")
 
 
 @overload
@@ -144,13 +145,11 @@ def sendrecv(
         TypeError: If `data` holds a leaf of an unsupported type.
         MpicommError: If the received message was not sent by an operation of mpicomm.
     """
-    members = resolve(group, "sendrecv")
     source = dst if src is None else src
-    members.global_rank(dst, "sendrecv", "dst")
-    members.global_rank(source, "sendrecv", "src")
+    members = resolve(group, "sendrecv", dst=dst, src=source)
     messages.expected_tag().check(tag, "tag", "sendrecv")
-    steps = messages.exchange(members, pytree.take(data, "sendrecv"), dst, source, tag)
-    return messages.start(steps, "sendrecv", members, async_op)
+    taken = pytree.take(data, "sendrecv")
+    return _start(lambda: messages.exchange(members, taken, dst, source, tag), "sendrecv", members, async_op)
 
 
 @overload
@@ -175,7 +174,7 @@ def scatter(items: Sequence[Any] | None = None, src: int = 0, *, group: Any = No
         TypeError: On `src`, if `items` is not a list or tuple, or holds a leaf of an unsupported type.
         MpicommError: On the other ranks, if `src` cannot send the items.
     """
-    members = resolve(group, "scatter")
+    members = resolve(group, "scatter", src=src)
     return _scatter(members, items, src, async_op, "scatter", pytree.take)
 
 
@@ -197,7 +196,7 @@ def send_object(thing: Any, dst: int, *, tag: int = 0, group: Any = None, async_
         ValueError: If `dst` or `tag` is out of range, or `dst` is this rank.
         TypeError: If the object cannot be pickled.
     """
-    return _send(resolve(group, "send_object"), pytree.pickled(thing), dst, tag, async_op, "send_object")
+    return _send(resolve(group, "send_object", dst=dst), pytree.pickled(thing), dst, tag, async_op, "send_object")
 
 
 @overload
@@ -217,7 +216,7 @@ def recv_object(src: int | None = None, *, tag: int = 0, group: Any = None, asyn
         ValueError: If `src` or `tag` is out of range.
         MpicommError: If the message was not sent by an operation of mpicomm.
     """
-    return _recv(resolve(group, "recv_object"), src, None, tag, async_op, "recv_object")
+    return _recv(group, src, None, tag, async_op, "recv_object")
 
 
 @overload
@@ -244,46 +243,39 @@ def scatter_object(
         TypeError: On `src`, if `items` is not a list or tuple, or an object cannot be pickled.
         MpicommError: On the other ranks, if `src` cannot send the objects.
     """
-    members = resolve(group, "scatter_object")
+    members = resolve(group, "scatter_object", src=src)
     return _scatter(members, items, src, async_op, "scatter_object", lambda item, _: pytree.pickled(item))
 
 
 def _send(members: GroupArgument, data: Data, dst: int, tag: int, async_op: bool, what: str) -> Any:
-    members.global_rank(dst, what, "dst")
     messages.expected_tag().check(tag, "tag", what)
     if dst == members.rank and not async_op:
         raise ValueError(
             f"{what}: dst must be another rank, got this rank ({dst}): a blocking send to itself would deadlock.\n"
             f"Use isend, or use the data directly."
         )
-    return messages.start(messages.send(members, data, dst, tag), what, members, async_op)
+    return _start(lambda: messages.send(members, data, dst, tag), what, members, async_op)
 
 
-def _recv(members: GroupArgument, src: int | None, out: Any, tag: int, async_op: bool, what: str) -> Any:
-    if src is not None:
-        members.global_rank(src, what, "src")
+def _recv(group: Any, src: int | None, out: Any, tag: int, async_op: bool, what: str) -> Any:
+    members = resolve(group, what) if src is None else resolve(group, what, src=src)
     messages.expected_tag().check(tag, "tag", what)
-    output_buffer = None if out is None else pytree.take(out, what)
-    if output_buffer is not None:
-        pytree.check_writable(output_buffer)
-    return messages.start(messages.receive(members, src, tag, output_buffer, out), what, members, async_op)
+    output_buffer = None if out is None else pytree.take(out, what, is_output=True)
+    return _start(lambda: messages.receive(members, src, tag, output_buffer, out), what, members, async_op)
+
+
+def _start(steps: Callable[[], Steps], what: str, members: GroupArgument, async_op: bool) -> Any:
+    return start(lambda _: steps(), what, members, async_op, None, in_order=False)
 
 
 def _scatter(members: GroupArgument, items: Any, src: int, async_op: bool, what: str, take: Any) -> Any:
-    members.global_rank(src, what, "src")
-    mine: list[Data] | Exception | None = None
-    if members.rank == src:
-        try:
-            check_one_each(items, members, what)
-            mine = [take(item, what) for item in items]
-        except (TypeError, ValueError) as error:  # the other ranks wait: report the error to them
-            mine = error
+    def to_send() -> list[Data]:
+        check_one_each(items, members, what)
+        with torch.no_grad():  # scatter is not differentiable: no rank would receive the gradients
+            return [take(item, what) for item in items]
 
-    def steps(mode: Mode) -> Steps:
-        yield from call_check.reached(members, call_check.of(pytree.NOTHING, f"{what} from rank {src}"), mode)
-        return (yield from _scattered(members, mine, src))
-
-    return start(steps, what, members, async_op, None)
+    mine = pytree.or_error(to_send) if members.rank == src else None
+    return start(partial(_scattered, members, mine, what, src), what, members, async_op, None)
 
 
 def check_one_each(items: Any, members: GroupArgument, what: str) -> None:
@@ -301,16 +293,18 @@ def check_one_each(items: Any, members: GroupArgument, what: str) -> None:
         )
 
 
-def _scattered(members: GroupArgument, items: Sequence[Data] | Exception | None, src: int) -> Steps:
+def _scattered(
+    members: GroupArgument, items: Sequence[Data] | Exception | None, what: str, src: int, mode: Mode
+) -> Steps:
+    nothing = pytree.take(None, what).description
+    yield from call_check.reached(members, (f"{what} from rank {src}", nothing), mode)
     tag = messages.largest_tag()  # reserved: callers cannot use it
     if items is None:
         return (yield from messages.receive(members, src, tag, None, None))
+    others = [rank for rank in range(members.size) if rank != src]
+    of_ranks = [items] * members.size if isinstance(items, Exception) else items
+    yield [work for rank in others for work in messages.start_send(members, of_ranks[rank], rank, tag)]
     if isinstance(items, Exception):
-        others = [rank for rank in range(members.size) if rank != src]
-        yield [work for rank in others for work in messages.send_failure(members, items, rank, tag)]
         raise items
-    sends = [messages.send(members, item, rank, tag) for rank, item in enumerate(items) if rank != src]
-    with torch.no_grad():  # scatter is not differentiable: no rank would receive the gradients
-        works = [work for each in sends for work in next(each)]
-    yield works
-    return items[src].rebuilt([tensor.detach().clone() for tensor in items[src].tensors])
+    own = items[src]
+    return own.description.rebuilt([tensor.detach().clone() for tensor in own.tensors])

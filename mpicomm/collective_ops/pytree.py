@@ -1,7 +1,7 @@
 """Pytrees: flattens containers of data into leaves and a structure, and rebuilds them.
 
 A container is a dict, OrderedDict, list, tuple, namedtuple or dataclass of containers, leaves and None. A leaf is a
-tensor, array, scalar or number, or a pickled object. The structure around the leaves is a plain nested tuple.
+tensor, array, scalar or number, or a pickled object.
 """
 
 from __future__ import annotations
@@ -9,25 +9,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import importlib
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from mpicomm.errors import MpicommError
 
-Structure = tuple[Any, ...]
-"""(kind,), (kind, children), (kind, keys or class, children) or (kind, class, keys, children)."""
+T = TypeVar("T")
+Structure = Any
+"""The containers around the leaves, which JSON can encode: LEAF, NONE, or (kind, name of the class, keys, children)."""
 
-LEAF: Structure = ("leaf",)
-_NONE: Structure = ("none",)
+LEAF, NONE = "leaf", "none"
 _DEEPEST = 100  # levels of nesting
 _KEYS = frozenset({str, int, type(None)})  # no float or bool: 1, 1.0 and True are equal as keys
-_DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": collections.OrderedDict}
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
+_DICTS: dict[str, Any] = {"dict": dict, "ordered": collections.OrderedDict}
+_KEYED = (*_DICTS, "dataclass")
+_CONTAINERS = (*_KEYED, *_SEQUENCES, "namedtuple")
 
 TENSOR, ARRAY, SCALAR, CUPY, NUMBER, OBJECT = "tensor", "array", "scalar", "cupy", "number", "object"
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -35,76 +38,96 @@ _PLAIN = _PLAIN_TENSORS | {np.ndarray, bool, int, float, complex}
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """The flattened data of an operation."""
+class Description(NamedTuple):
+    """The structure of data and the properties of its leaves, without their content."""
 
     structure: Structure
     kinds: tuple[str, ...]
-    tensors: list[torch.Tensor]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[Sequence[Any], ...]
+    devices: tuple[str, ...]
+    """The device type of each leaf: cpu or cuda."""
+
+    gradients: tuple[bool, ...]
+    """Whether each leaf requires a gradient; all False where grad mode is off."""
+
+    @property
+    def leaves(self) -> Iterator[tuple[str, torch.dtype, Sequence[Any], str, bool]]:
+        """The kind, dtype, shape, device type and gradient of each leaf."""
+        return zip(self.kinds, self.dtypes, self.shapes, self.devices, self.gradients, strict=True)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a leaf requires a gradient."""
+        return any(self.gradients)
+
+    def with_lengths(self, lengths: Iterable[Any]) -> Description:
+        """Return the description with other lengths of the leaves' first dimensions; scalars are unchanged."""
+        shapes = [(length, *shape[1:]) if shape else shape for length, shape in zip(lengths, self.shapes, strict=True)]
+        return self._replace(shapes=tuple(shapes))
+
+    def rebuilt(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return data of this structure and these kinds, from the tensors of its leaves."""
+        if set(self.kinds) == {TENSOR}:
+            return unflatten(self.structure, iter(tensors))
+        leaves = [_RESTORED[kind](tensor) for kind, tensor in zip(self.kinds, tensors, strict=True)]
+        return unflatten(self.structure, iter(leaves))
+
+
+class Data(NamedTuple):
+    """The flattened data of an operation."""
+
+    description: Description
+    tensors: Sequence[torch.Tensor]
     """One for each leaf; arrays and tensors share the caller's memory."""
 
-    is_read_only: bool = False
-    """Whether an array is read-only; its tensor is then a copy."""
-
-    @functools.cached_property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype of each leaf."""
-        return tuple([tensor.dtype for tensor in self.tensors])
-
-    @functools.cached_property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        """The shape of each leaf."""
-        return tuple([tensor.shape for tensor in self.tensors])
-
-    @functools.cached_property
-    def devices(self) -> tuple[str, ...]:
-        """The device type of each leaf."""
-        if all([tensor.is_cpu for tensor in self.tensors]):  # noqa: C419  a list is made faster than a generator
-            return ("cpu",) * len(self.tensors)
-        return tuple([tensor.device.type for tensor in self.tensors])
-
-    @functools.cached_property
-    def gradients(self) -> tuple[bool, ...]:
-        """Whether each leaf requires a gradient; all False where grad mode is off."""
-        if not torch.is_grad_enabled():
-            return (False,) * len(self.tensors)
-        return tuple([tensor.requires_grad for tensor in self.tensors])
-
-    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return data of the same structure and kinds with other content."""
-        return rebuild(self.structure, self.kinds, tensors)
+    @classmethod
+    def of(cls, structure: Structure, kinds: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> Data:
+        """Return data with a description of its tensors."""
+        has_grad_mode = torch.is_grad_enabled()
+        is_on_host = all([each.is_cpu for each in tensors])  # noqa: C419  a list is made faster than a generator
+        description = Description(
+            structure,
+            kinds,
+            dtypes=tuple([each.dtype for each in tensors]),
+            shapes=tuple([each.shape for each in tensors]),
+            devices=("cpu",) * len(tensors) if is_on_host else tuple([each.device.type for each in tensors]),
+            gradients=tuple([has_grad_mode and each.requires_grad for each in tensors]),
+        )
+        return cls(description, tensors)
 
 
-NOTHING = Data(_NONE, (), [])
-"""Data without leaves, for calls that only their arguments describe."""
-
-
-def take(data: Any, what: str) -> Data:
+def take(data: Any, what: str, *, is_output: bool = False) -> Data:
     """Flatten data into leaves.
 
     Args:
         data: The data.
         what: The name of the operation, for messages.
+        is_output: Check that results can be written into the leaves.
 
     Raises:
         TypeError: If a leaf or a container is of an unsupported type.
-        ValueError: If a number does not fit into 64 bits, or the containers are nested too deeply.
+        ValueError: If a number does not fit into 64 bits, the containers are nested too deeply, or results cannot be
+            written into a leaf.
     """
     found: list[Any] = []
     structure = flatten(data, found, _PLAIN)
     if _are_plain_tensors(found):
-        return Data(structure, (TENSOR,) * len(found), found)
-    pairs = [_as_tensor(leaf, what) for leaf in found]
-    is_read_only = any(isinstance(leaf, np.ndarray) and not leaf.flags.writeable for leaf in found)
-    return Data(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs], is_read_only)
+        taken = Data.of(structure, (TENSOR,) * len(found), found)
+    else:
+        pairs = [_as_tensor(leaf, what) for leaf in found]
+        taken = Data.of(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs])
+    if is_output:
+        _check_writable(found, taken.description)
+    return taken
 
 
-def rebuild(structure: Structure, kinds: Sequence[str], tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the data of a structure, from the tensors of its leaves."""
-    if set(kinds) == {TENSOR}:
-        return unflatten(structure, iter(tensors))
-    return unflatten(structure, map(_restored, kinds, tensors))
+def or_error(taken: Callable[[], T]) -> T | Exception:
+    """Return the data to send, or the error that prevents it: the sender must report it to the waiting ranks."""
+    try:
+        return taken()
+    except (TypeError, ValueError) as error:
+        return error
 
 
 def pickled(thing: Any) -> Data:
@@ -119,7 +142,7 @@ def pickled(thing: Any) -> Data:
         raise TypeError(
             f"a {type(thing).__name__} cannot be pickled: {error}\nPass the picklable parts of it."
         ) from error
-    return Data(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
+    return Data.of(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
 
 
 def _are_plain_tensors(found: list[Any]) -> bool:
@@ -178,37 +201,39 @@ def _of_array(array: np.ndarray, what: str) -> torch.Tensor:
         ) from error
 
 
-def _restored(kind: str, tensor: torch.Tensor) -> Any:
-    if kind == TENSOR:
-        return tensor
-    if kind == NUMBER:
-        return tensor.item()
-    if kind == ARRAY:
-        return tensor.cpu().numpy()
-    if kind == SCALAR:
-        return tensor.cpu().numpy()[()]
-    if kind == OBJECT:
-        return pickle.loads(tensor.cpu().numpy().tobytes())
+def _cupy_array(tensor: torch.Tensor) -> Any:
     import cupy
 
     return cupy.from_dlpack(tensor)
 
 
-def check_writable(data: Data) -> None:
+_RESTORED: dict[str, Callable[[torch.Tensor], Any]] = {
+    TENSOR: lambda tensor: tensor,
+    ARRAY: lambda tensor: tensor.cpu().numpy(),
+    SCALAR: lambda tensor: tensor.cpu().numpy()[()],
+    CUPY: _cupy_array,
+    NUMBER: torch.Tensor.item,
+    OBJECT: lambda tensor: pickle.loads(tensor.cpu().numpy().tobytes()),
+}
+KINDS = tuple(_RESTORED)
+
+
+def _check_writable(leaves: Sequence[Any], description: Description) -> None:
     """Check that results can be written into the leaves.
 
     Raises:
         ValueError: If a leaf is a number, a scalar or a read-only array, or requires a gradient.
     """
-    if data.is_read_only:
+    if any(isinstance(leaf, np.ndarray) and not leaf.flags.writeable for leaf in leaves):
         raise ValueError("an array is read-only: the result cannot be written into it.\nPass a writable copy of it.")
-    for kind, tensor, path in zip(data.kinds, data.tensors, paths(data.structure), strict=True):
+    places = paths(description.structure)
+    for kind, has_gradient, path in zip(description.kinds, description.gradients, places, strict=True):
         if kind not in (TENSOR, ARRAY, CUPY):
             raise ValueError(
                 f"{path} is a {kind}, which cannot be modified in place.\n"
                 f"Pass a tensor or an array, or use the result that the operation returns."
             )
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if has_gradient:
             raise ValueError(
                 f"{path} requires a gradient and cannot be modified in place.\n"
                 f"Use the result that the operation returns, or call it under torch.no_grad()."
@@ -232,28 +257,30 @@ def flatten(data: Any, leaves: list[Any], plain: frozenset[type], depth: int = 0
         ValueError: If the containers are nested too deeply, as in one that contains itself.
     """
     # 1. leaves, and the kind and children of a container
-    kind: Any = type(data)
-    if kind in plain:
+    cls: Any = type(data)
+    if cls in plain:
         leaves.append(data)
         return LEAF
-    if kind is dict or kind is collections.OrderedDict:
-        name = "dict" if kind is dict else "ordered"
+    name, children = "", data
+    keys: tuple[Any, ...] = ()
+    if cls is dict or cls is collections.OrderedDict:
+        kind = "dict" if cls is dict else "ordered"
         keys = tuple(data)
         _check_keys(keys)
-        children: Any = data.values()
-        head: tuple[Any, ...] = (name, keys)
-    elif kind is list or kind is tuple:
-        children, head = data, (kind.__name__,)
+        children = data.values()
+    elif cls is list or cls is tuple:
+        kind = cls.__name__
     elif data is None:
-        return _NONE
+        return NONE
     elif isinstance(data, tuple) and hasattr(data, "_fields"):
-        children, head = data, ("namedtuple", _name_of(kind))
+        kind, name = "namedtuple", _name_of(cls)
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        keys = tuple(field.name for field in dataclasses.fields(data))
-        children, head = [getattr(data, key) for key in keys], ("dataclass", _name_of(kind), keys)
+        kind, name = "dataclass", _name_of(cls)
+        keys = tuple([field.name for field in dataclasses.fields(data)])
+        children = [getattr(data, key) for key in keys]
     elif isinstance(data, (Mapping, list, tuple, set, frozenset)):
         raise TypeError(
-            f"expected a dict, OrderedDict, list, tuple, namedtuple or dataclass as container, got a {kind.__name__}.\n"
+            f"expected a dict, OrderedDict, list, tuple, namedtuple or dataclass as container, got a {cls.__name__}.\n"
             f"Convert it to one of these, or use an `_object` operation, such as all_gather_object."
         )
     else:
@@ -267,8 +294,8 @@ def flatten(data: Any, leaves: list[Any], plain: frozenset[type], depth: int = 0
     # 2. the structure of the children
     if plain.issuperset(map(type, children)):  # a fast path: there may be thousands of leaves
         leaves.extend(children)
-        return (*head, (LEAF,) * len(children))
-    return (*head, tuple([flatten(child, leaves, plain, depth + 1) for child in children]))
+        return (kind, name, keys, (LEAF,) * len(children))
+    return (kind, name, keys, tuple([flatten(child, leaves, plain, depth + 1) for child in children]))
 
 
 def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
@@ -277,36 +304,33 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     Raises:
         MpicommError: If this rank cannot import a class of the sender.
     """
-    kind = structure[0]
-    if kind == "leaf":
+    if structure == LEAF:
         return next(leaves)
-    if kind == "none":
+    if structure == NONE:
         return None
-    inner = structure[-1]
+    kind, name, keys, inner = structure
     if inner.count(LEAF) == len(inner):
         children = list(itertools.islice(leaves, len(inner)))
     else:
         children = [unflatten(child, leaves) for child in inner]
-    if kind == "list":
-        return children
-    if kind == "tuple":
-        return tuple(children)
     if kind in _DICTS:
-        return _DICTS[kind](zip(structure[1], children, strict=True))
-    known = _class_of(structure[1])
+        return _DICTS[kind](zip(keys, children, strict=True))
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](children)
     if kind == "namedtuple":
-        return known(*children)
-    return _dataclass(known, dict(zip(structure[2], children, strict=True)))
+        return _class_of(name)(*children)
+    return _dataclass(_class_of(name), dict(zip(keys, children, strict=True)))
 
 
 def paths(structure: Structure, here: str = "") -> Iterator[str]:
     """Yield the path of each leaf as a Python expression, such as `['b'][1]`."""
-    kind = structure[0]
-    if kind == "leaf":
+    if structure == LEAF:
         yield here or "the data"
-    elif kind != "none":
-        for place, child in zip(_places(structure), structure[-1], strict=True):
-            yield from paths(child, here + place)
+    elif structure != NONE:
+        kind, _, keys, children = structure
+        places = keys if kind in _KEYED else range(len(children))
+        for place, child in zip(places, children, strict=True):
+            yield from paths(child, f"{here}.{place}" if kind == "dataclass" else f"{here}[{place!r}]")
 
 
 def from_plain(plain: Any, depth: int = 0) -> Structure:
@@ -315,32 +339,22 @@ def from_plain(plain: Any, depth: int = 0) -> Structure:
     Raises:
         ValueError: If the lists do not form a valid structure.
     """
-    if not isinstance(plain, list) or not plain or depth > _DEEPEST:
+    if plain in (LEAF, NONE):
+        return plain
+    if not isinstance(plain, list) or len(plain) != 4 or depth > _DEEPEST:
         raise ValueError("invalid structure")
-    kind, *rest = plain
-    if kind in ("leaf", "none") and not rest:
-        return LEAF if kind == "leaf" else _NONE
-    forms = {"list": 1, "tuple": 1, "dict": 2, "ordered": 2, "namedtuple": 2, "dataclass": 3}
-    if forms.get(kind) != len(rest) or not isinstance(rest[-1], list):
+    kind, name, keys, children = plain
+    is_valid = (
+        kind in _CONTAINERS
+        and isinstance(name, str)
+        and isinstance(keys, list)
+        and isinstance(children, list)
+        and len(keys) == (len(children) if kind in _KEYED else 0)
+        and all(type(key) in _KEYS for key in keys)
+    )
+    if not is_valid:
         raise ValueError("invalid structure")
-    children = tuple([from_plain(child, depth + 1) for child in rest[-1]])
-    if kind in ("namedtuple", "dataclass") and not isinstance(rest[0], str):
-        raise ValueError("invalid structure")
-    if kind in ("dict", "ordered", "dataclass"):
-        keys = rest[-2]
-        if not isinstance(keys, list) or len(keys) != len(children) or any(type(key) not in _KEYS for key in keys):
-            raise ValueError("invalid structure")
-        return (kind, *rest[:-2], tuple(keys), children)
-    return (kind, *rest[:-1], children)
-
-
-def _places(structure: Structure) -> Sequence[str]:
-    kind = structure[0]
-    if kind in _DICTS:
-        return [f"[{key!r}]" for key in structure[1]]
-    if kind == "dataclass":
-        return [f".{key}" for key in structure[2]]
-    return [f"[{index}]" for index in range(len(structure[-1]))]
+    return (kind, name, tuple(keys), tuple([from_plain(child, depth + 1) for child in children]))
 
 
 def _check_keys(keys: Sequence[Any]) -> None:
@@ -387,14 +401,10 @@ def _class_of(name: str) -> Any:
 
 def _found(name: str) -> Any:
     """Return the object with a name, `module:qualified.name`; None if it does not exist."""
-    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
         return None
-    return found
 
 
 def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:

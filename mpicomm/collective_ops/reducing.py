@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,19 +63,23 @@ class Op:
         Raises:
             ValueError: If the operation is not defined for a leaf's dtype.
         """
-        for dtype in dict.fromkeys(data.dtypes):
+        for dtype in dict.fromkeys(data.description.dtypes):
             reductions.plan(self.handle, dtype, size, what)
+
+    def on(self, members: GroupArgument) -> Any:
+        """Return the operation to call on a group: only this package's backend implements AVG for every dtype."""
+        return dist.ReduceOp.SUM if self.name == "AVG" and not members.is_ours else self.handle
 
 
 def numbers_widened(data: Data, op: Op) -> Data:
     """Return the data with Python numbers in a dtype of Python's arithmetic: the mean of 1 and 2 is 1.5."""
-    if NUMBER not in data.kinds or op.name not in _ARITHMETIC:
+    kinds = data.description.kinds
+    if NUMBER not in kinds or op.name not in _ARITHMETIC:
         return data
     tensors = [
-        _widened(tensor, op) if kind == NUMBER else tensor
-        for kind, tensor in zip(data.kinds, data.tensors, strict=True)
+        _widened(tensor, op) if kind == NUMBER else tensor for kind, tensor in zip(kinds, data.tensors, strict=True)
     ]
-    return dataclasses.replace(data, tensors=tensors)
+    return Data.of(data.description.structure, kinds, tensors)
 
 
 def _widened(number: torch.Tensor, op: Op) -> torch.Tensor:
@@ -83,68 +88,59 @@ def _widened(number: torch.Tensor, op: Op) -> torch.Tensor:
     return number.to(torch.float64 if op.name == "AVG" else torch.int64)
 
 
-def reduce_on_all_ranks(mode: Mode, members: GroupArgument, data: Data, op: Op, *, inplace: bool) -> Steps:
+def reduce_on_all_ranks(members: GroupArgument, data: Data, op: Op, inplace: bool, mode: Mode) -> Steps:
     """Run all_reduce, and return the reduced data."""
-    yield from call_check.reached(members, call_check.of(data, f"all_reduce {op.name}"), mode)
+    yield from call_check.reached(members, (f"all_reduce {op.name}", data.description), mode)
     bundles = _bundles(data, inplace=inplace)
-    yield [_start(dist.all_reduce, bundle.flat, members, op, mode) for bundle in bundles]
-    results = _unbundled(bundles, data.shapes, members, op)
+    how = op.on(members)
+    yield [dist.all_reduce(bundle.flat, how, members.handle, async_op=mode.last) for bundle in bundles]
+    results = _unbundled(bundles, data.description.shapes, members, op)
     if inplace:
         return _written_back(data, results)
-    if op.name in _LINEAR and any(data.gradients):
-        results = autograd.attach(results, data.tensors, _transposed_all_reduce(members, op))
-    return data.rebuilt(results)
 
-
-def _transposed_all_reduce(members: GroupArgument, op: Op) -> autograd.Backward:
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        data = pytree.take(grads, "all_reduce, backward")
-        return handles.run(reduce_on_all_ranks(IN_THE_CALL, members, data, op, inplace=False))
+        taken = pytree.take(grads, "all_reduce, backward")
+        return handles.run(reduce_on_all_ranks(members, taken, op, False, IN_THE_CALL))
 
-    return backward
+    return data.description.rebuilt(_attached(data, op, results, backward))
 
 
-def reduce_to_one(mode: Mode, members: GroupArgument, data: Data, op: Op, dst: int) -> Steps:
+def reduce_to_one(members: GroupArgument, data: Data, op: Op, dst: int, mode: Mode) -> Steps:
     """Run reduce, and return the reduced data on `dst`, None elsewhere."""
-    yield from call_check.reached(members, call_check.of(data, f"reduce {op.name} to rank {dst}"), mode)
+    yield from call_check.reached(members, (f"reduce {op.name} to rank {dst}", data.description), mode)
     bundles = _bundles(data, inplace=False)
-    yield [_start(dist.reduce, bundle.flat, members, op, mode, members.ranks[dst]) for bundle in bundles]
+    target, how = members.ranks[dst], op.on(members)
+    yield [dist.reduce(bundle.flat, target, how, members.handle, async_op=mode.last) for bundle in bundles]
     if members.rank != dst:
         return None
-    return data.rebuilt(_unbundled(bundles, data.shapes, members, op))
+    return data.description.rebuilt(_unbundled(bundles, data.description.shapes, members, op))
 
 
-def reduce_and_scatter(mode: Mode, members: GroupArgument, data: Data, op: Op) -> Steps:
+def reduce_and_scatter(members: GroupArgument, data: Data, op: Op, mode: Mode) -> Steps:
     """Run reduce_scatter: each leaf is split along its first dimension, and each rank gets its part of the result."""
-    yield from call_check.reached(members, call_check.of(data, f"reduce_scatter {op.name}"), mode)
+    yield from call_check.reached(members, (f"reduce_scatter {op.name}", data.description), mode)
     parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
-    groups = _by_dtype(data)
-    results: list[Any] = [None] * len(parts)
-    flats, works = [], []
-    for indices in groups:
-        sources = [_flat([parts[index][rank].contiguous() for index in indices]) for rank in range(members.size)]
+    bundles, works = [], []
+    for indices in _by_dtype(data):
+        sources = [_flat([parts[index][rank] for index in indices]) for rank in range(members.size)]
         output = torch.empty_like(sources[members.rank])
-        flats.append(output)
-        works.append(dist.reduce_scatter(output, sources, _torchs(op, members), members.handle, async_op=mode.last))
+        bundles.append(_Bundle(indices, output))
+        works.append(dist.reduce_scatter(output, sources, op.on(members), members.handle, async_op=mode.last))
     yield works
-    for indices, flat in zip(groups, flats, strict=True):
-        _divide(flat, members, op)
-        mine = [parts[index][members.rank].shape for index in indices]
-        for index, result in zip(indices, _unflat(flat, mine), strict=True):
-            results[index] = result
-    if op.name in _LINEAR and any(data.gradients):
-        results = autograd.attach(results, data.tensors, _transposed_reduce_scatter(members, op))
-    return data.rebuilt(results)
+    results = _unbundled(bundles, [of_leaf[members.rank].shape for of_leaf in parts], members, op)
 
-
-def _transposed_reduce_scatter(members: GroupArgument, op: Op) -> autograd.Backward:
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        data = pytree.take(grads, "reduce_scatter, backward")
-        gathered = handles.run(data_movement.gather_on_all_ranks(IN_THE_CALL, members, data))
-        whole = [torch.cat(parts) for parts in zip(*gathered, strict=True)]
+        taken = pytree.take(grads, "reduce_scatter, backward")
+        gathered = handles.run(data_movement.gather(members, taken, None, IN_THE_CALL))
+        whole = [torch.cat(of_leaf) for of_leaf in zip(*gathered, strict=True)]
         return [each / members.size for each in whole] if op.name == "AVG" else whole
 
-    return backward
+    return data.description.rebuilt(_attached(data, op, results, backward))
+
+
+def _attached(data: Data, op: Op, results: list[torch.Tensor], backward: autograd.Backward) -> list[torch.Tensor]:
+    is_needed = op.name in _LINEAR and data.description.has_gradient
+    return autograd.attach(results, data.tensors, backward, is_needed=is_needed)
 
 
 # -- bundles -----------------------------------------------------------------------------------------------------------
@@ -154,7 +150,7 @@ def _transposed_reduce_scatter(members: GroupArgument, op: Op) -> autograd.Backw
 class _Bundle:
     """Leaves of one dtype and device, as one tensor."""
 
-    indices: list[int]
+    indices: Sequence[int]
     flat: torch.Tensor
 
 
@@ -174,10 +170,10 @@ def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
     return mine.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _by_dtype(data: Data) -> list[list[int]]:
+def _by_dtype(data: Data) -> list[Sequence[int]]:
     """Return the indices of the tensors of each dtype and device; in the same order on all ranks."""
-    if len(set(data.dtypes)) == 1 and set(data.devices) == {"cpu"}:
-        return [list(range(len(data.tensors)))]
+    if len(set(data.description.dtypes)) == 1 and set(data.description.devices) == {"cpu"}:
+        return [range(len(data.tensors))]
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(data.tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)
@@ -185,27 +181,25 @@ def _by_dtype(data: Data) -> list[list[int]]:
 
 
 def _unbundled(
-    bundles: Iterable[_Bundle], shapes: Sequence[torch.Size], members: GroupArgument, op: Op
+    bundles: Sequence[_Bundle], shapes: Sequence[Sequence[int]], members: GroupArgument, op: Op
 ) -> list[torch.Tensor]:
-    results: list[Any] = [None] * len(shapes)
+    """Return the result for each leaf, given the shapes of the results."""
     for bundle in bundles:
         _divide(bundle.flat, members, op)
-        if len(bundle.indices) == 1:
-            results[bundle.indices[0]] = bundle.flat
-            continue
-        if len(bundle.indices) == len(shapes):
-            return _unflat(bundle.flat, shapes)
-        alike = [shapes[index] for index in bundle.indices]
-        for index, result in zip(bundle.indices, _unflat(bundle.flat, alike), strict=True):
-            results[index] = result
-    return results
+    if len(bundles) == 1:
+        return _unflat(bundles[0].flat, shapes)
+    results: dict[int, torch.Tensor] = {}
+    for bundle in bundles:
+        parts = _unflat(bundle.flat, [shapes[index] for index in bundle.indices])
+        results.update(zip(bundle.indices, parts, strict=True))
+    return [results[index] for index in range(len(shapes))]
 
 
 def _written_back(data: Data, results: Sequence[torch.Tensor]) -> Any:
     for tensor, result in zip(data.tensors, results, strict=True):
         if tensor.data_ptr() != result.data_ptr():
             tensor.detach().copy_(result)
-    return data.rebuilt(data.tensors)
+    return data.description.rebuilt(data.tensors)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -214,34 +208,20 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
 
 
-def _unflat(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+def _unflat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return views of the result of `_flat`, with the shapes of its arguments."""
+    if len(shapes) == 1:
+        return [flat if flat.shape == shapes[0] else flat.view(shapes[0])]
     lengths, are_flat = _lengths(tuple(shapes))
     # "Unsafe": autograd does not track the parts as views, so in-place writes to them are allowed.
     parts = torch.unsafe_split_with_sizes(flat, lengths)
-    if are_flat:
-        return list(parts)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return list(parts) if are_flat else [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @functools.lru_cache(maxsize=64)
-def _lengths(shapes: tuple[torch.Size, ...]) -> tuple[list[int], bool]:
+def _lengths(shapes: tuple[Sequence[int], ...]) -> tuple[list[int], bool]:
     """Return the number of elements for each shape, and whether all shapes have one dimension."""
-    return [shape.numel() for shape in shapes], all(len(shape) == 1 for shape in shapes)
-
-
-# -- operations --------------------------------------------------------------------------------------------------------
-
-
-def _start(
-    call: Callable[..., Any], flat: torch.Tensor, members: GroupArgument, op: Op, mode: Mode, *ranks: int
-) -> dist.Work | None:
-    return call(flat, *ranks, _torchs(op, members), members.handle, async_op=mode.last)
-
-
-def _torchs(op: Op, members: GroupArgument) -> Any:
-    """Return the operation to call on the group's backend: only this backend implements AVG for every dtype."""
-    return dist.ReduceOp.SUM if op.name == "AVG" and not members.is_ours else op.handle
+    return [math.prod(shape) for shape in shapes], all(len(shape) == 1 for shape in shapes)
 
 
 def _divide(flat: torch.Tensor, members: GroupArgument, op: Op) -> None:

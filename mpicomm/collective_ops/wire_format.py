@@ -1,149 +1,88 @@
-"""The wire format of data: a description in JSON, and the content of all leaves of a device as one buffer of bytes."""
+"""The wire format of data: a header, a description in JSON, and the content as one buffer of bytes per device type."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mpicomm.backend import dtypes
 from mpicomm.collective_ops import pytree
-from mpicomm.collective_ops.pytree import ARRAY, CUPY, NUMBER, OBJECT, SCALAR, TENSOR, Data, Structure, rebuild
+from mpicomm.collective_ops.pytree import Data, Description
 from mpicomm.errors import MpicommError
 
+HEAD = 512  # bytes: magic number, number, length of the description, as much of the description as fits
+MAGIC = b"mpicomm1"
+_WORD = 8  # bytes of an integer in the header
+_START = len(MAGIC) + 2 * _WORD
+IN_HEAD = HEAD - _START  # bytes of the description
 ALIGNED = 16  # bytes, the size of the widest dtype; each leaf's content starts at a multiple of it
-_KINDS = (TENSOR, ARRAY, SCALAR, CUPY, NUMBER, OBJECT)
 HOST, GPU = DEVICES = ("cpu", "cuda")
 _FAILED = "failed"
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """The metadata of a leaf, without its content."""
-
-    kind: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: str
-    """The device type: cpu or cuda."""
-
-    has_gradient: bool
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the content in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def with_length(self, length: int) -> Leaf:
-        """Return the leaf with another length of its first dimension; a scalar is returned unchanged."""
-        return dataclasses.replace(self, shape=(length, *self.shape[1:])) if self.shape else self
+# -- headers and descriptions ------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Description:
-    """The structure and the leaves' metadata of data, without the content."""
-
-    structure: Structure
-    leaves: tuple[Leaf, ...]
-
-    @classmethod
-    def of(cls, data: Data) -> Description:
-        """Return the description of data; no leaf has a gradient where grad mode is off."""
-        grads = torch.is_grad_enabled()
-        leaves = [
-            Leaf(kind, each.dtype, tuple(each.shape), each.device.type, grads and each.requires_grad)
-            for kind, each in zip(data.kinds, data.tensors, strict=True)
-        ]
-        return cls(data.structure, tuple(leaves))
-
-    @property
-    def devices(self) -> list[str]:
-        """The device types that hold leaves, sorted."""
-        return sorted({leaf.device for leaf in self.leaves})
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a leaf requires a gradient."""
-        return any(leaf.has_gradient for leaf in self.leaves)
-
-    def nbytes(self, device: str) -> int:
-        """Return the size in bytes of the packed content on a device."""
-        return _layout(self.leaves, device)[-1]
-
-    def encoded(self) -> bytes:
-        """Return the description as JSON."""
-        leaves = [
-            [leaf.kind, dtypes.short(leaf.dtype), leaf.shape, leaf.device, leaf.has_gradient] for leaf in self.leaves
-        ]
-        return json.dumps([self.structure, leaves], separators=(",", ":")).encode()
-
-    @classmethod
-    def decoded(cls, raw: bytes) -> Description:
-        """Parse and validate a description.
-
-        Raises:
-            MpicommError: If it is not a description, or reports that the sender failed.
-        """
-        try:
-            structure, leaves = json.loads(raw)
-            if structure == _FAILED and isinstance(leaves, str):
-                raise MpicommError(f"the sender could not send its data: {leaves}")
-            found = cls(pytree.from_plain(structure), tuple(map(_leaf, leaves)))
-            if len(list(pytree.paths(found.structure))) != len(leaves):
-                raise ValueError("leaves are missing")
-        except (ValueError, TypeError, AttributeError, RecursionError, KeyError) as error:
-            raise not_ours(f"its description cannot be read ({error})") from None
-        return found
-
-    def output_buffer(self, device: str) -> torch.Tensor:
-        """Return uninitialised memory for the content on a device.
-
-        Raises:
-            MpicommError: If the content is for a GPU and this rank has none.
-        """
-        if device != HOST and not torch.cuda.is_available():
-            raise MpicommError(
-                "the sender's data are on a GPU, but this rank has no GPU.\n"
-                "Send CPU tensors (tensor.cpu()), or start every rank with a GPU."
-            )
-        return torch.empty(self.nbytes(device), dtype=torch.uint8, device=device)
-
-    def unpacked(self, output_buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the leaves as views of the buffers."""
-        tensors: list[torch.Tensor | None] = [None] * len(self.leaves)
-        for device, output_buffer in output_buffers.items():
-            offsets = _layout(self.leaves, device)
-            mine = [index for index, leaf in enumerate(self.leaves) if leaf.device == device]
-            for index, offset in zip(mine, offsets, strict=False):
-                leaf = self.leaves[index]
-                tensors[index] = output_buffer[offset : offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-        return [tensor for tensor in tensors if tensor is not None]
-
-    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return data with the sender's structure and kinds, around some content."""
-        return rebuild(self.structure, [leaf.kind for leaf in self.leaves], tensors)
+def head(raw: bytes, number: int = 0) -> bytes:
+    """Return the header of a description, with a number for the receiver."""
+    start = MAGIC + number.to_bytes(_WORD, "little") + len(raw).to_bytes(_WORD, "little") + raw[:IN_HEAD]
+    return start.ljust(HEAD, b"\0")
 
 
-def failure(error: Exception) -> bytes:
-    """Return the bytes that report an error to the receiver in place of a description."""
-    return json.dumps([_FAILED, str(error)]).encode()
+def read_head(content: torch.Tensor) -> tuple[int, int, bytes]:
+    """Return a header's number, the length of the description, and the start of the description.
+
+    Raises:
+        MpicommError: If it is not a header of an operation of mpicomm.
+    """
+    raw = to_bytes(content)
+    if not raw.startswith(MAGIC):
+        raise not_ours("its header has no magic number")
+    words = raw[len(MAGIC) : _START]
+    return int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little"), raw[_START:]
 
 
-def pack(tensors: Sequence[torch.Tensor], description: Description, device: str) -> torch.Tensor:
-    """Return the content of all leaves on a device as one tensor of bytes; for one dense leaf, a view of it."""
-    mine = [each.detach() for each in tensors if each.device.type == device]
-    if len(mine) == 1:
-        return _bytes_of(mine[0])
-    flat = torch.empty(description.nbytes(device), dtype=torch.uint8, device=mine[0].device)
-    for tensor, offset in zip(mine, _layout(description.leaves, device), strict=False):
-        flat[offset : offset + tensor.nbytes].copy_(_bytes_of(tensor))
-    return flat
+def encode(data: Data | Exception) -> bytes:
+    """Return the description of data as JSON, or the error that prevents sending the data."""
+    if isinstance(data, Exception):
+        return json.dumps([_FAILED, str(data)]).encode()
+    leaves = [(kind, dtypes.short(dtype), *rest) for kind, dtype, *rest in data.description.leaves]
+    return json.dumps([data.description.structure, leaves], separators=(",", ":")).encode()
+
+
+def decode(raw: bytes) -> Description:
+    """Parse and validate a description.
+
+    Raises:
+        MpicommError: If it is not a description, or reports that the sender failed.
+    """
+    try:
+        structure, leaves = json.loads(raw)
+        if structure == _FAILED and isinstance(leaves, str):
+            raise MpicommError(f"the sender could not send its data: {leaves}")
+        columns: Iterable[Any] = zip(*map(_leaf, leaves), strict=True) if leaves else ((),) * 5
+        description = Description(pytree.from_plain(structure), *columns)
+        if len(list(pytree.paths(description.structure))) != len(leaves):
+            raise ValueError("leaves are missing")
+    except (ValueError, TypeError, AttributeError, RecursionError, KeyError) as error:
+        raise not_ours(f"its description cannot be read ({error})") from None
+    return description
+
+
+def _leaf(raw: Any) -> tuple[str, torch.dtype, tuple[int, ...], str, bool]:
+    kind, name, shape, device, has_gradient = raw
+    dtype = getattr(torch, name, None)
+    is_shape = isinstance(shape, list) and all(type(length) is int and 0 <= length < 2**62 for length in shape)
+    if kind not in pytree.KINDS or not isinstance(dtype, torch.dtype) or not is_shape or device not in (HOST, GPU):
+        raise ValueError("invalid leaf")
+    if _nbytes(dtype, shape) >= 2**62:
+        raise ValueError("leaf of 2**62 bytes or more")
+    return kind, dtype, tuple(shape), device, bool(has_gradient)
 
 
 def to_tensor(raw: bytes, device: torch.device) -> torch.Tensor:
@@ -164,28 +103,70 @@ def not_ours(why: str) -> MpicommError:
     )
 
 
+# -- contents ----------------------------------------------------------------------------------------------------------
+
+
+def nbytes(description: Description) -> dict[str, int]:
+    """Return the size in bytes of the packed content on each device type that holds leaves."""
+    return _layout(description)[1]
+
+
+def output_buffers(description: Description) -> dict[str, torch.Tensor]:
+    """Return uninitialised memory for the content, by device type.
+
+    Raises:
+        MpicommError: If a part of the content is for a GPU and this rank has none.
+    """
+    if GPU in description.devices and not torch.cuda.is_available():
+        raise MpicommError(
+            "the sender's data are on a GPU, but this rank has no GPU.\n"
+            "Send CPU tensors (tensor.cpu()), or start every rank with a GPU."
+        )
+    sizes = nbytes(description)
+    return {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
+
+
+def pack(data: Data) -> dict[str, torch.Tensor]:
+    """Return the content as one tensor of bytes for each device type; a view of a single leaf if it is dense."""
+    description = data.description
+    if len(data.tensors) == 1:
+        return {description.devices[0]: _bytes_of(data.tensors[0])}
+    offsets, sizes = _layout(description)
+    buffers: dict[str, torch.Tensor] = {}
+    for tensor, device, offset in zip(data.tensors, description.devices, offsets, strict=True):
+        if device not in buffers:
+            buffers[device] = torch.empty(sizes[device], dtype=torch.uint8, device=tensor.device)
+        buffers[device][offset : offset + tensor.nbytes].copy_(_bytes_of(tensor))
+    return {device: buffers[device] for device in sizes}
+
+
+def unpack(description: Description, buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves as views of the packed content."""
+    offsets, _ = _layout(description)
+    leaves = zip(description.dtypes, description.shapes, description.devices, offsets, strict=True)
+    return [
+        buffers[device][offset : offset + _nbytes(dtype, shape)].view(dtype).view(shape)
+        for dtype, shape, device, offset in leaves
+    ]
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return torch.empty(0, dtype=torch.uint8, device=dense.device)
     return dense.view(-1).view(torch.uint8)
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(leaves: tuple[Leaf, ...], device: str) -> list[int]:
-    """Return the offset in bytes of each leaf's content on a device, and finally the total size."""
-    sizes = [leaf.nbytes for leaf in leaves if leaf.device == device]
-    if len(sizes) == 1:
-        return [0, *sizes]
-    return [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+def _layout(description: Description) -> tuple[list[int], dict[str, int]]:
+    """Return the offset of each leaf in the buffer of its device type, and the sizes of the buffers, in bytes."""
+    offsets = []
+    sizes = dict.fromkeys(sorted(set(description.devices)), 0)
+    for dtype, shape, device in zip(description.dtypes, description.shapes, description.devices, strict=True):
+        offsets.append(-(-sizes[device] // ALIGNED) * ALIGNED)
+        sizes[device] = offsets[-1] + _nbytes(dtype, shape)
+    return offsets, sizes
 
 
-def _leaf(raw: Any) -> Leaf:
-    kind, name, shape, device, has_gradient = raw
-    dtype = getattr(torch, name, None)
-    is_shape = isinstance(shape, list) and all(type(length) is int and 0 <= length < 2**62 for length in shape)
-    if kind not in _KINDS or not isinstance(dtype, torch.dtype) or not is_shape or device not in (HOST, GPU):
-        raise ValueError("invalid leaf")
-    if math.prod(shape) * dtype.itemsize >= 2**62:
-        raise ValueError("leaf of 2**62 bytes or more")
-    return Leaf(kind, dtype, tuple(shape), device, bool(has_gradient))
+def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.itemsize

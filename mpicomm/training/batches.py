@@ -151,22 +151,32 @@ def moved(content: Any, device: torch.device) -> Any:
 
     Other values are returned unchanged.
     """
-    if isinstance(content, torch.Tensor):
-        return content.to(device, non_blocking=True)
-    if callable(getattr(content, "to", None)):  # packed sequences, graphs, encodings
-        return content.to(device)
+
+    def move(each: Any) -> Any:
+        return each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each.to(device)
+
+    return mapped(content, move)
+
+
+def mapped(content: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same classes in which tensors and other objects with a `to` method are changed.
+
+    Other values are returned unchanged.
+    """
+    if callable(getattr(content, "to", None)):  # tensors, packed sequences, graphs, encodings
+        return change(content)
     if isinstance(content, Mapping):
         same = copy.copy(content) if isinstance(content, MutableMapping) else dict(content)  # a copy keeps the class
         for name, each in content.items():
-            same[name] = moved(each, device)
+            same[name] = mapped(each, change)
         return same
     if isinstance(content, tuple) and hasattr(content, "_fields"):
-        return type(content)(*[moved(each, device) for each in content])
+        return type(content)(*[mapped(each, change) for each in content])
     if isinstance(content, (list, tuple)):
-        return type(content)(moved(each, device) for each in content)
+        return type(content)(mapped(each, change) for each in content)
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
         names = [field.name for field in dataclasses.fields(content) if field.init]
-        return dataclasses.replace(content, **{name: moved(getattr(content, name), device) for name in names})
+        return dataclasses.replace(content, **{name: mapped(getattr(content, name), change) for name in names})
     return content
 
 

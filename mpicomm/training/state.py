@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.runtime import World
-from mpicomm.training import checkpoint, randomness
+from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
 from mpicomm.training.losses import Losses
@@ -95,7 +95,7 @@ class Parts:
 def collect(parts: Parts) -> State:
     """Return the content of a checkpoint as a copy, since training continues while it is written."""
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
-    tensors = _copied({"model": model, "optimizer": optimizer})
+    tensors = batches.mapped({"model": model, "optimizer": optimizer}, _copied)
     shared = {
         "position": dataclasses.asdict(parts.position),
         "optimizer": type(parts.optimizer).__name__,
@@ -183,10 +183,6 @@ def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(each) for each in value)
-    return value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.collective_ops import data_movement, messages, pytree
+from mpicomm.collective_ops import messages, pytree, wire_format
 from mpicomm.collective_ops.group_argument import resolve
-from mpicomm.collective_ops.wire_format import Description
 from tests.collective_ops.kinds import AMONG, KINDS, averaged, make, nested, same
 
 pytestmark = pytest.mark.each_torch("collective_ops")
@@ -235,14 +234,11 @@ def test_results_are_the_callers_to_write_into(among: Among, is_async: bool) -> 
     assert torch.equal(torch.stack(items), torch.arange(float(size)).repeat_interleave(3).view(size, 3))
 
 
-@pytest.mark.parametrize(
-    "room", [messages._HEAD - messages._START, data_movement._HEAD - 8], ids=["message", "broadcast"]
-)
 @pytest.mark.parametrize("by", [-1, 0, 1])
-def test_descriptions_that_just_fit_into_the_head(world: mpicomm.World, room: int, by: int) -> None:
-    length = len(Description.of(pytree.take({"": 1}, "test")).encoded())
-    data = {"k" * (room + by - length): world.rank}
-    assert len(Description.of(pytree.take(data, "test")).encoded()) == room + by
+def test_descriptions_that_just_fit_into_the_head(world: mpicomm.World, by: int) -> None:
+    length = len(wire_format.encode(pytree.take({"": 1}, "test")))
+    data = {"k" * (wire_format.IN_HEAD + by - length): world.rank}
+    assert len(wire_format.encode(pytree.take(data, "test"))) == wire_format.IN_HEAD + by
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     assert list(mpicomm.sendrecv(data, after, before).values()) == [before]
     assert list(mpicomm.broadcast(data).values()) == [0]

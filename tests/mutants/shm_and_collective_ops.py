@@ -265,15 +265,15 @@ MUTANTS = [
     Mutant(
         "collective_ops/call_check.py",
         old="raw = hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()",
-        new="raw = hashlib.blake2b(repr((signature[0], *signature[2:])).encode(), digest_size=16).digest()",
+        new="raw = hashlib.blake2b(repr((signature[0], *signature[1].leaves)).encode(), digest_size=16).digest()",
         fault="The ranks compare the leaves of their data, but not the containers.",
         tests="tests/collective_ops/test_errors.py -k 'test_data_that_differ and container'",
         ranks=4,
     ),
     Mutant(
-        "collective_ops/call_check.py",
-        old="dims = tuple([len(shape) for shape in data.shapes]) if any_length else ()",
-        new="dims = (1,) * len(data.shapes) if any_length else ()",
+        "collective_ops/pytree.py",
+        old="shapes = [(length, *shape[1:]) if shape else shape for",
+        new="shapes = [(length, *shape[1:]) for",
         fault="A scalar on one rank and a vector on another are accepted as data that can be gathered.",
         tests="tests/collective_ops/test_errors.py -k 'test_data_that_differ and scalar'",
         ranks=4,
@@ -359,8 +359,8 @@ MUTANTS = [
     ),
     Mutant(
         "collective_ops/messages.py",
-        old="if len(raw) > _HEAD - _START:",
-        new="if len(raw) >= _HEAD - _START:",
+        old="if len(raw) > wire_format.IN_HEAD:",
+        new="if len(raw) >= wire_format.IN_HEAD:",
         fault="A description that exactly fits into the header is sent again, and is received as the content.",
         tests="tests/collective_ops/test_table.py -k test_descriptions_that_just_fit",
         ranks=4,
@@ -407,8 +407,8 @@ MUTANTS = [
     ),
     Mutant(
         "collective_ops/point_to_point.py",
-        old="return items[src].rebuilt([tensor.detach().clone() for tensor in items[src].tensors])",
-        new="return items[src].rebuilt(items[src].tensors)",
+        old="return own.description.rebuilt([tensor.detach().clone() for tensor in own.tensors])",
+        new="return own.description.rebuilt(own.tensors)",
         fault="On src, the result of scatter is the caller's own tensor.",
         tests="tests/collective_ops/test_table.py -k test_results_are_the_callers",
         ranks=4,
@@ -422,9 +422,9 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "collective_ops/wire_format.py",
-        old="grads = torch.is_grad_enabled()",
-        new="grads = True",
+        "collective_ops/pytree.py",
+        old="has_grad_mode = torch.is_grad_enabled()",
+        new="has_grad_mode = True",
         fault="A message sent under torch.no_grad() declares that its sender waits for a gradient.",
         tests="tests/collective_ops/test_gradients.py -k 'test_what_is_not_diff or test_a_message_that_is_sent'",
         ranks=4,
@@ -440,7 +440,7 @@ MUTANTS = [
     # A race: it causes a wrong result or reaches the time limit.
     Mutant(
         "collective_ops/handles.py",
-        old="in_callbacks=in_callbacks, in_order=in_callbacks)",
+        old="in_callbacks=in_callbacks, in_order=in_callbacks and in_order)",
         new="in_callbacks=in_callbacks, in_order=False)",
         fault="A thread that waits for a handle runs its next operation immediately, in an order that varies by rank.",
         tests="tests/collective_ops/test_handles.py -k test_many_at_once_in_one_order",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.collective_ops import messages, pytree, wire_format
-from mpicomm.collective_ops.wire_format import Description
 from mpicomm.errors import MpicommError
 from tests.collective_ops.kinds import KINDS, Batch, Pair, Shifted, make, same
 
@@ -55,14 +55,11 @@ CONTAINERS = st.recursive(
 
 def sent(data: pytree.Data) -> Any:
     """Return the data that a receiver gets."""
-    description = Description.of(data)
-    got = Description.decoded(description.encoded())
-    assert got == description
-    output_buffers = {device: wire_format.pack(data.tensors, description, device) for device in description.devices}
-    assert all(output_buffer.numel() == got.nbytes(device) for device, output_buffer in output_buffers.items())
-    return got.rebuilt(
-        got.unpacked({device: output_buffer.clone() for device, output_buffer in output_buffers.items()})
-    )
+    got = wire_format.decode(wire_format.encode(data))
+    assert got == data.description
+    packed = wire_format.pack(data)
+    assert {device: content.numel() for device, content in packed.items()} == wire_format.nbytes(got)
+    return got.rebuilt(wire_format.unpack(got, {device: content.clone() for device, content in packed.items()}))
 
 
 @settings(deadline=None, max_examples=300)
@@ -89,13 +86,13 @@ def test_objects(thing: object) -> None:
 @given(CONTAINERS)
 def test_every_leaf_has_a_place(data: Any) -> None:
     taken = pytree.take(data, "send")
-    assert len(list(pytree.paths(taken.structure))) == len(taken.tensors)
+    assert len(list(pytree.paths(taken.description.structure))) == len(taken.tensors)
 
 
 def test_places_are_written_as_in_python() -> None:
     data = {"a": [1, Pair(2, Batch(3, 4))], 5: collections.OrderedDict(b=6)}
     taken = pytree.take(data, "send")
-    assert list(pytree.paths(taken.structure)) == [
+    assert list(pytree.paths(taken.description.structure)) == [
         "['a'][0]", "['a'][1][0]", "['a'][1][1].inputs", "['a'][1][1].count", "[5]['b']",
     ]  # fmt: skip
 
@@ -104,7 +101,7 @@ def test_places_are_written_as_in_python() -> None:
 @given(st.binary(max_size=200))
 def test_garbage_is_no_description(raw: bytes) -> None:
     with pytest.raises(MpicommError, match="was not sent by an operation of mpicomm"):
-        Description.decoded(raw)
+        wire_format.decode(raw)
 
 
 WORDS = ["leaf", "none", "list", "tuple", "dict", "ordered", "namedtuple", "dataclass", "tensor", "float32", "cpu"]
@@ -119,32 +116,32 @@ JSON = st.recursive(
 @given(JSON)
 def test_what_looks_like_a_description_is_one_or_an_error(plain: Any) -> None:
     try:
-        found = Description.decoded(json.dumps(plain).encode())
+        found = wire_format.decode(json.dumps(plain).encode())
     except MpicommError:
         return
-    assert len(list(pytree.paths(found.structure))) == len(found.leaves)
+    assert len(list(pytree.paths(found.structure))) == len(found.kinds)
 
 
 @settings(max_examples=300)
 @given(JSON, JSON)
 def test_halves_that_look_like_a_description(structure: Any, of_leaves: Any) -> None:
     try:
-        found = Description.decoded(json.dumps([structure, of_leaves]).encode())
+        found = wire_format.decode(json.dumps([structure, of_leaves]).encode())
     except MpicommError:
         return
-    assert all(leaf.nbytes < 2**62 for leaf in found.leaves)
+    assert all(math.prod(shape) * dtype.itemsize < 2**62 for _, dtype, shape, *_ in found.leaves)
 
 
 @settings(deadline=None, max_examples=200)
 @given(CONTAINERS, st.data())
 def test_a_description_with_a_change_is_one_or_an_error(data: Any, draws: st.DataObject) -> None:
-    plain = json.loads(Description.of(pytree.take(data, "send")).encoded())
+    plain = json.loads(wire_format.encode(pytree.take(data, "send")))
     try:
-        found = Description.decoded(json.dumps(with_a_change(plain, draws)).encode())
+        found = wire_format.decode(json.dumps(with_a_change(plain, draws)).encode())
     except MpicommError:
         return
-    assert len(list(pytree.paths(found.structure))) == len(found.leaves)
-    assert all(leaf.nbytes < 2**62 for leaf in found.leaves)
+    assert len(list(pytree.paths(found.structure))) == len(found.kinds)
+    assert all(math.prod(shape) * dtype.itemsize < 2**62 for _, dtype, shape, *_ in found.leaves)
 
 
 def with_a_change(plain: Any, draws: st.DataObject) -> Any:
@@ -163,7 +160,7 @@ NEAR = st.integers(-2, 2)
     st.one_of(st.integers(0, 2), NEAR.map(lambda by: 2**40 + by), st.just(2**64 - 1)),
 )
 def test_the_numbers_of_a_head_are_within_their_bounds(number: int, length: int) -> None:
-    raw = messages._MAGIC + number.to_bytes(8, "little") + length.to_bytes(8, "little")
+    raw = wire_format.MAGIC + number.to_bytes(8, "little") + length.to_bytes(8, "little")
     head = torch.frombuffer(bytearray(raw.ljust(512, b"\0")), dtype=torch.uint8)
     if messages._first() <= number <= messages._last() and length < 2**40:
         assert messages._read(head)[:2] == (number, length)
@@ -179,7 +176,7 @@ def test_what_begins_otherwise_is_no_head(raw: bytes) -> None:
 
 
 def test_a_class_that_is_none_is_not_made() -> None:
-    plain = [["namedtuple", "os:system", [["leaf"]]], [["number", "int64", [], "cpu", False]]]
-    found = Description.decoded(json.dumps(plain).encode())
+    plain = [["namedtuple", "os:system", [], ["leaf"]], [["number", "int64", [], "cpu", False]]]
+    found = wire_format.decode(json.dumps(plain).encode())
     with pytest.raises(MpicommError, match="os:system, which is not a namedtuple or dataclass"):
         found.rebuilt([torch.tensor(1)])
