@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -16,6 +17,11 @@ _WIDTH = 1000  # columns if the stream is not a terminal: rows must not wrap
 def console(stream: TextIO | None = None) -> Console:
     """Return a rich console for a stream, standard output by default."""
     return terminal.console(stream, width=_WIDTH)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON, which supports neither infinities nor NaN."""
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def failed(command: str, why: object) -> int:

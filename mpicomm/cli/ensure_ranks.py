@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from mpicomm import terminal
 from mpicomm.cli import launch_plan
-from mpicomm.cli.argument_types import count
 from mpicomm.cli.console import console
+from mpicomm.cli.parser import count
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
 
@@ -55,9 +55,7 @@ def ensure(ranks: int | None) -> None:
     if not detect.detect(os.environ).is_plain:
         return
     program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
-    start = launch_plan.build(Request(program, ranks), os.environ)
-    print(f"mpicomm bench: {start.shown(os.environ)}", file=sys.stderr, flush=True)
-    os.execvpe(start.command[0], start.command, dict(start.environ))
+    launch_plan.execute(launch_plan.build(Request(program, ranks), os.environ), "bench")
 
 
 def timing(rounds: int, device: str) -> Bench:

@@ -1,10 +1,12 @@
-"""The parser of every subcommand: it reports unknown arguments with the name of the subcommand."""
+"""The parser of every subcommand, the types of arguments that they share, and a check of output files."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -19,5 +21,55 @@ class Parser(argparse.ArgumentParser):
         self.line = tuple(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(self.line, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(self.unknown_arguments(unknown))
         return found, unknown
+
+    def unknown_arguments(self, words: Sequence[str]) -> str:
+        """Return the error message for unknown arguments."""
+        return f"unrecognized arguments: {' '.join(words)}"
+
+
+def count(text: str) -> int:
+    """Parse a positive integer."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parse positive integers separated by commas."""
+    return tuple(count(each) for each in text.split(","))
+
+
+def png(text: str) -> Path:
+    """Parse the path of a PNG file to write."""
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"expected a .png file, got {text}; use {path.with_suffix('.png')}")
+    return path
+
+
+def among(what: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of known words separated by commas; "all" stands for all of them.
+
+    Args:
+        what: What a word names, for messages.
+    """
+
+    def words(text: str) -> list[str]:
+        found = list(known) if text == "all" else text.split(",")
+        if unknown := [word for word in found if word not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]}; expected one of {', '.join(known)}")
+        return found
+
+    return words
+
+
+def check_writable(path: Path) -> None:
+    """Check before a measurement that its result file can be written.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OSError(f"cannot write {path}; use a file in a writable directory.")

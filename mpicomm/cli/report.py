@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm.cli.argument_types import png
-from mpicomm.cli.console import console, failed
+from mpicomm.cli.console import console, failed, print_json
+from mpicomm.cli.parser import png
 from mpicomm.reports import figures, plots, runs, tables
 from mpicomm.reports.figures import Figures
 
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     shown = [figures.of(each) for each in found]
     _print_warnings(shown)
     if arguments.json:
-        print(json.dumps([figures.as_json(each) for each in shown], indent=2, allow_nan=False))
+        print_json([figures.as_json(each) for each in shown])
     else:
         console().print(tables.table(shown))
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
+from mpicomm import terminal
 from mpicomm.reports.figures import Figures
 from mpicomm.reports.runs import PARTS
 
@@ -16,14 +16,9 @@ _UNKNOWN = "-"
 def table(runs: Sequence[Figures]) -> Table:
     """Return the table of some runs."""
     columns = [_column(each) for each in runs]
-    found = Table(title="runs" if len(runs) > 1 else "run", title_justify="left")
-    found.add_column("")
-    for each in runs:
-        found.add_column(Text(each.run), justify="right")
-    for name in _names(runs):
-        # Text, not str: rich would parse a name such as [bold] as markup.
-        found.add_row(Text(name), *[Text(column.get(name, _UNKNOWN)) for column in columns])
-    return found
+    rows = [[name, *[column.get(name, _UNKNOWN) for column in columns]] for name in _names(runs)]
+    names = [each.run for each in runs]
+    return terminal.table(["", *names], rows, right=names, title="runs" if len(runs) > 1 else "run")
 
 
 def shown_seconds(seconds: float) -> str:

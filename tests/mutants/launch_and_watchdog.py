@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     # -- launch/detect, settings, mpi, errors ---------------------------------------------------------------
     Mutant(
-        "launch/detect.py",
+        "launch/launchers.py",
         old='size="FLUX_JOB_SIZE"',
         new='size="FLUX_JOB_NNODES"',
         fault="The number of nodes of a Flux job is read as its number of ranks.",
@@ -244,7 +244,7 @@ MUTANTS = [
     ),
     # -- launch ---------------------------------------------------------------------------------------------
     Mutant(
-        "launch/commands/srun.py",
+        "launch/commands.py",
         old='"--kill-on-bad-exit=0"',
         new='"--kill-on-bad-exit=1"',
         fault="When the first rank exits with status 85, srun kills the others, and the status is lost.",
@@ -252,7 +252,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "launch/commands/torchrun.py",
+        "launch/commands.py",
         old='f"--nproc-per-node={ranks // nodes}"',
         new='f"--nproc-per-node={ranks}"',
         fault="torchrun starts the number of ranks of the whole job on each node.",
@@ -260,7 +260,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "launch/hosts.py",
+        "launch/allocation.py",
         old='found.append((match["name"], slots[1] if slots else match["hydra"]))',
         new='found.append((match["name"], match["hydra"]))',
         fault="`slots=4` in a host file is ignored.",

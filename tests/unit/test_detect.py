@@ -6,7 +6,9 @@ import pytest
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
-from mpicomm.launch.detect import MPI_LAUNCHERS, SLURM, TORCHRUN, Launch, Launcher, Library
+from mpicomm.launch.detect import Launch
+from mpicomm.launch.launchers import COMPARED, MPI_LAUNCHERS, SLURM, TORCHRUN, Launcher
+from mpicomm.launch.mpi_library import Library
 
 RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = 5, 8, 1, 4
 COMMAND = "python train.py --lr 0.1"
@@ -88,7 +90,7 @@ def test_a_launcher_is_known_by_its_variables(title: str) -> None:
 def test_a_claim_shows_the_variables_as_they_are_set(launcher: Launcher) -> None:
     environ = environ_of(launcher)
     (claim,) = detect.detect(environ).claims
-    assert claim.shown == " ".join(f"{name}={environ[name]}" for name in launcher.variables())
+    assert claim.shown == " ".join(f"{name}={environ[name]}" for name in launcher.variables(COMPARED))
 
 
 @each_launcher
@@ -99,7 +101,7 @@ def test_only_the_rank_is_needed_to_know_a_launcher(launcher: Launcher) -> None:
 
 @each_launcher
 def test_an_empty_variable_counts_as_unset(launcher: Launcher) -> None:
-    assert detect.detect(dict.fromkeys(launcher.variables(), "")).claims == ()
+    assert detect.detect(dict.fromkeys(launcher.variables(COMPARED), "")).claims == ()
 
 
 def test_the_most_specific_launcher_gives_the_title() -> None:
@@ -122,7 +124,7 @@ def test_without_an_mpi_launcher_others_give_the_rank() -> None:
 
 
 def test_no_variable_is_in_two_tables() -> None:
-    names = [name for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM) for name in launcher.variables()]
+    names = [name for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM) for name in launcher.variables(COMPARED)]
     assert len(names) == len(set(names))
 
 
@@ -137,14 +139,14 @@ def test_srun_with_a_pmi_is_called_srun() -> None:
     assert detect.detect(environ).title == "srun --mpi=pmi2"
 
 
-NUMBERS = [name for launcher in MPI_LAUNCHERS for name in launcher.variables()]
+NUMBERS = [name for launcher in MPI_LAUNCHERS for name in launcher.variables(COMPARED)]
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [*((name, "two") for name in NUMBERS), *((NUMBERS[0], text) for text in ("1.5", "4(x2)", "0x1"))]
 )
 def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
-    (launcher,) = [launcher for launcher in MPI_LAUNCHERS if name in launcher.variables()]
+    (launcher,) = [launcher for launcher in MPI_LAUNCHERS if name in launcher.variables(COMPARED)]
     with pytest.raises(LaunchError, match=f"^{name}=") as caught:
         detect.detect(environ_of(launcher) | {name: text})
     assert text in str(caught.value)
