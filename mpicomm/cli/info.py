@@ -78,15 +78,8 @@ def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespa
 
 
 def _as_json(world: World, gathered: Sequence[JobInfo]) -> dict[str, object]:
-    return {
-        "size": world.size,
-        "num_nodes": world.num_nodes,
-        "launcher": world.launcher,
-        "backend": world.backend,
-        "master_addr": world.master_addr,
-        "master_port": world.master_port,
-        "ranks": [dataclasses.asdict(each) for each in gathered],
-    }
+    names = ("size", "num_nodes", "launcher", "backend", "master_addr", "master_port")
+    return {name: getattr(world, name) for name in names} | {"ranks": [dataclasses.asdict(each) for each in gathered]}
 
 
 def _ranks(gathered: Sequence[JobInfo]) -> Table:
