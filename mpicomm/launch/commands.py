@@ -111,10 +111,10 @@ def _placement(request: Request, machine: Machine, job: Allocation | None) -> Pl
     return Placement(ranks, nodes=1, per_node=ranks, cores=machine.cores, is_exclusive=machine.is_whole)
 
 
-def _on_hosts(hosts: tuple[Host, ...], wanted: int | None, machine: Machine) -> Placement:
+def _on_hosts(hosts: tuple[Host, ...], requested: int | None, machine: Machine) -> Placement:
     """Return the placement on hosts, each of which is assumed to have as many cores as this machine."""
     slots = [host.slots or 1 for host in hosts]
-    ranks = wanted or sum(slots)
+    ranks = requested or sum(slots)
     most = max(slots) if ranks <= sum(slots) else max(*slots, -(-ranks // len(slots)))
     return Placement(ranks, len(hosts), min(most, ranks), machine.cores)
 
@@ -199,8 +199,8 @@ def torchrun_by_srun(
             f"Pass a multiple of {nodes} as the number of ranks."
         )
     cpus = min(job.cpus, default=1)
-    srun = ("srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", f"--cpus-per-task={cpus}")
+    step = ("srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", f"--cpus-per-task={cpus}")
     options = (f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", f"--master-port={port}", "--no-python")
     agent = (machine.python, *_TORCHRUN, *options, *request.rank_command(machine.python))
     child = environment.for_ranks(environ, threads=cpus * nodes // ranks)
-    return Start((*srun, "bash", "-c", _TORCHRUN_TASK, "bash", *agent), child)
+    return Start((*step, "bash", "-c", _TORCHRUN_TASK, "bash", *agent), child)

@@ -65,16 +65,16 @@ def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | 
         processes: The processes of this host's ranks; a rank may have several.
         hosts: The hosts of the job as the launcher lists them; empty without such a list.
     """
-    here = {each.rank for each in processes if each.is_waiting}
-    if waiting.rank != min(filter(_may_print, here), default=None):
+    waiting_ranks = {each.rank for each in processes if each.is_waiting}
+    if waiting.rank != min(filter(_may_print, waiting_ranks), default=None):
         return None
     of = "" if waiting.size is None else f" of {waiting.size}"
-    who = f"rank {waiting.rank}{of} on {waiting.host}"
+    rank = f"rank {waiting.rank}{of} on {waiting.host}"
     lines = [
-        f"[mpicomm] {who} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
-        *(f"  {line}" for line in _ranks_of_host(waiting, processes, here)),
+        f"[mpicomm] {rank} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
+        *(f"  {line}" for line in _ranks_of_host(waiting, processes, waiting_ranks)),
         *([f"  hosts of the job: {hosts}"] if hosts else []),
-        *_remedy(waiting, here),
+        *_remedy(waiting, waiting_ranks),
     ]
     return "\n".join(lines) + "\n"
 
@@ -83,11 +83,11 @@ def _may_print(rank: int) -> bool:
     return rank < _ALWAYS_PRINT or rank & (rank - 1) == 0
 
 
-def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int]) -> list[str]:
-    lines = [f"waiting on {waiting.host}: {_listed(here)}"]
+def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], waiting_ranks: set[int]) -> list[str]:
+    lines = [f"waiting on {waiting.host}: {_listed(waiting_ranks)}"]
     others: dict[int, Process] = {}
     for each in processes:
-        if each.rank not in here:
+        if each.rank not in waiting_ranks:
             others.setdefault(each.rank, each)
     lines += [
         f"rank {rank} on {waiting.host} has not called bootstrap(): process {each.pid}, {each.command}"
@@ -95,14 +95,14 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int
     ]
     if len(others) > _SHOWN:
         lines.append(f"and {len(others) - _SHOWN} more ranks on {waiting.host} have not")
-    seen = here | others.keys()
+    seen = waiting_ranks | others.keys()
     if waiting.local_size is None or len(seen) > waiting.local_size:
         return lines
-    gone = waiting.local_size - len(seen)
-    if gone and waiting.local_size == waiting.size:
+    missing = waiting.local_size - len(seen)
+    if missing and waiting.local_size == waiting.size:
         lines.append(f"{_listed(set(range(waiting.size)) - seen)}: no process on {waiting.host}; exited early")
-    elif gone:
-        lines.append(f"{gone} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
+    elif missing:
+        lines.append(f"{missing} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
     elif not others and waiting.local_size == waiting.size:
         lines.append("every rank has called bootstrap(): MPI itself is slow or blocked")
     elif not others:
@@ -112,9 +112,9 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int
     return lines
 
 
-def _remedy(waiting: Waiting, here: set[int]) -> list[str]:
+def _remedy(waiting: Waiting, waiting_ranks: set[int]) -> list[str]:
     limit = f"The job is aborted after {waiting.limit:g} s; bootstrap(timeout=...) changes this limit."
-    if waiting.script in ("", "-") and here == {0}:  # Python reads its program from standard input
+    if waiting.script in ("", "-") and waiting_ranks == {0}:  # Python reads its program from standard input
         return [
             limit,
             "This program comes from standard input, which mpirun passes to rank 0 only. Save it to a file and start",

@@ -29,7 +29,7 @@ def torchrun(script: Path, text: str, env: Mapping[str, str] | None = None) -> O
     return run_command(shlex.split(command), env=env, timeout=120)
 
 
-def test_the_world_is_what_torchrun_says_also_under_srun(tmp_path: Path) -> None:
+def test_the_world_is_that_of_torchrun_also_under_srun(tmp_path: Path) -> None:
     text = """
 import sys
 import torch

@@ -101,7 +101,7 @@ def test_each_kind_is_there_for_both_schedulers() -> None:
 
 
 @each_job
-def test_a_recorded_job_is_what_its_command_makes(
+def test_a_recorded_job_equals_the_output_of_its_command(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = f"jobs/{path.name}"
@@ -116,7 +116,7 @@ def test_a_recorded_job_is_what_its_command_makes(
 
 
 @each_job
-def test_a_recorded_job_says_how_to_use_it(path: Path) -> None:
+def test_a_recorded_job_shows_how_to_submit_it(path: Path) -> None:
     file, text = f"jobs/{path.name}", path.read_text()
     submit, by_hand = ("qsub", "qsub -I ") if path.suffix == ".pbs" else ("sbatch", "salloc ")
     assert f"# Submit:\n#     {submit} {file}\n# Interactively:\n#     {by_hand}" in text
@@ -184,7 +184,7 @@ def test_one_job_of_an_array_is_requeued_alone(job) -> None:
 
 
 @pytest.mark.parametrize("requeue", [False, True])
-def test_the_status_outlives_a_term_by_pbs_and_the_end_is_the_end(job, requeue: bool) -> None:
+def test_the_status_is_kept_on_sigterm_and_the_job_is_not_resubmitted(job, requeue: bool) -> None:
     """qdel sends TERM to the script as well as to the ranks, which then exit with 85: the job must not run again."""
     made = job("pbs", requeue=requeue)
     outcome = made.run(STATUS_mpirun=85, TERMINATES="mpirun")
@@ -213,7 +213,7 @@ def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
 
 @pytest.mark.parametrize(("mpi", "kind"), [("openmpi", "pmix"), ("mpich", "pmi2")])
 @pytest.mark.parametrize("requeue", [False, True])
-def test_srun_is_told_what_it_does_not_know(job, mpi: str, kind: str, requeue: bool) -> None:
+def test_srun_gets_the_mpi_type_and_the_cpus(job, mpi: str, kind: str, requeue: bool) -> None:
     made = job("slurm", mpi=mpi, requeue=requeue)
     assert made.run().status == 0
     kill = f"--kill-on-bad-exit={0 if requeue else 1}"
@@ -230,7 +230,7 @@ def test_mpirun_gets_its_hosts(job) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_without_ssh_pbs_starts_what_mpirun_has_on_other_hosts(job, mpi: str) -> None:
+def test_without_ssh_pbs_starts_the_daemons_of_mpirun(job, mpi: str) -> None:
     made = job("pbs", mpi=mpi, no_ssh=True)
     agent = '"${PRTE_MCA_plm_ssh_agent:-$HYDRA_LAUNCHER_EXEC}" -x -q node2 A=1 prted "a  b" ";"'
     (made.stand_ins / "mpirun").write_text(
@@ -243,7 +243,7 @@ def test_without_ssh_pbs_starts_what_mpirun_has_on_other_hosts(job, mpi: str) ->
     assert list(made.submitted.iterdir()) == []
 
 
-def test_mpich_is_asked_otherwise(job) -> None:
+def test_mpich_gets_other_options(job) -> None:
     made = job("pbs", mpi="mpich", env=("A=1",))
     made.run()
     assert made.calls() == [
@@ -289,7 +289,7 @@ def test_on_one_node_torchrun_needs_no_address(tmp_path: Path, scheduler: str) -
 
 
 @each_scheduler
-def test_the_ranks_find_their_surroundings(job, scheduler: str) -> None:
+def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
     made = job(scheduler, "show", env=("A=it's $HOME; `x`\nend",), cpus_per_rank=3, chdir=None)
     starter = made.stand_ins / ("srun" if scheduler == "slurm" else "mpirun")
     starter.write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$OMP_NUM_THREADS" "$A" "$(umask)"\n')
@@ -302,7 +302,7 @@ def test_the_ranks_find_their_surroundings(job, scheduler: str) -> None:
 @example(words=["", "'", '"', "$HOME", "`id`", "a\nb", "\\", "*", "#", "\r", "ä\x07", "-- ", "!", "&&", "\udcff"])
 @example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in unprintable words
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\036", exclude_categories=["Cs"])), max_size=6))
-def test_the_program_gets_its_words(scheduler: str, words: list[str]) -> None:
+def test_the_program_gets_its_arguments(scheduler: str, words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Job(Path(directory), JobSpec(scheduler, ("program", *[word for word in words if word != ":"])))
         assert made.run().status == 0

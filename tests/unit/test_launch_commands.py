@@ -33,13 +33,13 @@ NEW = {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 def by_mpiexec(
     library: Library = OPEN_MPI,
-    asked: Request | None = None,
+    requested: Request | None = None,
     machine: Machine = MACHINE,
     job: Allocation | None = None,
     agent: str | None = None,
     environ: Mapping[str, str] = HOME,
 ) -> Start:
-    return commands.mpiexec(asked or Request(PROGRAM), machine, library, "mpiexec", environ, job=job, agent=agent)
+    return commands.mpiexec(requested or Request(PROGRAM), machine, library, "mpiexec", environ, job=job, agent=agent)
 
 
 def options(start: Start) -> str:
@@ -63,7 +63,7 @@ def options(start: Start) -> str:
         ([], ["package.module", "--lr", "1"], (PYTHON, "-m", "package.module", "--lr", "1")),
     ],
 )
-def test_a_program_is_run_by_what_can(words: list[str], module: list[str], expected: tuple[str, ...]) -> None:
+def test_a_program_is_run_by_its_interpreter(words: list[str], module: list[str], expected: tuple[str, ...]) -> None:
     assert request.program(words, module, PYTHON) == expected
 
 
@@ -73,7 +73,7 @@ def test_no_program_is_an_error(words: list[str]) -> None:
         request.program(words, [], PYTHON)
 
 
-def test_a_start_is_shown_as_a_shell_reads_it() -> None:
+def test_a_start_is_shown_as_a_shell_command() -> None:
     before = {"RANK": "3", "KEPT": "x", "PATH": os.environ["PATH"]}
     after = {"KEPT": "x", "NEW": "a b", "PATH": os.environ["PATH"]}
     command = ("sh", "-c", 'echo "$KEPT$RANK$NEW"; echo "$1"', "sh", "it's")
@@ -100,7 +100,7 @@ def test_hosts_of_the_option(text: str, expected: tuple[Host, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a,,b", "a b"])
-def test_what_names_no_hosts_is_an_error(text: str) -> None:
+def test_an_invalid_list_of_hosts_is_an_error(text: str) -> None:
     with pytest.raises(LaunchError, match="expected names with the number of ranks"):
         allocation.parse_hosts(text)
 
@@ -120,10 +120,11 @@ def test_files_of_hosts_in_the_syntax_of_each_mpi(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("# none\n", "names no host"), ("a 4\n", "line 1"), ("a:4\nb:x\n", "line 2"), ("a b=\n:4", "2")]
+    ("text", "message"),
+    [("# none\n", "names no host"), ("a 4\n", "line 1"), ("a:4\nb:x\n", "line 2"), ("a b=\n:4", "2")],
 )
-def test_what_is_no_file_of_hosts_is_an_error(text: str, said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
+def test_an_invalid_host_file_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
         allocation.parse_host_file(text, "hosts")
 
 
@@ -149,14 +150,14 @@ def test_hosts_without_numbers_share_the_ranks() -> None:
         ("", 1, 1),
     ],
 )
-def test_an_allocation_of_slurms_is_used_whole(variables: str, nodes: int, ranks: int) -> None:
+def test_a_slurm_allocation_is_used_completely(variables: str, nodes: int, ranks: int) -> None:
     environ = dict(each.split("=") for each in variables.split())
     job = SlurmAllocation.from_environ({"SLURM_JOB_ID": "7", **environ})
     assert job is not None
     assert (job.nodes, job.ranks) == (nodes, ranks)
 
 
-def test_what_an_allocation_says_of_cpus() -> None:
+def test_the_cpus_of_an_allocation() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32", "SLURM_CPUS_PER_TASK": "8"}
     job = SlurmAllocation.from_environ(environ)
     assert job is not None
@@ -168,7 +169,7 @@ def test_without_a_job_there_is_no_allocation() -> None:
     assert not PBSAllocation.is_set({"PBS_JOBID": "0.pbs1", "PBS_NODEFILE": "/f"})
 
 
-def test_an_allocation_of_pbs_is_its_file() -> None:
+def test_a_pbs_allocation_is_read_from_its_file() -> None:
     environ = {"PBS_NODEFILE": "/aux/0.pbs1", "NCPUS": "2"}
     job = PBSAllocation.from_environ(environ, "pbs1\npbs1\npbs2\npbs2\n")
     assert job == PBSAllocation("/aux/0.pbs1", (Host("pbs1", 2), Host("pbs2", 2)), 2)
@@ -182,7 +183,7 @@ NEW_LIST = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugi
 
 
 @pytest.mark.parametrize("listed", [OLD_LIST, NEW_LIST])
-def test_srun_speaks_what_the_library_understands(listed: str) -> None:
+def test_srun_has_a_type_for_the_library(listed: str) -> None:
     assert OPEN_MPI.srun_type_in(listed, {}) == "pmix"
     assert MPICH.srun_type_in(listed, {}) == "pmi2"
     assert INTEL.srun_type_in(listed, {}) is None
@@ -191,12 +192,12 @@ def test_srun_speaks_what_the_library_understands(listed: str) -> None:
 
 
 @pytest.mark.parametrize("listed", ["", "MPI plugin types are...\n\tnone\n\tcray_shasta\n"])
-def test_srun_may_speak_nothing_of_it(listed: str) -> None:
+def test_srun_may_have_no_suitable_type(listed: str) -> None:
     assert OPEN_MPI.srun_type_in(listed, {}) is None
 
 
 @pytest.mark.parametrize(
-    ("asked", "job", "expected"),
+    ("requested", "job", "expected"),
     [
         (Request(PROGRAM), SlurmAllocation(2, 4), "--ntasks=4"),
         (Request(PROGRAM, 2), SlurmAllocation(2, 4), "--ntasks=2"),
@@ -207,8 +208,8 @@ def test_srun_may_speak_nothing_of_it(listed: str) -> None:
         (Request(PROGRAM, tag_output=True), SlurmAllocation(1, 4), "--ntasks=4 --label"),
     ],
 )
-def test_ranks_are_tasks_of_a_step(asked: Request, job: SlurmAllocation, expected: str) -> None:
-    start = commands.srun(asked, MACHINE, job, "pmix", HOME)
+def test_ranks_are_tasks_of_a_step(requested: Request, job: SlurmAllocation, expected: str) -> None:
+    start = commands.srun(requested, MACHINE, job, "pmix", HOME)
     assert shlex.join(start.command) == f"srun --mpi=pmix --kill-on-bad-exit=0 {expected} {PYTHON} train.py"
 
 
@@ -251,10 +252,12 @@ ALONE = [  # request, machine, options of Open MPI, options of MPICH, threads
 ]
 
 
-@pytest.mark.parametrize(("asked", "machine", "of_open_mpi", "of_mpich", "threads"), ALONE)
-def test_ranks_on_this_machine(asked: Request, machine: Machine, of_open_mpi: str, of_mpich: str, threads: int) -> None:
+@pytest.mark.parametrize(("requested", "machine", "of_open_mpi", "of_mpich", "threads"), ALONE)
+def test_ranks_on_this_machine(
+    requested: Request, machine: Machine, of_open_mpi: str, of_mpich: str, threads: int
+) -> None:
     for library, expected in ((OPEN_MPI, of_open_mpi), (MPICH, of_mpich)):
-        start = by_mpiexec(library, asked, machine)
+        start = by_mpiexec(library, requested, machine)
         assert options(start) == expected
         assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": str(threads)}
 
@@ -289,10 +292,10 @@ ON_HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "of_open_mpi", "of_mpich", "threads"), ON_HOSTS)
-def test_ranks_on_hosts_that_are_named(asked: Request, of_open_mpi: str, of_mpich: str, threads: str) -> None:
+@pytest.mark.parametrize(("requested", "of_open_mpi", "of_mpich", "threads"), ON_HOSTS)
+def test_ranks_on_hosts_that_are_named(requested: Request, of_open_mpi: str, of_mpich: str, threads: str) -> None:
     for library, expected in ((OPEN_MPI, of_open_mpi), (MPICH, of_mpich)):
-        start = by_mpiexec(library, asked)
+        start = by_mpiexec(library, requested)
         assert options(start) == expected
         assert start.environ["OMP_NUM_THREADS"] == threads
 
@@ -378,15 +381,15 @@ def test_intel_mpi_binds_ranks_unless_they_outnumber_cores(
 
 
 @pytest.mark.parametrize("name", ["PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"])
-def test_a_binding_that_the_user_sets_stays(name: str) -> None:
+def test_a_binding_that_the_user_sets_is_kept(name: str) -> None:
     assert options(by_mpiexec(environ={**HOME, name: "none"})) == f"-n 8 {UNBOUND}"
 
 
 def test_logs_are_kept_by_each_rank() -> None:
-    asked = Request(PROGRAM, 2, log_dir="logs")
+    requested = Request(PROGRAM, 2, log_dir="logs")
     wrapped = (PYTHON, "-m", "mpicomm.cli.rank_log", "logs", "0", *PROGRAM)
-    assert by_mpiexec(asked=asked).command[-len(wrapped) :] == wrapped
-    assert commands.srun(asked, MACHINE, SlurmAllocation(1, 2), "pmix", HOME).command[-len(wrapped) :] == wrapped
+    assert by_mpiexec(requested=requested).command[-len(wrapped) :] == wrapped
+    assert commands.srun(requested, MACHINE, SlurmAllocation(1, 2), "pmix", HOME).command[-len(wrapped) :] == wrapped
     assert Request(PROGRAM, 2, log_dir="logs", tag_output=True).rank_command(PYTHON)[4] == "all"
 
 
@@ -437,17 +440,17 @@ KEPT = (
 )
 
 
-def test_what_another_job_left_is_not_inherited() -> None:
+def test_variables_of_another_job_are_removed() -> None:
     left, kept = LEFT.split(), KEPT.split()
     assert environment.without_job(dict.fromkeys([*left, *kept], "1")) == dict.fromkeys(kept, "1")
 
 
-def test_an_address_that_the_user_names_stays() -> None:
+def test_an_address_that_the_user_sets_is_kept() -> None:
     wish = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert environment.without_job(wish) == wish
 
 
-def test_what_the_user_set_stays() -> None:
+def test_values_that_the_user_sets_are_kept() -> None:
     mine = {"OMP_NUM_THREADS": "5", "THP_MEM_ALLOC_ENABLE": "0"}
     assert environment.for_ranks(mine, threads=2) == mine
     assert environment.for_ranks({}, threads=0) == NEW
@@ -459,13 +462,13 @@ TRAVELLING = (
 )
 
 
-def test_what_ranks_on_other_hosts_are_told() -> None:
+def test_variables_are_forwarded_to_other_hosts() -> None:
     travelling = TRAVELLING.split()
     staying = ["CUDA_VISIBLE_DEVICES", "DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR"]
     assert environment.forwarded(dict.fromkeys([*staying, *travelling], "1")) == travelling
 
 
-def test_what_a_library_is_told_of_gpus() -> None:
+def test_the_variables_for_gpu_buffers() -> None:
     assert OPEN_MPI.gpu_environ("") == {}
     assert MPICH.gpu_environ("") == {"MPIR_CVAR_ENABLE_GPU": "1"}
     assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gnu.so\n") == {}
@@ -473,17 +476,17 @@ def test_what_a_library_is_told_of_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "ancestors", "said"),
+    ("environ", "ancestors", "message"),
     [
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["sh", "prted"], "Open MPI's mpirun"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["hydra_pmi_proxy", "mpiexec.hydra"], "PMI_RANK=1 PMI_SIZE=2"),
         ({"SLURM_STEP_ID": "0"}, ["slurmstepd"], "SLURM_STEP_ID=0"),
     ],
 )
-def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said: str) -> None:
+def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], message: str) -> None:
     with pytest.raises(LaunchError, match=r"Use one of the two") as caught:
         environment.refuse_ranks(environ, ancestors)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -495,13 +498,13 @@ def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said
         ({}, ["bash", "mpirun"]),
     ],
 )
-def test_others_do(environ: dict[str, str], ancestors: list[str]) -> None:
+def test_other_processes_may_start_jobs(environ: dict[str, str], ancestors: list[str]) -> None:
     environment.refuse_ranks(environ, ancestors)
 
 
 # -- the MPI launcher ------------------------------------------------------------------------------------------------
 
-SAID = {
+VERSION_OUTPUTS = {
     "mpiexec (Open MPI) 5.0.11\n": OPEN_MPI,
     "mpirun.openmpi (OpenRTE) 4.1.4\n": Library("Open MPI", "4.1.4"),
     "HYDRA build details:\n    Version:                                 5.0.2\n": MPICH,
@@ -510,13 +513,13 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_a_launcher_says_whose_it_is(said: str) -> None:
+@pytest.mark.parametrize("output", VERSION_OUTPUTS)
+def test_a_launcher_is_identified_by_its_version_output(output: str) -> None:
     for library in (OPEN_MPI, Library("Open MPI", "4.1.4"), MPICH, INTEL):
-        assert library.owns_mpiexec(said) == (library == SAID[said])
+        assert library.owns_mpiexec(output) == (library == VERSION_OUTPUTS[output])
 
 
-def test_the_launcher_beside_the_library_comes_before_those_in_path() -> None:
+def test_the_launcher_above_the_library_precedes_those_in_path() -> None:
     places = OPEN_MPI.mpiexec_candidates(["/usr/bin", ""])
     assert places[:2] == ["/venv/lib/bin/mpiexec.openmpi", "/venv/lib/bin/mpiexec"]
     order = [places.index(each) for each in ("/venv/bin/mpiexec", "/bin/mpiexec", "/usr/bin/mpiexec")]
@@ -540,9 +543,9 @@ def test_the_launcher_above_the_library(tmp_path: Path) -> None:
     assert Library("Open MPI", "4.1.4").mpiexec_above() == "mpiexec", "there is no path to start from"
 
 
-def test_a_missing_launcher_is_told_with_the_remedy() -> None:
-    said = OPEN_MPI.mpiexec_not_found(["/usr/bin/mpiexec"])
-    assert said.splitlines() == [
+def test_a_missing_launcher_is_an_error_with_a_remedy() -> None:
+    message = OPEN_MPI.mpiexec_not_found(["/usr/bin/mpiexec"])
+    assert message.splitlines() == [
         "mpiexec of Open MPI 5.0.11, which mpi4py loads, was not found.",
         "Searched for mpiexec.openmpi and mpiexec in each bin directory above /venv/lib/libmpi.so.40 and in PATH.",
         "Found launchers of other MPIs: /usr/bin/mpiexec.",

@@ -115,24 +115,24 @@ def test_a_line_that_was_cut_off_before_the_run_went_on_is_left_out(directory: P
 
 
 @pytest.mark.parametrize("broken", ['{"event": "st', "[1, 2]", "7", '{"step": 3}', '{"event": 3}', "\0\0"])
-def test_any_other_broken_line_is_told(directory: Path, broken: str) -> None:
+def test_any_other_broken_line_is_reported(directory: Path, broken: str) -> None:
     run = read(directory, [*WHOLE[:2], broken, *WHOLE[2:]])
     (warning,) = run.warnings
     assert warning.startswith(f"line 3 of {directory / runs.FILE} is not a valid entry and is skipped")
     assert len(run.entries) == len(WHOLE)
 
 
-def test_of_two_broken_lines_before_a_resume_one_is_told(directory: Path) -> None:
+def test_of_two_broken_lines_before_a_resume_one_is_reported(directory: Path) -> None:
     run = read(directory, [*WHOLE[:2], "{", "{", resume(5, 0, 50)])
     assert [warning[:7] for warning in run.warnings] == ["line 3 "]
 
 
-def test_bytes_that_are_no_text_are_a_broken_line(directory: Path) -> None:
+def test_invalid_text_is_a_broken_line(directory: Path) -> None:
     (directory / runs.FILE).write_bytes(text_of(FIRST).encode() + b"\xff\xfe{\n" + text_of(SECOND).encode())
     assert len(runs.read(directory, "digits").warnings) == 1
 
 
-def test_empty_lines_are_nothing(directory: Path) -> None:
+def test_empty_lines_are_ignored(directory: Path) -> None:
     run = read(directory, ["", *WHOLE, "", ""])
     assert (len(run.entries), run.warnings) == (len(WHOLE), ())
 
@@ -149,7 +149,7 @@ def test_a_file_without_entries(directory: Path, cut: str) -> None:
 # -- entries that count ----------------------------------------------------------------------------------------------
 
 
-def test_what_came_after_the_checkpoint_of_a_resume_does_not_count(directory: Path) -> None:
+def test_entries_after_the_checkpoint_of_a_resume_do_not_count(directory: Path) -> None:
     run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
     assert seen(run)[4:] == [("eval", 10), ("resume", 12), ("step", 15), ("step", 20), ("epoch", 20)]
 
@@ -203,7 +203,7 @@ def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
     assert [run.name for run in runs.read_all(paths)] == [str(paths[0]), str(paths[1]), "other"]
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"gone does not exist\.\nPass the checkpoint_dir"):
         runs.read_all([tmp_path / "gone"])
 
@@ -278,13 +278,13 @@ def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> 
         ("lossless", "highest"),
     ],
 )
-def test_which_is_better_is_read_off_the_name(directory: Path, metric: str, which: str) -> None:
+def test_which_value_is_better_follows_from_the_name(directory: Path, metric: str, which: str) -> None:
     run = read(directory, [start(), *[evaluated(step, step, **{metric: value}) for step, value in ((1, 1), (2, 2))]])
     (best,) = figures.of(run).best_evaluation.values()
     assert (best.value, best.which) == ({"lowest": 1, "highest": 2}[which], which)
 
 
-def test_what_is_not_finite_is_no_best_and_no_json(directory: Path) -> None:
+def test_non_finite_values_are_neither_best_nor_in_json(directory: Path) -> None:
     lines = [start(), *[evaluated(step, step, eval_loss=value) for step, value in ((1, 2.0), (2, float("nan")))]]
     found = figures.of(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
     assert found.best_evaluation["eval_loss"].value == 2.0
@@ -307,7 +307,7 @@ def printed(*found: Run) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) > 1}
 
 
-def test_runs_stand_beside_each_other(directory: Path) -> None:
+def test_runs_are_columns_of_one_table(directory: Path) -> None:
     first = read(directory, WHOLE)
     lines = [start(4), *FIRST[1:], evaluated(10, 1, f1=0.5), entry("preempted", 10, 1, why="SIGTERM on rank 1")]
     second = Run("[bold]", read(directory, lines).entries)
@@ -324,7 +324,7 @@ def test_runs_stand_beside_each_other(directory: Path) -> None:
     assert rows["peak memory"] == ["300 MiB", "200 MiB"]
 
 
-def test_a_run_of_which_nothing_is_known_has_a_column(directory: Path) -> None:
+def test_a_run_without_entries_has_a_column(directory: Path) -> None:
     rows = printed(read(directory, []))
     assert rows["state"] == ["interrupted or running"]
     assert rows["samples/s"] == rows["loss, last"] == rows["ranks"] == rows["peak memory"] == ["-"]
@@ -338,7 +338,7 @@ def test_ranks_that_a_resume_has_changed_are_shown(directory: Path) -> None:
     ("seconds", "text"),
     [(0.0, "0.0 s"), (59.9, "59.9 s"), (61.2, "1:01 min"), (3600, "1:00:00 h"), (9e4, "25:00:00 h")],
 )
-def test_durations_are_written_as_people_do(seconds: float, text: str) -> None:
+def test_durations_have_units(seconds: float, text: str) -> None:
     assert tables.shown_seconds(seconds) == text
 
 
@@ -379,7 +379,7 @@ def test_losses_that_are_not_positive_are_drawn_linearly(directory: Path) -> Non
 
 
 @pytest.mark.parametrize("lines", [[], [start()], FIRST[:2]])
-def test_the_plot_of_hardly_anything(directory: Path, tmp_path: Path, lines: list[Line]) -> None:
+def test_the_plot_of_few_entries(directory: Path, tmp_path: Path, lines: list[Line]) -> None:
     run = read(directory, lines)
     for shown in ([run], [run, run]):
         plots.save(shown, tmp_path / "plot.png")
@@ -400,7 +400,7 @@ def test_a_plot_that_cannot_be_written(directory: Path, tmp_path: Path) -> None:
         plots.save([read(directory, WHOLE)], tmp_path / "gone" / "plot.png")
 
 
-def test_without_matplotlib_its_command_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_has_the_install_command(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = builtins.__import__
 
     def missing(name: str, *rest: Any) -> Any:
