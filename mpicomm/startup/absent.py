@@ -7,7 +7,6 @@ only the standard library, and takes one argument, a JSON object with the fields
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -163,45 +162,41 @@ def hosts_of_job(environ: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "LSB_HOSTS"):
         if environ.get(name):
             return f"{environ[name]} ({name})"
-    with contextlib.suppress(OSError, KeyError):
-        names = list(dict.fromkeys(Path(environ["PBS_NODEFILE"]).read_text().split()))
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{', '.join(names[:_SHOWN])}{more} (PBS_NODEFILE)"
-    return ""
+    names = list(dict.fromkeys(_read(environ.get("PBS_NODEFILE", "")).split()))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more} (PBS_NODEFILE)" if names else ""
 
 
 def _parents() -> dict[int, int]:
     """Return the parent pid of every process, by pid."""
-    found = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
-                found[int(path.name)] = int((path / "stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
-    return found
+    stats = {int(path.name): _read(path / "stat") for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return {pid: int(stat.rpartition(") ")[2].split()[1]) for pid, stat in stats.items() if stat}
 
 
 def _rank_of(pid: int, variable: str) -> int | None:
     """Return the rank in the environment of a process; None if it is not set, or another user owns the process."""
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
-            name, _, value = entry.partition("=")
-            if name == variable and value.isdigit():
-                return int(value)
+    for entry in _read(f"/proc/{pid}/environ").split("\0"):
+        name, _, value = entry.partition("=")
+        if name == variable and value.isdigit():
+            return int(value)
     return None
 
 
 def _command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-        command = " ".join(command.split())
-        return command if len(command) <= _COMMAND else f"{command[:_COMMAND]} ..."
-    return "ended"
+    command = " ".join(_read(f"/proc/{pid}/cmdline").replace("\0", " ").split()) or "ended"
+    return command if len(command) <= _COMMAND else f"{command[:_COMMAND]} ..."
 
 
 def _markers() -> set[str]:
-    with contextlib.suppress(OSError):
-        return {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
-    return set()
+    return {line.rpartition(" ")[2] for line in _read("/proc/net/unix").splitlines()}
+
+
+def _read(path: str | Path) -> str:
+    """Return the text of a file; empty if it cannot be read, such as that of a process that has ended."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":

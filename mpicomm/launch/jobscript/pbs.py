@@ -67,9 +67,12 @@ def _other_options(spec: JobSpec) -> list[str]:
 
 
 def _start(spec: JobSpec) -> list[list[str]]:
-    if spec.torchrun is not None:
-        return [_torchrun(spec) if spec.nodes == 1 else _torchrun_on_hosts(spec, *spec.torchrun)]
-    return [*([_agent(spec)] if spec.no_ssh else []), _mpirun(spec), _end(spec)]
+    if spec.torchrun is None:
+        return [*([_agent(spec)] if spec.no_ssh else []), _mpirun(spec), _end(spec)]
+    if spec.nodes > 1:
+        return [_torchrun_on_hosts(spec, *spec.torchrun)]
+    last = 'exit "$?"  # the status of the ranks becomes that of the job'
+    return [["# torchrun starts the ranks.", torchrun_of_one_node(spec), last]]
 
 
 def _written(options: Mapping[str, str | None]) -> list[str]:
@@ -139,11 +142,6 @@ def _forwarded(spec: JobSpec) -> list[str]:
     return list(dict.fromkeys([*names, *[name for name, _ in spec.variables]]))
 
 
-def _torchrun(spec: JobSpec) -> list[str]:
-    command = torchrun_of_one_node(spec)
-    return ["# torchrun starts the ranks.", command, 'exit "$?"  # the status of the ranks becomes that of the job']
-
-
 def _torchrun_on_hosts(spec: JobSpec, program: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
     # PBS's commands start programs on other hosts in the home directory, with almost no variables.
     environment = [f'{name}="${name}"' for name in _forwarded(spec)]
@@ -171,11 +169,9 @@ def _torchrun_on_hosts(spec: JobSpec, program: tuple[str, ...], arguments: tuple
 def _end(spec: JobSpec) -> list[str]:
     return end(
         spec,
-        [
-            "Only operators may requeue in PBS, so",
-            "# submit the script again, without the options of the first qsub command line; but not after qdel.",
-            "restarts=${JOB_RESTARTS:-0}",
-        ],
+        "Only operators may requeue in PBS, so\n"
+        "# submit the script again, without the options of the first qsub command line; but not after qdel.\n"
+        "restarts=${JOB_RESTARTS:-0}",
         restarts="$restarts",
         requeue='(cd "$PBS_O_WORKDIR" && qsub -v JOB_RESTARTS=$((restarts + 1)) "$0")',
         refusal="not submitted again",

@@ -90,21 +90,18 @@ def torchrun_of_one_node(spec: JobSpec) -> str:
     return shell.joined([*program, "--standalone", f"--nproc-per-node={spec.ranks_per_node}", *arguments])
 
 
-def end(
-    spec: JobSpec, how: Sequence[str], *, restarts: str, requeue: str, refusal: str, condition: str = ""
-) -> list[str]:
+def end(spec: JobSpec, comment: str, *, restarts: str, requeue: str, refusal: str, condition: str = "") -> list[str]:
     """Return the lines that run the job again after status 85, if it may, and exit.
 
     Args:
-        how: How the scheduler runs a job again: the rest of a line of a comment, and further lines.
+        comment: The end of a comment, how the scheduler runs a job again; lines of code may follow.
         restarts: The number of times that it has.
         requeue: The command that runs it again.
         refusal: What to print if the limit is reached.
         condition: A further condition.
     """
     again = [
-        f"# Status 85: the ranks exited before the time limit, with a checkpoint. {how[0]}",
-        *how[1:],
+        f"# Status 85: the ranks exited before the time limit, with a checkpoint. {comment}",
         f'if [ "$status" -eq 85 ]{condition}; then',
         f'    if [ "{restarts}" -lt {spec.max_restarts} ]; then',
         f"        {requeue}",

@@ -76,7 +76,7 @@ def _start(spec: JobSpec) -> list[list[str]]:
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.array else '"$SLURM_JOB_ID"'
     last = end(
         spec,
-        ["Slurm does not requeue for it."],
+        "Slurm does not requeue for it.",
         restarts="${SLURM_RESTART_COUNT:-0}",
         requeue=f"scontrol requeue {job}",
         refusal="not requeued",
