@@ -14,8 +14,8 @@ import torch
 from mpicomm import mpi
 from mpicomm.backend import gpu_probe
 from mpicomm.collective_ops import collectives
-from mpicomm.launch import launchers
-from mpicomm.launch.launchers import Launcher
+from mpicomm.launch import known_launchers
+from mpicomm.launch.known_launchers import Launcher
 from mpicomm.runtime import World
 from mpicomm.startup import devices
 from mpicomm.watchdog import hang_report
@@ -105,12 +105,12 @@ def differences(gathered: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
 
 def shown_launchers(environment: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers to show in the table: torchrun, Slurm, and the MPI launchers whose variables are set."""
-    others = [each for each in launchers.MPI_LAUNCHERS if each.rank in environment]
-    return [launchers.TORCHRUN, launchers.SLURM, *others]
+    others = [each for each in known_launchers.MPI_LAUNCHERS if each.rank in environment]
+    return [known_launchers.TORCHRUN, known_launchers.SLURM, *others]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {name for each in launchers.ALL for name in each.variables()}
+    names = {name for each in known_launchers.ALL for name in each.variables()}
     return {name: environ[name] for name in sorted(names) if name in environ}
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mpicomm.launch.launchers import starts_ranks
+from mpicomm.launch.known_launchers import starts_ranks
 
 _UNKNOWN_COLUMNS = 80  # width of a terminal that does not report its size
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from mpicomm import terminal
 from mpicomm.cli.console import FAILED, console, failed, print_json
 from mpicomm.errors import MPINotFoundError
-from mpicomm.launch.launchers import FACTS
+from mpicomm.launch.known_launchers import FACTS
 
 if TYPE_CHECKING:
     from rich.table import Table

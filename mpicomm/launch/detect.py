@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch.launchers import COMPARED, MPI_LAUNCHERS, OPEN_MPI, PALS, PMI, PMIX, SLURM, TORCHRUN, Launcher
+from mpicomm.launch.known_launchers import COMPARED, MPI_LAUNCHERS, OPEN_MPI, PALS, PMI, PMIX, SLURM, TORCHRUN, Launcher
 from mpicomm.launch.mpi_library import Library
 
 Kind = Literal["mpi", "torchrun", "slurm", "single"]

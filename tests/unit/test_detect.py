@@ -7,7 +7,7 @@ import pytest
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
 from mpicomm.launch.detect import Launch
-from mpicomm.launch.launchers import COMPARED, MPI_LAUNCHERS, SLURM, TORCHRUN, Launcher
+from mpicomm.launch.known_launchers import COMPARED, MPI_LAUNCHERS, SLURM, TORCHRUN, Launcher
 from mpicomm.launch.mpi_library import Library
 
 RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = 5, 8, 1, 4

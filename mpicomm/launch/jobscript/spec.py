@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from pathlib import PurePath
 
-from mpicomm.launch import launchers
+from mpicomm.launch import known_launchers
 from mpicomm.launch.jobscript import options
 from mpicomm.launch.jobscript.options import Option, flag, option
 from mpicomm.launch.jobscript.pbs import PBS
@@ -211,7 +211,7 @@ def _check_command(spec: JobSpec) -> None:
     if not spec.command or not spec.command[0]:
         raise ValueError("missing program; append it after two dashes: -- python train.py")
     first = PurePath(spec.command[0]).name
-    starters = [name for each in launchers.ALL if each is not launchers.TORCHRUN for name in each.commands]
+    starters = [name for each in known_launchers.ALL if each is not known_launchers.TORCHRUN for name in each.commands]
     starters += [name for each in SCHEDULERS.values() for name in each.commands]
     if first in starters or spec.command[:2] == ("mpicomm", "run"):
         raise ValueError(f"the script starts the ranks itself: remove {first} and its options from the command")
