@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any
 
-from mpicomm.reports.runs import PARTS, Entry, Run
+from mpicomm.reports.runs import PARTS, Entry, Run, percentages
 
 _STATES = {"end": "complete", "preempted": "preempted"}
 _LOWER_IS_BETTER = {"loss", "error", "err", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}
@@ -63,7 +64,7 @@ class Figures:
 def of(run: Run) -> Figures:
     """Return the figures of a run."""
     steps, evaluations = run.of("step"), run.of("eval")
-    last = run.entries[-1] if run.entries else Entry("", 0, 0, 0, {})
+    last = run.entries[-1] if run.entries else Entry()
     state, why = _state(run)
     ranks = _ranks(run)
     seconds = sum(entry.seconds for entry in steps)
@@ -83,7 +84,7 @@ def of(run: Run) -> Figures:
         last_loss=losses[-1] if losses else None,
         last_evaluation=metrics(evaluations[-1]) if evaluations else {},
         best_evaluation=_best(evaluations),
-        time_percent=_time_percent(steps),
+        time_percent=percentages({name: sum(entry.parts[name] for entry in steps) for name in PARTS}),
         peak_memory_mib=_peak_memory(run),
         warnings=run.warnings,
     )
@@ -108,19 +109,15 @@ def _json_value(value: Any) -> Any:
 
 def _state(run: Run) -> tuple[str, str | None]:
     decisive = run.of("start", "resume", *_STATES)
-    last = decisive[-1] if decisive else Entry("", 0, 0, 0, {})
+    last = decisive[-1] if decisive else Entry()
     why = str(last.values.get("why", "unknown")) if last.event == "preempted" else None
     return _STATES.get(last.event, "interrupted"), why
 
 
 def _ranks(run: Run) -> list[int]:
     """Return the numbers of ranks in order, without consecutive duplicates."""
-    found: list[int] = []
-    for entry in run.of("start", "resume"):
-        ranks = entry.number("ranks")
-        if ranks is not None and found[-1:] != [int(ranks)]:
-            found.append(int(ranks))
-    return found
+    found = [int(ranks) for entry in run.of("start", "resume") if (ranks := entry.number("ranks")) is not None]
+    return [ranks for ranks, _ in itertools.groupby(found)]
 
 
 def _samples(run: Run, last: Entry) -> int:
@@ -142,12 +139,6 @@ def _best(evaluations: list[Entry]) -> dict[str, Best]:
 
 def _is_lower_better(name: str) -> bool:
     return not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
-
-
-def _time_percent(steps: list[Entry]) -> dict[str, float]:
-    sums = {name: sum(entry.parts[name] for entry in steps) for name in PARTS}
-    total = sum(sums.values())
-    return {name: 100 * seconds / total for name, seconds in sums.items()} if total else {}
 
 
 def _peak_memory(run: Run) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpicomm.reports import drawing
-from mpicomm.reports.runs import PARTS, Run
+from mpicomm.reports.runs import PARTS, Run, percentages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,12 +101,7 @@ def _draw_communication(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _shares(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Return the step and the percentages of the time by part, for each step entry with a time."""
-    found = [(entry.step, entry.parts, sum(entry.parts.values())) for entry in run.of("step")]
-    return [
-        (step, {name: 100 * seconds / total for name, seconds in parts.items()})
-        for step, parts, total in found
-        if total > 0
-    ]
+    return [(entry.step, shares) for entry in run.of("step") if (shares := percentages(entry.parts))]
 
 
 def _points(run: Run, event: str, name: str) -> list[tuple[int, float]]:
