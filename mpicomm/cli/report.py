@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             plots.save(found, arguments.plot)
     except (OSError, ImportError) as error:
         return failed("report", error)
-    shown = [figures.of(each) for each in found]
+    shown = [figures.compute(each) for each in found]
     _print_warnings(shown)
     if arguments.json:
         print_json([figures.as_json(each) for each in shown])

@@ -61,9 +61,9 @@ class Figures:
     warnings: tuple[str, ...]
 
 
-def of(run: Run) -> Figures:
+def compute(run: Run) -> Figures:
     """Return the figures of a run."""
-    steps, evaluations = run.of("step"), run.of("eval")
+    steps, evaluations = run.select("step"), run.select("eval")
     last = run.entries[-1] if run.entries else Entry()
     state, why = _state(run)
     ranks = _ranks(run)
@@ -75,7 +75,7 @@ def of(run: Run) -> Figures:
         why=why,
         ranks=ranks[-1] if ranks else None,
         ranks_before=tuple(ranks[:-1]),
-        resumes=len(run.of("resume")),
+        resumes=len(run.select("resume")),
         epochs=last.epoch,
         steps=last.step,
         samples=_samples(run, last),
@@ -108,7 +108,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _state(run: Run) -> tuple[str, str | None]:
-    decisive = run.of("start", "resume", *_STATES)
+    decisive = run.select("start", "resume", *_STATES)
     last = decisive[-1] if decisive else Entry()
     why = str(last.values.get("why", "unknown")) if last.event == "preempted" else None
     return _STATES.get(last.event, "interrupted"), why
@@ -116,12 +116,12 @@ def _state(run: Run) -> tuple[str, str | None]:
 
 def _ranks(run: Run) -> list[int]:
     """Return the numbers of ranks in order, without consecutive duplicates."""
-    found = [int(ranks) for entry in run.of("start", "resume") if (ranks := entry.number("ranks")) is not None]
+    found = [int(ranks) for entry in run.select("start", "resume") if (ranks := entry.number("ranks")) is not None]
     return [ranks for ranks, _ in itertools.groupby(found)]
 
 
 def _samples(run: Run, last: Entry) -> int:
-    whole = [entry.number("samples") or 0 for entry in run.of("epoch") if entry.epoch <= last.epoch]
+    whole = [entry.number("samples") or 0 for entry in run.select("epoch") if entry.epoch <= last.epoch]
     return int(sum(whole)) + last.consumed
 
 
@@ -142,8 +142,8 @@ def _is_lower_better(name: str) -> bool:
 
 
 def _peak_memory(run: Run) -> float | None:
-    found = [value for entry in run.of("step") if (value := entry.number("memory_mib")) is not None]
-    for entry in run.of("end"):
+    found = [value for entry in run.select("step") if (value := entry.number("memory_mib")) is not None]
+    for entry in run.select("end"):
         ranks = entry.values.get("ranks")
         each_rank = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
         found += [rank["memory"] / 2**20 for rank in each_rank if isinstance(rank.get("memory"), int)]

@@ -73,7 +73,7 @@ def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
     for number, run in enumerate(runs):
         points = [
             (entry.step, rate)
-            for entry in run.of("step")
+            for entry in run.select("step")
             if entry.samples and (rate := entry.number("samples_per_s")) is not None
         ]
         _line(axes, points, number, "-", _label("throughput", run, runs))
@@ -101,11 +101,11 @@ def _draw_communication(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _shares(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Return the step and the percentages of the time by part, for each step entry with a time."""
-    return [(entry.step, shares) for entry in run.of("step") if (shares := percentages(entry.parts))]
+    return [(entry.step, shares) for entry in run.select("step") if (shares := percentages(entry.parts))]
 
 
 def _points(run: Run, event: str, name: str) -> list[tuple[int, float]]:
-    return [(entry.step, value) for entry in run.of(event) if (value := entry.number(name)) is not None]
+    return [(entry.step, value) for entry in run.select(event) if (value := entry.number(name)) is not None]
 
 
 def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: str, label: str) -> None:

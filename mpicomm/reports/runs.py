@@ -60,7 +60,7 @@ class Run:
     entries: tuple[Entry, ...]
     warnings: tuple[str, ...] = ()
 
-    def of(self, *events: str) -> list[Entry]:
+    def select(self, *events: str) -> list[Entry]:
         """Return the entries of some events."""
         return [entry for entry in self.entries if entry.event in events]
 

@@ -142,7 +142,7 @@ def test_a_file_without_entries(directory: Path, cut: str) -> None:
     run = read(directory, [], cut)
     (warning,) = run.warnings
     assert "has no entries" in warning
-    found = figures.of(run)
+    found = figures.compute(run)
     assert (found.state, found.ranks, found.steps, found.samples_per_s) == ("interrupted", None, 0, None)
 
 
@@ -156,8 +156,8 @@ def test_entries_after_the_checkpoint_of_a_resume_do_not_count(directory: Path) 
 
 def test_samples_are_counted_from_where_the_run_went_on(directory: Path) -> None:
     run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
-    assert [each.samples for each in run.of("step")] == [50, 50, 30, 50]
-    assert figures.of(run).samples == 200
+    assert [each.samples for each in run.select("step")] == [50, 50, 30, 50]
+    assert figures.compute(run).samples == 200
 
 
 def test_other_entries_do_not_move_where_samples_are_counted_from(directory: Path) -> None:
@@ -168,7 +168,7 @@ def test_other_entries_do_not_move_where_samples_are_counted_from(directory: Pat
 def test_a_second_start_drops_all_before_it(directory: Path) -> None:
     run = read(directory, [*WHOLE, resume(20, 2), start(ranks=4), *FIRST[1:2]])
     assert seen(run) == [("start", 0), ("step", 5)]
-    found = figures.of(run)
+    found = figures.compute(run)
     assert (found.resumes, found.ranks, found.ranks_before) == (0, 4, ())
 
 
@@ -178,8 +178,8 @@ def test_of_an_epoch_that_ended_twice_the_last_counts(directory: Path) -> None:
     run = read(directory, [*FIRST, first, resume(10, 0, 100), *again])
     assert seen(run)[-3:] == [("resume", 10), ("epoch", 10), ("eval", 10)]
     assert [event for event, _ in seen(run)].count("epoch") == 1
-    assert figures.of(run).last_evaluation == {"eval_loss": 2.0}
-    assert figures.of(run).samples == 99
+    assert figures.compute(run).last_evaluation == {"eval_loss": 2.0}
+    assert figures.compute(run).samples == 99
 
 
 def test_an_epoch_that_was_not_repeated_counts(directory: Path) -> None:
@@ -190,9 +190,9 @@ def test_an_epoch_that_was_not_repeated_counts(directory: Path) -> None:
 
 def test_unknown_events_and_values_change_no_figure(directory: Path) -> None:
     odd = [{"event": "weather", "sky": "blue"}, entry("step", 20, 2, loss="low", samples_per_s=None, memory_mib=True)]
-    expected = figures.of(read(directory, WHOLE))
+    expected = figures.compute(read(directory, WHOLE))
     changed = [*WHOLE[:-1], *odd, WHOLE[-1], {"event": "moon"}]
-    assert figures.of(read(directory, changed)) == expected
+    assert figures.compute(read(directory, changed)) == expected
 
 
 def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_file_in_place_of_its_directory(directory: Path) -> None:
 
 
 def test_figures_of_a_run(directory: Path) -> None:
-    found = figures.of(read(directory, WHOLE))
+    found = figures.compute(read(directory, WHOLE))
     assert (found.run, found.state, found.why) == ("digits", "complete", None)
     assert (found.ranks, found.ranks_before, found.resumes) == (2, (), 0)
     assert (found.epochs, found.steps, found.samples) == (2, 20, 200)
@@ -250,18 +250,18 @@ def test_figures_of_a_run(directory: Path) -> None:
     ],
 )
 def test_how_a_run_ended(directory: Path, last: list[Line], state: str, why: str | None) -> None:
-    found = figures.of(read(directory, [*WHOLE[:-1], *last]))
+    found = figures.compute(read(directory, [*WHOLE[:-1], *last]))
     assert (found.state, found.why) == (state, why)
 
 
 def test_resumes_on_other_ranks(directory: Path) -> None:
     lines = [*WHOLE, resume(18, 1, 80), resume(15, 1, 50, ranks=4), resume(10, 1, ranks=3)]
-    found = figures.of(read(directory, lines))
+    found = figures.compute(read(directory, lines))
     assert (found.resumes, found.ranks, found.ranks_before) == (3, 3, (2, 4))
 
 
 def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> None:
-    found = figures.of(read(directory, [*FIRST[:3], a_step(10, 0, 100, loss=None, rate=0.0)]))
+    found = figures.compute(read(directory, [*FIRST[:3], a_step(10, 0, 100, loss=None, rate=0.0)]))
     assert found.training_seconds == pytest.approx(2.0)
     assert found.last_loss == 2.0
 
@@ -280,13 +280,13 @@ def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> 
 )
 def test_which_value_is_better_follows_from_the_name(directory: Path, metric: str, which: str) -> None:
     run = read(directory, [start(), *[evaluated(step, step, **{metric: value}) for step, value in ((1, 1), (2, 2))]])
-    (best,) = figures.of(run).best_evaluation.values()
+    (best,) = figures.compute(run).best_evaluation.values()
     assert (best.value, best.which) == ({"lowest": 1, "highest": 2}[which], which)
 
 
 def test_non_finite_values_are_neither_best_nor_in_json(directory: Path) -> None:
     lines = [start(), *[evaluated(step, step, eval_loss=value) for step, value in ((1, 2.0), (2, float("nan")))]]
-    found = figures.of(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
+    found = figures.compute(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
     assert found.best_evaluation["eval_loss"].value == 2.0
     written = figures.as_json(found)
     assert (written["last_evaluation"], written["last_loss"]) == ({"eval_loss": None}, None)
@@ -300,7 +300,7 @@ def printed(*found: Run) -> dict[str, list[str]]:
     """Return the cells of each row by its title."""
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(tables.table([figures.of(run) for run in found]))
+        console.print(tables.table([figures.compute(run) for run in found]))
     rows = [
         [cell.strip() for cell in row.strip("│┃").replace("┃", "│").split("│")] for row in capture.get().split("\n")
     ]
