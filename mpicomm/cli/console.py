@@ -24,7 +24,12 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
+def print_message(command: str, message: object) -> None:
+    """Print a message of a subcommand on standard error."""
+    print(f"mpicomm {command}: {message}", file=sys.stderr, flush=True)
+
+
 def failed(command: str, why: object) -> int:
-    """Print an error of a command, and return its exit status."""
-    print(f"mpicomm {command}: {why}", file=sys.stderr)
+    """Print an error of a subcommand, and return its exit status."""
+    print_message(command, why)
     return FAILED

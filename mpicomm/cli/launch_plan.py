@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpicomm import launch, mpi, terminal
+from mpicomm.cli.console import print_message
 from mpicomm.errors import LaunchError
 from mpicomm.launch import commands, environment
 from mpicomm.launch.allocation import PBS_HOSTS, Allocation, PBSAllocation, SlurmAllocation
@@ -63,7 +64,7 @@ def execute(start: Start, command: str) -> NoReturn:
     Raises:
         OSError: If the launcher cannot be executed.
     """
-    print(f"mpicomm {command}: {start.shown(os.environ)}", file=sys.stderr, flush=True)
+    print_message(command, start.shown(os.environ))
     os.execvpe(start.command[0], start.command, dict(start.environ))
 
 

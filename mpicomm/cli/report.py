@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm.cli.console import console, failed, print_json
+from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.cli.parser import png
 from mpicomm.reports import figures, plots, runs, tables
-from mpicomm.reports.figures import Figures
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,15 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, ImportError) as error:
         return failed("report", error)
     shown = [figures.compute(each) for each in found]
-    _print_warnings(shown)
+    for warning in (warning for each in shown for warning in each.warnings):
+        print_message("report", f"warning: {warning}")
     if arguments.json:
         print_json([figures.as_json(each) for each in shown])
     else:
         console().print(tables.table(shown))
     return 0
-
-
-def _print_warnings(shown: Sequence[Figures]) -> None:
-    for each in shown:
-        for warning in each.warnings:
-            print(f"mpicomm report: warning: {warning}", file=sys.stderr)

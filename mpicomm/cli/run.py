@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.cli import launch_plan, run_line
-from mpicomm.cli.console import failed
+from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.parser import Parser, count
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import allocation, request
@@ -79,7 +79,7 @@ class _Refuse(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     """Exec the launcher; return the exit status only if there is nothing to run."""
     if (note := run_line.note(arguments.parser.line)) is not None:
-        print(f"mpicomm run: note: {note}", file=sys.stderr)
+        print_message("run", f"note: {note}")
     try:
         start = launch_plan.build(_request(arguments), os.environ)
         if arguments.dry_run:
