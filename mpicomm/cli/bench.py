@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicomm.cli import bench_ddp, bench_ratios, bench_startup, ensure_ranks
+from mpicomm.cli.argument_types import among, check_writable, png
 from mpicomm.cli.console import FAILED, console, failed
-from mpicomm.cli.parser import among, check_writable, png
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.reports import benchmark_plots, benchmarks
 

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from mpicomm.cli import ensure_ranks
+from mpicomm.cli.argument_types import among, check_writable
 from mpicomm.cli.console import FAILED, console, failed
-from mpicomm.cli.parser import among, check_writable
 from mpicomm.errors import LaunchError, MPINotFoundError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from rich import box
 from rich.table import Table
 
 from mpicomm.bench import machine, ratios
+from mpicomm.cli.argument_types import check_writable, count
 from mpicomm.cli.console import console, failed
-from mpicomm.cli.parser import check_writable, count
 
 _NOT_MET = 1  # the exit status
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mpicomm.bench import machine, startup
 from mpicomm.cli import launch_plan
+from mpicomm.cli.argument_types import check_writable, count, counts
 from mpicomm.cli.console import console, failed
-from mpicomm.cli.parser import check_writable, count, counts
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch.request import Request
 from mpicomm.reports import startup_table as tables

@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from mpicomm import terminal
 from mpicomm.cli import launch_plan
+from mpicomm.cli.argument_types import count
 from mpicomm.cli.console import console
-from mpicomm.cli.parser import count
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpicomm.cli.argument_types import Parser
 from mpicomm.cli.console import FAILED, failed
-from mpicomm.cli.parser import Parser
 from mpicomm.launch.jobscript import OPTIONS, SCHEDULERS, JobSpec, script, shell
 from mpicomm.launch.jobscript.options import Option, flag
 

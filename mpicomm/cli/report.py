@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed, print_json, print_message
-from mpicomm.cli.parser import png
 from mpicomm.reports import figures, plots, runs, tables
 
 

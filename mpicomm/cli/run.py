@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.cli import launch_plan, run_line
+from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.console import failed, print_message
-from mpicomm.cli.parser import Parser, count
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import allocation, request
 from mpicomm.launch.allocation import Host

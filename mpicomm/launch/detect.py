@@ -83,16 +83,16 @@ class Launch:
     @property
     def is_plain(self) -> bool:
         """Whether the environment shows no launcher."""
-        return not self.parties and self.kind == "mpi"
+        return not self.all_claims and self.kind == "mpi"
 
     @property
-    def parties(self) -> tuple[Claim, ...]:
+    def all_claims(self) -> tuple[Claim, ...]:
         """All claims about this process, the most specific first."""
         return self.claims if self.step is None else (*self.claims, self.step)
 
     def value(self, fact: str) -> int | None:
         """Return the value of a fact in the most specific claim that has one; None if none has."""
-        return next((value for claim in self.parties if (value := getattr(claim, fact)) is not None), None)
+        return next((value for claim in self.all_claims if (value := getattr(claim, fact)) is not None), None)
 
 
 def detect(environ: Mapping[str, str], override: str | None = None) -> Launch:
