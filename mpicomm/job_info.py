@@ -21,8 +21,8 @@ from mpicomm import mpi
 from mpicomm.backend import gpu_probe
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import MPINotFoundError
-from mpicomm.launch import detect
-from mpicomm.launch.detect import Launcher
+from mpicomm.launch import known_launchers
+from mpicomm.launch.known_launchers import Launcher
 from mpicomm.runtime import World
 from mpicomm.startup import devices
 from mpicomm.watchdog import hang_report
@@ -111,17 +111,15 @@ def differences(gathered: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def tables_of_variables(environment: Mapping[str, str]) -> list[Launcher]:
+def shown_launchers(environment: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers to show in the table: torchrun, Slurm, and the MPI launchers whose variables are set."""
-    others = [each for each in detect.MPI_LAUNCHERS if each.rank in environment]
-    return [detect.TORCHRUN, detect.SLURM, *others]
+    others = [each for each in known_launchers.MPI_LAUNCHERS if each.rank in environment]
+    return [known_launchers.TORCHRUN, known_launchers.SLURM, *others]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    known = (detect.TORCHRUN, detect.SLURM, *detect.MPI_LAUNCHERS)
-    fields = [field.name for field in dataclasses.fields(Launcher) if field.name != "title"]
-    names = {getattr(each, field) for each in known for field in fields}
-    return {name: environ[name] for name in sorted(filter(None, names)) if name in environ}
+    names = {name for each in known_launchers.ALL for name in each.variables()}
+    return {name: environ[name] for name in sorted(names) if name in environ}
 
 
 def description(what: str, command: str) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.durations import Deadline
 from mpicomm.errors import LaunchError, MpicommError, MPINotFoundError
-from mpicomm.launch import mpi_launcher
-from mpicomm.launch.detect import Library
+from mpicomm.launch.mpi_library import Library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -95,7 +94,7 @@ def library() -> Library:
         path=_path_of("libmpi"),
         description=mpi.Get_library_version(),
     )
-    return dataclasses.replace(found, mpiexec=mpi_launcher.above(found))
+    return dataclasses.replace(found, mpiexec=found.mpiexec_above())
 
 
 def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool = False) -> Intracomm:

@@ -548,9 +548,10 @@ def _assign_device(comm: Intracomm, where: Topology, request: _Request) -> tuple
 def _join_by_environ(request: _Request, launch: Launch, settings: Settings) -> _Session:
     # 1. check the launch
     if backend_choice.needs_mpi(request.backend) or request.comm is not None:
+        argument = "comm=" if request.comm is not None else f"backend={request.backend!r}"
         raise raised_on_all_ranks(
             LaunchError(
-                f"backend={request.backend!r} needs MPI, but this process was started by {launch.title}, without MPI.\n"
+                f"{argument} needs MPI, but this process was started by {launch.title}, without MPI.\n"
                 f"Start with MPI, or call bootstrap() without backend= and comm=:\n"
                 f"  mpirun -n {launch.size} {_command()}"
             )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
-TIMEOUT_ACTIONS = ("abort", "raise")
-DEBUGS = ("0", "1")
-SHARED_MEMORIES = ("0", "1")
-GPU_AWARE = ("0", "1", "auto")
 HOST_TIMEOUT = 30
 """Seconds without a reply from a host, after which its ranks are considered dead."""
 
@@ -111,50 +108,49 @@ class Settings:
                 f"Correct the name, or unset it."
             )
         # 2. the values
-        settings = cls(**{names[name]: value for name, value in given.items()})
-        if settings.launcher not in (None, *LAUNCHERS):
-            raise LaunchError(
-                f"MPICOMM_LAUNCHER must be one of {', '.join(LAUNCHERS)}, got {settings.launcher}.\n"
-                f"Correct it, or unset it to detect the launcher automatically."
-            )
-        settings._check_one_of("on_timeout", TIMEOUT_ACTIONS)
-        settings._check_one_of("debug", DEBUGS)
-        settings._check_one_of("gpu_aware", GPU_AWARE)
-        settings._check_one_of("shared_memory", SHARED_MEMORIES)
-        settings._check_seconds()
-        settings._check_host_timeout()
-        settings._check_chunk()
-        return settings
+        for name, text in given.items():
+            if (value := _VALUES.get(names[name])) and not value.is_valid(text):
+                raise LaunchError(
+                    f"{name} must be {value.expected}, got {text}.\nCorrect it, or unset it{value.default}."
+                )
+        return cls(**{names[name]: text for name, text in given.items()})
 
-    def _check_one_of(self, field: str, values: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        if value not in (None, *values):
-            name = PREFIX + field.upper()
-            raise LaunchError(f"{name} must be {' or '.join(values)}, got {value}.\nCorrect it, or unset it.")
 
-    def _check_seconds(self) -> None:
-        try:
-            is_good = self.seconds_to_report > 0
-        except ValueError:
-            is_good = False
-        if not is_good:
-            raise LaunchError(
-                f"MPICOMM_HANG_SECONDS must be a positive number of seconds, got {self.hang_seconds}.\n"
-                f"Correct it, or unset it."
-            )
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """The valid values of a variable."""
 
-    def _check_host_timeout(self) -> None:
-        given = self.host_timeout
-        if given is not None and not (given.isdecimal() and 1 <= int(given) <= _LONGEST_HOST_TIMEOUT):
-            raise LaunchError(
-                f"MPICOMM_HOST_TIMEOUT must be a whole number of seconds from 1 to {_LONGEST_HOST_TIMEOUT}, "
-                f"got {given}.\nCorrect it, or unset it for {HOST_TIMEOUT}."
-            )
+    expected: str
+    is_valid: Callable[[str], bool]
+    default: str = ""
+    """The effect of unsetting the variable, for the message."""
 
-    def _check_chunk(self) -> None:
-        given = self.gpu_chunk_kib
-        if given is not None and not (given.isdecimal() and int(given) > 0):
-            raise LaunchError(
-                f"MPICOMM_GPU_CHUNK_KIB must be a positive whole number of KiB, got {given}.\n"
-                f"Correct it, or unset it for {_GPU_CHUNK_KIB}."
-            )
+
+def _one_of(*words: str) -> _Value:
+    return _Value(" or ".join(words), lambda text: text in words)
+
+
+def _is_positive_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return float(text) > 0
+    return False
+
+
+_VALUES = {
+    "launcher": _Value(
+        f"one of {', '.join(LAUNCHERS)}", LAUNCHERS.__contains__, " to detect the launcher automatically"
+    ),
+    "on_timeout": _one_of("abort", "raise"),
+    "hang_seconds": _Value("a positive number of seconds", _is_positive_number),
+    "host_timeout": _Value(
+        f"a whole number of seconds from 1 to {_LONGEST_HOST_TIMEOUT}",
+        lambda text: text.isdecimal() and 1 <= int(text) <= _LONGEST_HOST_TIMEOUT,
+        f" for {HOST_TIMEOUT}",
+    ),
+    "debug": _one_of("0", "1"),
+    "gpu_aware": _one_of("0", "1", "auto"),
+    "gpu_chunk_kib": _Value(
+        "a positive whole number of KiB", lambda text: text.isdecimal() and int(text) > 0, f" for {_GPU_CHUNK_KIB}"
+    ),
+    "shared_memory": _one_of("0", "1"),
+}

@@ -1,4 +1,4 @@
-"""Detects whether the output of this process is shown on a terminal, and the width of that terminal.
+"""Tables, and whether the output of this process is shown on a terminal, and the width of that terminal.
 
 Launchers relay the output of their ranks. Open MPI gives each rank a pseudo-terminal of 80 columns even if the launcher
 itself writes to a file or a pipe; MPICH gives each rank a pipe even if it writes to a terminal. In a rank, the output
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import stat
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-_LAUNCHERS = re.compile(r"mpirun|mpiexec|prterun|prted|orterun|orted|srun|hydra|torchrun|aprun|jsrun")
+from mpicomm.launch.known_launchers import starts_ranks
+
 _UNKNOWN_COLUMNS = 80  # width of a terminal that does not report its size
 
 
@@ -38,11 +41,33 @@ def console(stream: TextIO | None = None, *, width: int) -> Console:
     )
 
 
+def table(
+    titles: Sequence[str], rows: Iterable[Sequence[object] | None], *, right: Collection[str] = (), **options: Any
+) -> Table:
+    """Return a table.
+
+    Args:
+        titles: The titles of the columns.
+        rows: The cells of each row; None for a line between rows.
+        right: The titles of the columns that are aligned to the right.
+        options: Further arguments of `rich.table.Table`.
+    """
+    found = Table(title_justify="left", **options)
+    for title in titles:
+        found.add_column(Text(title), justify="right" if title in right else "left")
+    for row in rows:
+        if row is None:
+            found.add_section()
+        else:
+            found.add_row(*[Text(str(cell)) for cell in row])  # Text: rich would parse [bold] in a str as markup
+    return found
+
+
 def columns(stream: TextIO) -> int | None:
     """Return the width in columns of the terminal that shows a stream; None if no terminal shows it."""
     try:
         own = stream.fileno()
-        launchers = [pid for pid, name in processes_above() if _LAUNCHERS.search(name)]
+        launchers = [pid for pid, name in processes_above() if starts_ranks(name)]
         is_relayed = bool(launchers) and own in (1, 2)
         if not is_relayed:
             return _width(own)

@@ -1,11 +1,32 @@
-"""Argument types that several subcommands share."""
+"""The parser of every subcommand, the types of arguments that they share, and a check of output files."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose subcommands report unknown arguments; argparse leaves that to the top-level parser."""
+
+    line: tuple[str, ...] = ()
+    """The arguments to parse."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the arguments; exit with status 2 if one of them is unknown."""
+        self.line = tuple(sys.argv[1:] if args is None else args)
+        found, unknown = super().parse_known_args(self.line, namespace)
+        if unknown:
+            self.error(self.unknown_arguments(unknown))
+        return found, unknown
+
+    def unknown_arguments(self, words: Sequence[str]) -> str:
+        """Return the error message for unknown arguments."""
+        return f"unrecognized arguments: {' '.join(words)}"
 
 
 def count(text: str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -18,7 +19,17 @@ def console(stream: TextIO | None = None) -> Console:
     return terminal.console(stream, width=_WIDTH)
 
 
+def print_json(value: Any) -> None:
+    """Print a value as JSON, which supports neither infinities nor NaN."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_message(command: str, message: object) -> None:
+    """Print a message of a subcommand on standard error."""
+    print(f"mpicomm {command}: {message}", file=sys.stderr, flush=True)
+
+
 def failed(command: str, why: object) -> int:
-    """Print an error of a command, and return its exit status."""
-    print(f"mpicomm {command}: {why}", file=sys.stderr)
+    """Print an error of a subcommand, and return its exit status."""
+    print_message(command, why)
     return FAILED

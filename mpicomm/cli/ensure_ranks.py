@@ -34,9 +34,7 @@ def ensure(ranks: int | None) -> None:
     if not detect.detect(os.environ).is_plain:
         return
     program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
-    start = launch_plan.build(Request(program, ranks), os.environ)
-    print(f"mpicomm bench: {start.shown(os.environ)}", file=sys.stderr, flush=True)
-    os.execvpe(start.command[0], start.command, dict(start.environ))
+    launch_plan.execute(launch_plan.build(Request(program, ranks), os.environ), "bench")
 
 
 def timing(rounds: int, device: str) -> Bench:

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
-from mpicomm.cli.console import FAILED, console, failed
+from mpicomm import terminal
+from mpicomm.cli.console import FAILED, console, failed, print_json
 from mpicomm.errors import MPINotFoundError
+from mpicomm.launch.known_launchers import FACTS
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from mpicomm.job_info import JobInfo
     from mpicomm.runtime import World
 
 _NO_MPI = 1  # the exit status
-# The facts in the table of launcher variables, as World names them.
-_FACTS = (
-    "rank",
-    "size",
-    "local_rank",
-    "local_size",
-    "node_rank",
-    "num_nodes",
-    "master_addr",
-    "master_port",
-)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps(_as_json(world, gathered), indent=2))
+        print_json(_as_json(world, gathered))
         return
     out = console()
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
@@ -87,55 +78,45 @@ def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespa
 
 
 def _as_json(world: World, gathered: Sequence[JobInfo]) -> dict[str, object]:
-    return {
-        "size": world.size,
-        "num_nodes": world.num_nodes,
-        "launcher": world.launcher,
-        "backend": world.backend,
-        "master_addr": world.master_addr,
-        "master_port": world.master_port,
-        "ranks": [dataclasses.asdict(each) for each in gathered],
-    }
+    names = ("size", "num_nodes", "launcher", "backend", "master_addr", "master_port")
+    return {name: getattr(world, name) for name in names} | {"ranks": [dataclasses.asdict(each) for each in gathered]}
 
 
 def _ranks(gathered: Sequence[JobInfo]) -> Table:
-    table = Table()
-    has_gpus = any(each.uuid for each in gathered)
-    for name in ("rank", "host", "node", "local rank", "device", *["GPU", "UUID"] * has_gpus, "processors", "NUMA"):
-        table.add_column(name, justify="right" if name in {"rank", "node", "local rank"} else "left")
-    for each in gathered:
-        gpu = [each.device_name, each.uuid] if has_gpus else []
-        places = [each.rank, each.host, each.node_rank, each.local_rank, each.device]
-        table.add_row(*[Text(str(cell)) for cell in (*places, *gpu, each.cpus, each.numa_nodes or "-")])
-    return table
+    gpu = ["GPU", "UUID"] if any(each.uuid for each in gathered) else []
+    titles = ["rank", "host", "node", "local rank", "device", *gpu, "processors", "NUMA"]
+    rows = [
+        [each.rank, each.host, each.node_rank, each.local_rank, each.device]
+        + ([each.device_name, each.uuid] if gpu else [])
+        + [each.cpus, each.numa_nodes or "-"]
+        for each in gathered
+    ]
+    return terminal.table(titles, rows, right=("rank", "node", "local rank"))
 
 
 def _software(gathered: Sequence[JobInfo]) -> Table:
     from mpicomm import job_info
     from mpicomm.watchdog import hang_report
 
-    table = Table(show_header=False)
-    for name, values in job_info.differences(gathered).items():
-        for value, ranks in values.items():
-            is_everybodys = len(ranks) == len(gathered)
-            table.add_row(Text(name), Text(value if is_everybodys else f"{value} on {hang_report.called(ranks)}"))
-    return table
+    rows = [
+        (name, value if len(ranks) == len(gathered) else f"{value} on {hang_report.called(ranks)}")
+        for name, values in job_info.differences(gathered).items()
+        for value, ranks in values.items()
+    ]
+    return terminal.table(("", ""), rows, show_header=False)
 
 
-def _variables(which: JobInfo) -> Table:
+def _variables(rank: JobInfo) -> Table:
     """Return the table of launcher variables: for each fact, the variable of each launcher and its value."""
     from mpicomm import job_info
 
-    table = Table()
-    for name in ("", "set by", "variable", f"on rank {which.rank}"):
-        table.add_column(name)
-    for fact in _FACTS:
-        named = [(party, getattr(party, fact)) for party in job_info.tables_of_variables(which.environment)]
+    rows: list[tuple[str, ...] | None] = []
+    for fact in FACTS:
         shown = fact
-        for party, name in named:
-            if name is not None:
-                title = "PyTorch" if party.title == "torchrun" else party.title
-                table.add_row(*map(Text, (shown, title, name, which.environment.get(name, "not set"))))
+        for launcher in job_info.shown_launchers(rank.environment):
+            for name in launcher.variables([fact]):
+                title = "PyTorch" if launcher.title == "torchrun" else launcher.title
+                rows.append((shown, title, name, rank.environment.get(name, "not set")))
                 shown = ""
-        table.add_section()
-    return table
+        rows.append(None)
+    return terminal.table(("", "set by", "variable", f"on rank {rank.rank}"), rows)

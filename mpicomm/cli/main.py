@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 
 from mpicomm.cli import bench, info, job, report, run
-from mpicomm.cli.parser import Parser
+from mpicomm.cli.argument_types import Parser
 
 _SUBCOMMANDS = (bench, info, job, report, run)
 """Each has `add_parser`, whose parser sets `run` to the function of the subcommand."""

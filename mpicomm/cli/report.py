@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.cli.argument_types import png
-from mpicomm.cli.console import console, failed
+from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.metrics_file import NAME
 from mpicomm.reports import figures, plots, runs, tables
-from mpicomm.reports.figures import Figures
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,16 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
             plots.save(found, arguments.plot)
     except (OSError, ImportError) as error:
         return failed("report", error)
-    shown = [figures.of(each) for each in found]
-    _print_warnings(shown)
+    shown = [figures.compute(each) for each in found]
+    for warning in (warning for each in shown for warning in each.warnings):
+        print_message("report", f"warning: {warning}")
     if arguments.json:
-        print(json.dumps([figures.as_json(each) for each in shown], indent=2, allow_nan=False))
+        print_json([figures.as_json(each) for each in shown])
     else:
         console().print(tables.table(shown))
     return 0
-
-
-def _print_warnings(shown: Sequence[Figures]) -> None:
-    for each in shown:
-        for warning in each.warnings:
-            print(f"mpicomm report: warning: {warning}", file=sys.stderr)

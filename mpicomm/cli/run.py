@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.cli import launch_plan, run_line
-from mpicomm.cli.argument_types import count
-from mpicomm.cli.console import failed
-from mpicomm.cli.parser import Parser
+from mpicomm.cli.argument_types import Parser, count
+from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import hosts, request
+from mpicomm.launch import allocation, request
+from mpicomm.launch.allocation import Host
 from mpicomm.launch.request import Node, Request
 
 _PORT = 29500  # torchrun's default
@@ -78,25 +78,23 @@ class _Refuse(argparse.Action):
 
 def run(arguments: argparse.Namespace) -> int:
     """Exec the launcher; return the exit status only if there is nothing to run."""
-    before = dict(os.environ)
     if (note := run_line.note(arguments.parser.line)) is not None:
-        print(f"mpicomm run: note: {note}", file=sys.stderr)
+        print_message("run", f"note: {note}")
     try:
-        start = launch_plan.build(_request(arguments), before)
+        start = launch_plan.build(_request(arguments), os.environ)
         if arguments.dry_run:
-            print(start.shown(before))
+            print(start.shown(os.environ))
             return 0
-        print(f"mpicomm run: {start.shown(before)}", file=sys.stderr, flush=True)
         if arguments.log_dir is not None:
             Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
-        os.execvpe(start.command[0], start.command, dict(start.environ))
+        launch_plan.execute(start, "run")
     except (LaunchError, MPINotFoundError, OSError) as error:
         return failed("run", error)
 
 
 def _request(arguments: argparse.Namespace) -> Request:
     program = request.program(arguments.words, arguments.module, sys.executable)
-    _check_that_there_is(program)
+    _check_exists(program)
     return Request(
         program=program,
         ranks=arguments.ranks,
@@ -107,7 +105,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _check_that_there_is(program: tuple[str, ...]) -> None:
+def _check_exists(program: tuple[str, ...]) -> None:
     """Report a missing program once, instead of once on each rank."""
     command = program[0]
     if command == sys.executable:
@@ -118,22 +116,17 @@ def _check_that_there_is(program: tuple[str, ...]) -> None:
         raise LaunchError(f"command {command} was not found in PATH.\nPass its full path, or correct PATH.")
 
 
-def _hosts(arguments: argparse.Namespace) -> tuple[hosts.Host, ...]:
+def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hosts is not None:
-        return hosts.of_option(arguments.hosts)
+        return allocation.parse_hosts(arguments.hosts)
     if arguments.hostfile is not None:
-        return hosts.of_file(Path(arguments.hostfile).read_text(), arguments.hostfile)
+        return allocation.parse_host_file(Path(arguments.hostfile).read_text(), arguments.hostfile)
     return ()
 
 
 def _node(arguments: argparse.Namespace) -> Node | None:
-    nodes, rank, addr, port = (
-        arguments.nnodes,
-        arguments.node_rank,
-        arguments.master_addr,
-        arguments.master_port,
-    )
-    if (nodes, rank, addr, port) == (None,) * 4:
+    nodes, rank, addr, port = arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.master_port
+    if not any(given is not None for given in (nodes, rank, addr, port)):
         return None
     if None in (nodes, rank, addr):
         raise LaunchError(

@@ -7,18 +7,9 @@ from collections.abc import Sequence
 
 RANKS, HOSTS, HOSTFILE = "-n", "--hosts", "--hostfile"
 FOREIGN = {
-    "-np": RANKS,
-    "--np": RANKS,
-    "--ntasks": RANKS,
-    "--nproc-per-node": RANKS,
-    "--nproc_per_node": RANKS,
-    "-H": HOSTS,
-    "-host": HOSTS,
-    "--host": HOSTS,
-    "-hosts": HOSTS,
-    "-hostfile": HOSTFILE,
-    "-machinefile": HOSTFILE,
-    "--machinefile": HOSTFILE,
+    **dict.fromkeys(("-np", "--np", "--ntasks", "--nproc-per-node", "--nproc_per_node"), RANKS),
+    **dict.fromkeys(("-H", "-host", "--host", "-hosts"), HOSTS),
+    **dict.fromkeys(("-hostfile", "-machinefile", "--machinefile"), HOSTFILE),
 }
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 

@@ -1,5 +1,6 @@
 """Builds the command line and the environment of a launch; nothing here probes the host or runs a command.
 
-A `Request` holds what the user asked for, a `Machine` and an allocation (`Slurm`, `PBS`) hold the available resources.
-The modules `srun`, `mpiexec` and `torchrun` of `commands` build a `Start` from them; the caller executes it.
+`known_launchers` and `mpi_library` describe launchers and MPI implementations; the other modules use the descriptions.
+`detect` compares the variables of a running rank with MPI. `commands` builds a `Start` from what the user asked for, a
+`Request`, and from the available resources, a `Machine` and an `Allocation`. `jobscript` writes job scripts.
 """

@@ -1,4 +1,4 @@
-"""Detects from the environment which launcher started a process: tables of variables, and the rules that compare them.
+"""Detects from the environment which launcher started a process, and compares the launcher's variables with MPI.
 
 All functions are pure: they read a mapping and return values. A launcher is recognised by the variables of a running
 step, never by installed commands. Precedence:
@@ -18,87 +18,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mpicomm.errors import LaunchError
+from mpicomm.launch.known_launchers import COMPARED, MPI_LAUNCHERS, OPEN_MPI, PALS, PMI, PMIX, SLURM, TORCHRUN, Launcher
+from mpicomm.launch.mpi_library import Library
 
 Kind = Literal["mpi", "torchrun", "slurm", "single"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Launcher:
-    """The variables in which one launcher passes rank and size to a process."""
-
-    title: str
-    rank: str
-    size: str | None = None
-    local_rank: str | None = None
-    local_size: str | None = None
-
-    # Few launchers set these, and no rule compares them: MPI and rank 0 determine them.
-    node_rank: str | None = None
-    num_nodes: str | None = None
-    master_addr: str | None = None
-    master_port: str | None = None
-
-    def variables(self) -> list[str]:
-        """Return the names of the variables that the rules compare."""
-        return [name for name in (self.rank, self.size, self.local_rank, self.local_size) if name]
-
-
-OPEN_MPI = Launcher(
-    "Open MPI's mpirun",
-    rank="OMPI_COMM_WORLD_RANK",
-    size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-MVAPICH = Launcher(
-    "MVAPICH's launcher",
-    rank="MV2_COMM_WORLD_RANK",
-    size="MV2_COMM_WORLD_SIZE",
-    local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-    local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-)
-PALS = Launcher(  # sets no size
-    "PALS mpiexec",
-    rank="PALS_RANKID",
-    local_rank="PALS_LOCAL_RANKID",
-    local_size="PALS_LOCAL_SIZE",
-    node_rank="PALS_NODEID",
-)
-JSRUN = Launcher("jsrun", rank="JSM_NAMESPACE_RANK", size="JSM_NAMESPACE_SIZE", local_rank="JSM_NAMESPACE_LOCAL_RANK")
-FLUX = Launcher("Flux", rank="FLUX_TASK_RANK", size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID")
-PMI = Launcher(
-    "a PMI launcher (mpiexec)",
-    rank="PMI_RANK",
-    size="PMI_SIZE",
-    local_rank="MPI_LOCALRANKID",
-    local_size="MPI_LOCALNRANKS",
-)
-PMIX = Launcher("a PMIx launcher", rank="PMIX_RANK")
-
-# Most specific first: Open MPI and PALS set PMIX_* or PMI_* in addition to their own variables.
-MPI_LAUNCHERS = (OPEN_MPI, MVAPICH, PALS, JSRUN, FLUX, PMI, PMIX)
-TORCHRUN = Launcher(
-    "torchrun",
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
-    node_rank="GROUP_RANK",
-    num_nodes="GROUP_WORLD_SIZE",
-    master_addr="MASTER_ADDR",
-    master_port="MASTER_PORT",
-)
-SLURM = Launcher(
-    "srun",
-    rank="SLURM_PROCID",
-    size="SLURM_STEP_NUM_TASKS",
-    local_rank="SLURM_LOCALID",
-    node_rank="SLURM_NODEID",
-    num_nodes="SLURM_STEP_NUM_NODES",
-)
-
-# A file of host names, one line per process: all that PBS provides. The mpirun in a PBS job sets the rank variables.
-PBS_HOSTS = "PBS_NODEFILE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +29,13 @@ class Claim:
     """Rank and size of this process according to the variables of one launcher."""
 
     launcher: Launcher
-    rank: int | None
-    size: int | None
-    local_rank: int | None
-    local_size: int | None
     shown: str
     """The variables and their values, for messages."""
+
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
 
     @property
     def title(self) -> str:
@@ -139,17 +63,17 @@ class Launch:
     @property
     def rank(self) -> int:
         """The rank from the launcher; 0 if no launcher sets it."""
-        return next((claim.rank for claim in self.parties if claim.rank is not None), 0)
+        return self.value("rank") or 0
 
     @property
     def size(self) -> int:
         """The number of processes from the launcher; 1 if no launcher sets it."""
-        return next((claim.size for claim in self.parties if claim.size is not None), 1)
+        return self.value("size") or 1
 
     @property
     def local_size(self) -> int:
         """The number of processes on this node; 1 if no launcher sets it."""
-        return next((claim.local_size for claim in self.parties if claim.local_size is not None), 1)
+        return self.value("local_size") or 1
 
     @property
     def least_size(self) -> int:
@@ -159,41 +83,16 @@ class Launch:
     @property
     def is_plain(self) -> bool:
         """Whether the environment shows no launcher."""
-        return not self.parties and self.kind == "mpi"
+        return not self.all_claims and self.kind == "mpi"
 
     @property
-    def parties(self) -> tuple[Claim, ...]:
+    def all_claims(self) -> tuple[Claim, ...]:
         """All claims about this process, the most specific first."""
         return self.claims if self.step is None else (*self.claims, self.step)
 
-
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """The MPI library that mpi4py loads, for messages and rules."""
-
-    vendor: str
-    version: str
-    path: str = ""
-    mpiexec: str = "mpiexec"
-    description: str = ""
-
-    @property
-    def title(self) -> str:
-        """Name, version and path, for messages."""
-        return f"{self.vendor} {self.version}" + (f", {self.path}" if self.path else "")
-
-    @property
-    def srun_type(self) -> str:
-        """The value of `srun --mpi=` that this library supports."""
-        return "pmix" if self.vendor == "Open MPI" else "pmi2"
-
-    def lacks_pmix(self) -> bool:
-        """Return whether the library reports a build without PMIx, the protocol of Open MPI's mpirun."""
-        return self.vendor == "MPICH" and "configure:" in self.description and "pmix" not in self.description.lower()
-
-    def lacks_pmi(self) -> bool:
-        """Return whether the library supports only PMIx, as Open MPI does since version 5."""
-        return self.vendor == "Open MPI" and int(self.version.split(".")[0]) >= 5
+    def value(self, fact: str) -> int | None:
+        """Return the value of a fact in the most specific claim that has one; None if none has."""
+        return next((value for claim in self.all_claims if (value := getattr(claim, fact)) is not None), None)
 
 
 def detect(environ: Mapping[str, str], override: str | None = None) -> Launch:
@@ -306,11 +205,11 @@ def _problem_with_step(
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
     if tasks == 1:
         return None
-    kind = environ.get("SLURM_MPI_TYPE", "none")
+    mpi_type = environ.get("SLURM_MPI_TYPE", "none")
     return (
         f"srun started {tasks} tasks, but MPI reports rank 0 of 1 in this one: srun did not provide a PMI\n"
         f"that this MPI library supports.\n"
-        f"  srun: SLURM_STEP_NUM_TASKS={tasks} SLURM_PROCID={environ.get('SLURM_PROCID')} (--mpi={kind})\n"
+        f"  srun: SLURM_STEP_NUM_TASKS={tasks} SLURM_PROCID={environ.get('SLURM_PROCID')} (--mpi={mpi_type})\n"
         f"  MPI: rank 0 of 1 ({library.title})\n"
         f"Start with\n"
         f"  srun --mpi={library.srun_type} {command}\n"
@@ -334,32 +233,19 @@ def _problem_with_leftovers(environ: Mapping[str, str], rank: int, size: int) ->
 
 
 def _claim(launcher: Launcher, environ: Mapping[str, str]) -> Claim:
-    shown = " ".join(f"{name}={environ[name]}" for name in launcher.variables() if environ.get(name))
-
-    def number(name: str | None) -> int | None:
-        return _number(environ, name) if name else None
-
-    return Claim(
-        launcher,
-        rank=number(launcher.rank),
-        size=number(launcher.size),
-        local_rank=number(launcher.local_rank),
-        local_size=number(launcher.local_size),
-        shown=shown,
-    )
+    shown = " ".join(f"{name}={environ[name]}" for name in launcher.variables(COMPARED) if environ.get(name))
+    names = {fact: name for fact in COMPARED if (name := getattr(launcher, fact))}
+    return Claim(launcher, shown, **{fact: _number(environ, name) for fact, name in names.items()})
 
 
 def _step(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> Claim | None:
     """Return the claim of a Slurm step: srun passes no size through PMIx, and the tasks per node through neither."""
-    is_sruns = all(claim.launcher in (PMI, PMIX) for claim in claims)
-    if not environ.get("SLURM_STEP_ID") or not is_sruns or not _counts_tasks(environ):
+    is_of_srun = all(claim.launcher in (PMI, PMIX) for claim in claims)
+    has_numbers = all(environ.get(name, "0").isdigit() for name in SLURM.variables(COMPARED))
+    if not (environ.get("SLURM_STEP_ID") and is_of_srun and has_numbers):
         return None
     local_ranks = len(environ["SLURM_GTIDS"].split(",")) if environ.get("SLURM_GTIDS") else None
     return dataclasses.replace(_claim(SLURM, environ), local_size=local_ranks)
-
-
-def _counts_tasks(environ: Mapping[str, str]) -> bool:
-    return all(environ.get(name, "0").isdigit() for name in SLURM.variables())
 
 
 def _required_claim(launcher: Launcher, environ: Mapping[str, str]) -> Claim:
@@ -384,8 +270,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _support_only_pmix(claims: tuple[Claim, ...]) -> bool:
-    told = {claim.launcher for claim in claims}
-    return not told.isdisjoint((OPEN_MPI, PMIX)) and told <= {OPEN_MPI, PMIX, PALS}
+    launchers = {claim.launcher for claim in claims}
+    return not launchers.isdisjoint((OPEN_MPI, PMIX)) and launchers <= {OPEN_MPI, PMIX, PALS}
 
 
 def _title(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> str:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import detect
-from mpicomm.launch.detect import Library
+from mpicomm.launch import detect, known_launchers
+from mpicomm.launch.known_launchers import MPI_LAUNCHERS, TORCHRUN
 
-_OF_RANKS = (
-    "OMPI_COMM_WORLD_*",
-    "OMPI_WORLD_*",
-    "OMPI_UNIVERSE_SIZE",
-    "PMIX_*",
-    "PRTE_LAUNCHED",
-    "PMI_*",
-    "HYDI_*",
-    "PALS_*",
-    "MV2_COMM_WORLD_*",
-    "TORCHELASTIC_*",
-    "ROLE_*",
-)
-_OF_USERS = ("PMIX_MCA_*",)
-_WITH_RANKS = ("MASTER_ADDR", "MASTER_PORT")  # without rank variables the user set them, and bootstrap() uses them
+_CLEARED = (*MPI_LAUNCHERS, TORCHRUN)  # SLURM_* are those of the allocation too
+_OF_USERS = "PMIX_MCA_"  # options of PMIx, although they match a pattern of variables of ranks
+_ADDRESS = {"MASTER_ADDR", "MASTER_PORT"}
 
 # Open MPI forwards only its own variables to other hosts. Variables that differ between hosts must not be forwarded.
-_TRAVEL = (
+_FORWARDED = (
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_*", "KMP_*", "MKL_*",
     "THP_MEM_ALLOC_ENABLE", "MASTER_ADDR", "MASTER_PORT", "MPICOMM_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*",
     "TORCHINDUCTOR_*", "PYTORCH_*", "CUDA_*", "HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*",
 )  # fmt: skip
-_STAY = ("CUDA_VISIBLE_DEVICES",)
+_LOCAL = ("CUDA_VISIBLE_DEVICES",)
 
-_DAEMONS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prted", "orterun", "orted", "hydra_pmi_proxy"})
 _SERVICE_STEPS = 0xFFFFFFF0  # IDs of Slurm's own steps, such as the shell of an salloc, start here
 
 
@@ -56,50 +42,35 @@ def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
             f"Use one of the two: `srun python train.py`, or `mpicomm run train.py` in the batch script."
         )
     claims = detect.detect({**environ, "TORCHELASTIC_RUN_ID": ""}).claims
-    if claims and not _DAEMONS.isdisjoint(ancestors):
+    if claims and any(known_launchers.starts_ranks(name, MPI_LAUNCHERS) for name in ancestors):
         raise LaunchError(
             f"this process is a rank that {claims[0].title} started ({claims[0].shown}): each rank would start a job.\n"
             f"Use one of the two: `mpirun python train.py`, or `mpicomm run train.py`."
         )
 
 
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
+def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of another job."""
-    tables = (*detect.MPI_LAUNCHERS, dataclasses.replace(detect.TORCHRUN, master_addr=None, master_port=None))
-    names = {value for each in tables for key, value in vars(each).items() if key != "title" and value}
-    is_of_ranks = not names.isdisjoint(environ)
-    left = {
+    names = {name for each in _CLEARED for name in each.variables()} - _ADDRESS
+    if not names.isdisjoint(environ):  # without rank variables the user set the address, and bootstrap() uses it
+        names |= _ADDRESS
+    patterns = [pattern for each in _CLEARED for pattern in each.other_variables]
+    return {
         name: value
         for name, value in environ.items()
-        if name not in names and (not _matches(name, _OF_RANKS) or _matches(name, _OF_USERS))
+        if name not in names and (not _matches(name, patterns) or name.startswith(_OF_USERS))
     }
-    if is_of_ranks:
-        for name in _WITH_RANKS:
-            left.pop(name, None)
-    return left
 
 
-def of_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+def for_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return the environment for ranks with this number of threads and with huge pages; the user's values are kept."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
-    return {**wanted, **clean(environ)}
+    defaults = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
+    return {**defaults, **without_job(environ)}
 
 
-def of_gpus(library: Library, loaded: str) -> dict[str, str]:
-    """Return the variables that enable GPU buffers in an MPI library; Open MPI and UCX detect GPUs themselves.
-
-    Args:
-        loaded: The files in this process's memory map. With the variable set, Cray MPICH aborts programs that are not
-            linked with its GPU library.
-    """
-    if "CRAY" in library.description.upper():
-        return {"MPICH_GPU_SUPPORT_ENABLED": "1"} if "libmpi_gtl" in loaded else {}
-    return {"MPIR_CVAR_ENABLE_GPU": "1"} if library.vendor == "MPICH" else {}
-
-
-def travelling(environ: Mapping[str, str]) -> list[str]:
+def forwarded(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables to forward to ranks on other hosts."""
-    return sorted(name for name in environ if _matches(name, _TRAVEL) and not _matches(name, _STAY))
+    return sorted(name for name in environ if _matches(name, _FORWARDED) and name not in _LOCAL)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch.hosts import Host
+from mpicomm.launch.allocation import Host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Request:
     log_dir: str | None = None
     tag_output: bool = False
 
-    def of_rank(self, python: str) -> tuple[str, ...]:
+    def rank_command(self, python: str) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set."""
         if self.log_dir is None:
             return self.program
@@ -67,9 +67,9 @@ class Start:
 
     def shown(self, before: Mapping[str, str]) -> str:
         """Return the equivalent command line for a shell with the environment `before`."""
-        gone = [word for name in sorted(before.keys() - self.environ.keys()) for word in ("-u", name)]
-        new = [f"{name}={value}" for name, value in sorted(self.environ.items()) if before.get(name) != value]
-        return shlex.join([*(["env", *gone] if gone else []), *new, *self.command])
+        removed = [word for name in sorted(before.keys() - self.environ.keys()) for word in ("-u", name)]
+        added = [f"{name}={value}" for name, value in sorted(self.environ.items()) if before.get(name) != value]
+        return shlex.join([*(["env", *removed] if removed else []), *added, *self.command])
 
 
 def program(words: Sequence[str], module: Sequence[str], python: str) -> tuple[str, ...]:

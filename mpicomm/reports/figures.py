@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any
 
 from mpicomm.metrics_file import PARTS
-from mpicomm.reports.runs import Entry, Run
+from mpicomm.reports.runs import Entry, Run, percentages
 
 _STATES = {"end": "complete", "preempted": "preempted"}
 _LOWER_IS_BETTER = {"loss", "error", "err", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}
@@ -61,10 +62,10 @@ class Figures:
     warnings: tuple[str, ...]
 
 
-def of(run: Run) -> Figures:
+def compute(run: Run) -> Figures:
     """Return the figures of a run."""
-    steps, evaluations = run.of("step"), run.of("eval")
-    last = run.entries[-1] if run.entries else Entry("", 0, 0, 0, {})
+    steps, evaluations = run.select("step"), run.select("eval")
+    last = run.entries[-1] if run.entries else Entry()
     state, why = _state(run)
     ranks = _ranks(run)
     seconds = sum(entry.seconds for entry in steps)
@@ -75,7 +76,7 @@ def of(run: Run) -> Figures:
         why=why,
         ranks=ranks[-1] if ranks else None,
         ranks_before=tuple(ranks[:-1]),
-        resumes=len(run.of("resume")),
+        resumes=len(run.select("resume")),
         epochs=last.epoch,
         steps=last.step,
         samples=_samples(run, last),
@@ -84,7 +85,7 @@ def of(run: Run) -> Figures:
         last_loss=losses[-1] if losses else None,
         last_evaluation=metrics(evaluations[-1]) if evaluations else {},
         best_evaluation=_best(evaluations),
-        time_percent=_time_percent(steps),
+        time_percent=percentages({name: sum(entry.parts[name] for entry in steps) for name in PARTS}),
         peak_memory_mib=_peak_memory(run),
         warnings=run.warnings,
     )
@@ -108,24 +109,20 @@ def _json_value(value: Any) -> Any:
 
 
 def _state(run: Run) -> tuple[str, str | None]:
-    decisive = run.of("start", "resume", *_STATES)
-    last = decisive[-1] if decisive else Entry("", 0, 0, 0, {})
+    decisive = run.select("start", "resume", *_STATES)
+    last = decisive[-1] if decisive else Entry()
     why = str(last.values.get("why", "unknown")) if last.event == "preempted" else None
     return _STATES.get(last.event, "interrupted"), why
 
 
 def _ranks(run: Run) -> list[int]:
     """Return the numbers of ranks in order, without consecutive duplicates."""
-    found: list[int] = []
-    for entry in run.of("start", "resume"):
-        ranks = entry.number("ranks")
-        if ranks is not None and found[-1:] != [int(ranks)]:
-            found.append(int(ranks))
-    return found
+    found = [int(ranks) for entry in run.select("start", "resume") if (ranks := entry.number("ranks")) is not None]
+    return [ranks for ranks, _ in itertools.groupby(found)]
 
 
 def _samples(run: Run, last: Entry) -> int:
-    whole = [entry.number("samples") or 0 for entry in run.of("epoch") if entry.epoch <= last.epoch]
+    whole = [entry.number("samples") or 0 for entry in run.select("epoch") if entry.epoch <= last.epoch]
     return int(sum(whole)) + last.consumed
 
 
@@ -145,15 +142,9 @@ def _is_lower_better(name: str) -> bool:
     return not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
-def _time_percent(steps: list[Entry]) -> dict[str, float]:
-    sums = {name: sum(entry.parts[name] for entry in steps) for name in PARTS}
-    total = sum(sums.values())
-    return {name: 100 * seconds / total for name, seconds in sums.items()} if total else {}
-
-
 def _peak_memory(run: Run) -> float | None:
-    found = [value for entry in run.of("step") if (value := entry.number("memory_mib")) is not None]
-    for entry in run.of("end"):
+    found = [value for entry in run.select("step") if (value := entry.number("memory_mib")) is not None]
+    for entry in run.select("end"):
         ranks = entry.values.get("ranks")
         each_rank = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
         found += [rank["memory"] / 2**20 for rank in each_rank if isinstance(rank.get("memory"), int)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm.metrics_file import PARTS
 from mpicomm.reports import drawing
-from mpicomm.reports.runs import Run
+from mpicomm.reports.runs import Run, percentages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
     for number, run in enumerate(runs):
         points = [
             (entry.step, rate)
-            for entry in run.of("step")
+            for entry in run.select("step")
             if entry.samples and (rate := entry.number("samples_per_s")) is not None
         ]
         _line(axes, points, number, "-", _label("throughput", run, runs))
@@ -102,16 +102,11 @@ def _draw_communication(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _shares(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Return the step and the percentages of the time by part, for each step entry with a time."""
-    found = [(entry.step, entry.parts, sum(entry.parts.values())) for entry in run.of("step")]
-    return [
-        (step, {name: 100 * seconds / total for name, seconds in parts.items()})
-        for step, parts, total in found
-        if total > 0
-    ]
+    return [(entry.step, shares) for entry in run.select("step") if (shares := percentages(entry.parts))]
 
 
 def _points(run: Run, event: str, name: str) -> list[tuple[int, float]]:
-    return [(entry.step, value) for entry in run.of(event) if (value := entry.number(name)) is not None]
+    return [(entry.step, value) for entry in run.select(event) if (value := entry.number(name)) is not None]
 
 
 def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: str, label: str) -> None:

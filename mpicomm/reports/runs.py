@@ -21,15 +21,15 @@ _Values = Mapping[str, Any]
 class Entry:
     """A line of the metrics file."""
 
-    event: str
-    step: int
-    epoch: int
+    event: str = ""
+    step: int = 0
+    epoch: int = 0
     """Complete epochs."""
 
-    consumed: int
+    consumed: int = 0
     """Samples of the current epoch that all ranks have taken."""
 
-    values: _Values
+    values: _Values = dataclasses.field(default_factory=dict)
     samples: int = 0
     """Step entries only: samples that all ranks have taken since the previous step entry."""
 
@@ -58,9 +58,15 @@ class Run:
     entries: tuple[Entry, ...]
     warnings: tuple[str, ...] = ()
 
-    def of(self, *events: str) -> list[Entry]:
+    def select(self, *events: str) -> list[Entry]:
         """Return the entries of some events."""
         return [entry for entry in self.entries if entry.event in events]
+
+
+def percentages(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the percentages of the seconds of parts; empty if they are 0."""
+    total = sum(parts.values())
+    return {name: 100 * seconds / total for name, seconds in parts.items()} if total > 0 else {}
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
@@ -136,7 +142,7 @@ def _walked(found: Iterable[_Values]) -> list[Entry]:
     The samples follow from the preceding entries, including those that `_counting` leaves out.
     """
     entries: list[Entry] = []
-    last = mark = Entry("", 0, 0, 0, {})
+    last = mark = Entry()
     for values in found:
         event = values["event"]
         last = Entry(

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
+from mpicomm import terminal
 from mpicomm.metrics_file import PARTS
 from mpicomm.reports.figures import Figures
-
-_UNKNOWN = "-"
 
 
 def table(runs: Sequence[Figures]) -> Table:
     """Return the table of some runs."""
-    columns = [_column(each) for each in runs]
-    found = Table(title="runs" if len(runs) > 1 else "run", title_justify="left")
-    found.add_column("")
-    for each in runs:
-        found.add_column(Text(each.run), justify="right")
-    for name in _names(runs):
-        # Text, not str: rich would parse a name such as [bold] as markup.
-        found.add_row(Text(name), *[Text(column.get(name, _UNKNOWN)) for column in columns])
-    return found
+    metrics = dict.fromkeys(name for each in runs for name in each.last_evaluation | each.best_evaluation)
+    columns = [_column(each, list(metrics)) for each in runs]
+    names = [each.run for each in runs]
+    rows = [[row, *[column[row] for column in columns]] for row in columns[0]]
+    return terminal.table(["", *names], rows, right=names, title="runs" if len(runs) > 1 else "run")
 
 
 def shown_seconds(seconds: float) -> str:
@@ -35,52 +30,33 @@ def shown_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02} h" if hours else f"{minutes}:{left:02} min"
 
 
-def _names(runs: Sequence[Figures]) -> list[str]:
-    """Return the names of the rows of all runs in their order, with the metrics of evaluations in the middle."""
-    metrics = dict.fromkeys(name for each in runs for name in each.last_evaluation | each.best_evaluation)
-    of_metrics = [row for name in metrics for row in (_last(name), _best(name))]
-    of_time = [_share(part) for part in PARTS]
-    return [*_OF_ALL, *of_metrics, *of_time, _MEMORY]
-
-
-_OF_ALL = ("state", "ranks", "resumes", "epochs", "steps", "samples", "training time", "samples/s", "loss, last")
-_MEMORY = "peak memory"
-
-
-def _last(metric: str) -> str:
-    return f"{metric}, last"
-
-
-def _best(metric: str) -> str:
-    return f"{metric}, best"
-
-
-def _share(part: str) -> str:
-    return f"time in {part}"
-
-
-def _column(figures: Figures) -> dict[str, str]:
-    """Return the cells of a run by row; unknown figures are left out."""
+def _column(figures: Figures, metrics: Sequence[str]) -> dict[str, str]:
+    """Return the cells of a run by row."""
     before = f" (previously {', '.join(map(str, figures.ranks_before))})" if figures.ranks_before else ""
-    cells = {
+    evaluations = {}
+    for metric in metrics:
+        best = figures.best_evaluation.get(metric)
+        evaluations[f"{metric}, last"] = _known(figures.last_evaluation.get(metric), "{:.4g}")
+        evaluations[f"{metric}, best"] = _known(best, "{0.value:.4g} ({0.which}, epoch {0.epoch})")
+    return {
         "state": _state(figures),
+        "ranks": _known(figures.ranks, f"{{}}{before}"),
         "resumes": str(figures.resumes),
         "epochs": str(figures.epochs),
         "steps": f"{figures.steps:,}",
         "samples": f"{figures.samples:,}",
         "training time": shown_seconds(figures.training_seconds),
+        "samples/s": _known(figures.samples_per_s, "{:,.0f}"),
+        "loss, last": _known(figures.last_loss, "{:.4g}"),
+        **evaluations,
+        **{f"time in {part}": _known(figures.time_percent.get(part), "{:.0f} %") for part in PARTS},
+        "peak memory": _known(figures.peak_memory_mib, "{:,.0f} MiB"),
     }
-    known = {
-        "ranks": None if figures.ranks is None else f"{figures.ranks}{before}",
-        "samples/s": None if figures.samples_per_s is None else f"{figures.samples_per_s:,.0f}",
-        "loss, last": None if figures.last_loss is None else f"{figures.last_loss:.4g}",
-        _MEMORY: None if figures.peak_memory_mib is None else f"{figures.peak_memory_mib:,.0f} MiB",
-    }
-    cells |= {name: text for name, text in known.items() if text is not None}
-    cells |= {_last(name): f"{value:.4g}" for name, value in figures.last_evaluation.items()}
-    for name, best in figures.best_evaluation.items():
-        cells[_best(name)] = f"{best.value:.4g} ({best.which}, epoch {best.epoch})"
-    return cells | {_share(part): f"{percent:.0f} %" for part, percent in figures.time_percent.items()}
+
+
+def _known(value: Any, form: str) -> str:
+    """Return a value in a format, or a dash if it is unknown."""
+    return "-" if value is None else form.format(value)
 
 
 def _state(figures: Figures) -> str:

@@ -7,7 +7,6 @@ only the standard library, and takes one argument, a JSON object with the fields
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -65,16 +64,16 @@ def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | 
         processes: The processes of this host's ranks; a rank may have several.
         hosts: The hosts of the job as the launcher lists them; empty without such a list.
     """
-    here = {each.rank for each in processes if each.is_waiting}
-    if waiting.rank != min(filter(_may_print, here), default=None):
+    waiting_ranks = {each.rank for each in processes if each.is_waiting}
+    if waiting.rank != min(filter(_may_print, waiting_ranks), default=None):
         return None
     of = "" if waiting.size is None else f" of {waiting.size}"
-    who = f"rank {waiting.rank}{of} on {waiting.host}"
+    name = f"rank {waiting.rank}{of} on {waiting.host}"
     lines = [
-        f"[mpicomm] {who} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
-        *(f"  {line}" for line in _ranks_of_host(waiting, processes, here)),
+        f"[mpicomm] {name} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
+        *(f"  {line}" for line in _ranks_of_host(waiting, processes, waiting_ranks)),
         *([f"  hosts of the job: {hosts}"] if hosts else []),
-        *_remedy(waiting, here),
+        *_remedy(waiting, waiting_ranks),
     ]
     return "\n".join(lines) + "\n"
 
@@ -83,11 +82,11 @@ def _may_print(rank: int) -> bool:
     return rank < _ALWAYS_PRINT or rank & (rank - 1) == 0
 
 
-def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int]) -> list[str]:
-    lines = [f"waiting on {waiting.host}: {_listed(here)}"]
+def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], waiting_ranks: set[int]) -> list[str]:
+    lines = [f"waiting on {waiting.host}: {_listed(waiting_ranks)}"]
     others: dict[int, Process] = {}
     for each in processes:
-        if each.rank not in here:
+        if each.rank not in waiting_ranks:
             others.setdefault(each.rank, each)
     lines += [
         f"rank {rank} on {waiting.host} has not called bootstrap(): process {each.pid}, {each.command}"
@@ -95,14 +94,14 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int
     ]
     if len(others) > _SHOWN:
         lines.append(f"and {len(others) - _SHOWN} more ranks on {waiting.host} have not")
-    seen = here | others.keys()
+    seen = waiting_ranks | others.keys()
     if waiting.local_size is None or len(seen) > waiting.local_size:
         return lines
-    gone = waiting.local_size - len(seen)
-    if gone and waiting.local_size == waiting.size:
+    missing = waiting.local_size - len(seen)
+    if missing and waiting.local_size == waiting.size:
         lines.append(f"{_listed(set(range(waiting.size)) - seen)}: no process on {waiting.host}; exited early")
-    elif gone:
-        lines.append(f"{gone} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
+    elif missing:
+        lines.append(f"{missing} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
     elif not others and waiting.local_size == waiting.size:
         lines.append("every rank has called bootstrap(): MPI itself is slow or blocked")
     elif not others:
@@ -112,9 +111,9 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], here: set[int
     return lines
 
 
-def _remedy(waiting: Waiting, here: set[int]) -> list[str]:
+def _remedy(waiting: Waiting, waiting_ranks: set[int]) -> list[str]:
     limit = f"The job is aborted after {waiting.limit:g} s; bootstrap(timeout=...) changes this limit."
-    if waiting.script in ("", "-") and here == {0}:  # Python reads its program from standard input
+    if waiting.script in ("", "-") and waiting_ranks == {0}:  # Python reads its program from standard input
         return [
             limit,
             "This program comes from standard input, which mpirun passes to rank 0 only. Save it to a file and start",
@@ -163,45 +162,41 @@ def hosts_of_job(environ: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "LSB_HOSTS"):
         if environ.get(name):
             return f"{environ[name]} ({name})"
-    with contextlib.suppress(OSError, KeyError):
-        names = list(dict.fromkeys(Path(environ["PBS_NODEFILE"]).read_text().split()))
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{', '.join(names[:_SHOWN])}{more} (PBS_NODEFILE)"
-    return ""
+    names = list(dict.fromkeys(_read(environ.get("PBS_NODEFILE", "")).split()))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more} (PBS_NODEFILE)" if names else ""
 
 
 def _parents() -> dict[int, int]:
     """Return the parent pid of every process, by pid."""
-    found = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
-                found[int(path.name)] = int((path / "stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
-    return found
+    stats = {int(path.name): _read(path / "stat") for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return {pid: int(stat.rpartition(") ")[2].split()[1]) for pid, stat in stats.items() if stat}
 
 
 def _rank_of(pid: int, variable: str) -> int | None:
     """Return the rank in the environment of a process; None if it is not set, or another user owns the process."""
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
-            name, _, value = entry.partition("=")
-            if name == variable and value.isdigit():
-                return int(value)
+    for entry in _read(f"/proc/{pid}/environ").split("\0"):
+        name, _, value = entry.partition("=")
+        if name == variable and value.isdigit():
+            return int(value)
     return None
 
 
 def _command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-        command = " ".join(command.split())
-        return command if len(command) <= _COMMAND else f"{command[:_COMMAND]} ..."
-    return "ended"
+    command = " ".join(_read(f"/proc/{pid}/cmdline").replace("\0", " ").split()) or "ended"
+    return command if len(command) <= _COMMAND else f"{command[:_COMMAND]} ..."
 
 
 def _markers() -> set[str]:
-    with contextlib.suppress(OSError):
-        return {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
-    return set()
+    return {line.rpartition(" ")[2] for line in _read("/proc/net/unix").splitlines()}
+
+
+def _read(path: str | Path) -> str:
+    """Return the text of a file; empty if it cannot be read, such as that of a process that has ended."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":

@@ -67,15 +67,15 @@ def after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[
 
 def _waiting(launch: Launch, phase: str, seconds: float, limit: float) -> Waiting | None:
     """Return the arguments for `absent.py`; None without a launcher, or for a job of one process."""
-    variable = next((claim.launcher.rank for claim in launch.parties if claim.rank is not None), None)
-    size = next((claim.size for claim in launch.parties if claim.size is not None), None)
+    variable = next((claim.launcher.rank for claim in launch.all_claims if claim.rank is not None), None)
+    size = launch.value("size")
     if variable is None or size == 1:
         return None
     return Waiting(
         pid=os.getpid(),
         rank=launch.rank,
         size=size,
-        local_size=next((claim.local_size for claim in launch.parties if claim.local_size is not None), None),
+        local_size=launch.value("local_size"),
         variable=variable,
         host=socket.gethostname(),
         phase=phase,

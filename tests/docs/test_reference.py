@@ -1,4 +1,4 @@
-"""docs/reference.md lists every public name, environment variable, error and command."""
+"""docs/reference.md, docs/api.md and docs/examples.md list every public name, variable, error, command and example."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mpicomm import settings
 from mpicomm.cli import main
 from mpicomm.settings import Settings
 from tests.docs.documents import REFERENCE
+from tests.launching import ROOT
 
 TEXT = REFERENCE.read_text()
 
@@ -43,3 +44,14 @@ def test_the_fields_of_a_world_are_listed() -> None:
 def test_the_commands_are_listed() -> None:
     names = [each.__name__.rpartition(".")[2] for each in main._SUBCOMMANDS]
     assert [name for name in names if f"`mpicomm {name}" not in text_of("Commands")] == []
+
+
+def test_the_api_lists_the_public_names() -> None:
+    listed = re.findall(r"^\.\. auto\w+:: mpicomm\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(set(mpicomm.__all__) - {"__version__"})
+
+
+def test_the_examples_are_listed() -> None:
+    text = (ROOT / "docs" / "examples.md").read_text()
+    listed = re.findall(r"^```{literalinclude} \.\./examples/(\w+\.py)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__")

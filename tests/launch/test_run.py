@@ -23,7 +23,7 @@ IS_OPEN_MPI = LIBRARY.vendor == "Open MPI"
 CORES = len(os.sched_getaffinity(0))
 
 # One write per line: otherwise, the output of different ranks may interleave.
-WHO = """
+PLACES = """
 import os, sys
 from mpi4py import MPI
 world = MPI.COMM_WORLD
@@ -44,15 +44,17 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeo
     return run_command(["env", *bare, *added, sys.executable, "-m", "mpicomm", "run", *arguments], timeout=timeout)
 
 
-@pytest.fixture(name="who")
-def _who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(name="script")
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a script to the working directory, and return its name."""
     monkeypatch.chdir(tmp_path)
-    Path("who.py").write_text(WHO)
-    return "who.py"
+    Path("places.py").write_text(PLACES)
+    return "places.py"
 
 
-def said(size: int, *, per_node: int = 0, threads: int | None = None, arguments: Sequence[str] = ()) -> list[str]:
+def expected_lines(
+    size: int, *, per_node: int = 0, threads: int | None = None, arguments: Sequence[str] = ()
+) -> list[str]:
     """Return the expected output of the script; the first node is this machine."""
     per_node = per_node or size
     threads = max(1, CORES // per_node) if threads is None else threads
@@ -65,21 +67,21 @@ def said(size: int, *, per_node: int = 0, threads: int | None = None, arguments:
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("size", [1, CORES, 2 * CORES], ids=["one", "as many as cores", "more than cores"])
-def test_ranks_are_one_world(who: str, size: int) -> None:
-    outcome = run(["-n", str(size), who, "-n", "3"])
+def test_ranks_are_one_world(script: str, size: int) -> None:
+    outcome = run(["-n", str(size), script, "-n", "3"])
     assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == sorted(said(size, arguments=["-n", "3"])), outcome
+    assert sorted(outcome.stdout.splitlines()) == sorted(expected_lines(size, arguments=["-n", "3"])), outcome
     first = outcome.stderr.splitlines()[0]
-    assert re.match(rf"mpicomm run: .*{LIBRARY.mpiexec} -n {size} .*{sys.executable} who.py -n 3$", first), outcome
+    assert re.match(rf"mpicomm run: .*{LIBRARY.mpiexec} -n {size} .*{sys.executable} places.py -n 3$", first), outcome
 
 
 @pytest.mark.each_mpi
-def test_the_number_of_ranks_is_that_of_the_cores(who: str) -> None:
-    outcome = run([who, "-n", "99"], env={"CUDA_VISIBLE_DEVICES": ""})
+def test_the_number_of_ranks_is_that_of_the_cores(script: str) -> None:
+    outcome = run([script, "-n", "99"], env={"CUDA_VISIBLE_DEVICES": ""})
     siblings = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in range(CORES)]
     cores = len({path.read_text() for path in siblings})
     assert outcome.stdout.count(f" of {cores}, ") == outcome.stdout.count("['-n', '99']") == cores, outcome
-    assert f"If it is meant for mpicomm run:\n  mpicomm run -n 99 {who}\n" in outcome.stderr, outcome
+    assert f"If it is meant for mpicomm run:\n  mpicomm run -n 99 {script}\n" in outcome.stderr, outcome
 
 
 @pytest.mark.each_mpi
@@ -91,28 +93,28 @@ def test_fewer_cores_are_fewer_ranks_that_are_not_bound() -> None:
 
 
 @pytest.mark.each_mpi
-def test_gpus_decide_the_number_of_ranks(who: str) -> None:
-    outcome = run(["--dry-run", who], env={"CUDA_VISIBLE_DEVICES": "0,3,GPU-5"})
+def test_gpus_decide_the_number_of_ranks(script: str) -> None:
+    outcome = run(["--dry-run", script], env={"CUDA_VISIBLE_DEVICES": "0,3,GPU-5"})
     assert " -n 3 " in outcome.stdout, outcome
     assert ("MPIR_CVAR_ENABLE_GPU=1" in outcome.stdout) == (LIBRARY.vendor == "MPICH"), outcome
 
 
 @pytest.mark.each_mpi
-def test_another_mpis_launcher_first_in_the_path_is_not_taken(who: str, tmp_path: Path) -> None:
+def test_another_mpis_launcher_first_in_the_path_is_not_taken(script: str, tmp_path: Path) -> None:
     for name in ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 99\n")
         (tmp_path / name).chmod(0o755)
-    outcome = run(["-n", "2", who], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert sorted(outcome.stdout.splitlines()) == said(2, arguments=[]), outcome
+    outcome = run(["-n", "2", script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert sorted(outcome.stdout.splitlines()) == expected_lines(2, arguments=[]), outcome
 
 
 @pytest.mark.each_mpi
 @pytest.mark.skipif(OTHER_MPI_ENV is None, reason="OTHER_MPI_ENV names no environment with another MPI")
-def test_the_launcher_of_another_environment_is_not_taken(who: str) -> None:
+def test_the_launcher_of_another_environment_is_not_taken(script: str) -> None:
     other = ROOT / str(OTHER_MPI_ENV) / "bin"
     assert (other / "mpiexec").exists()
-    outcome = run(["-n", "2", who], env={"PATH": f"{other}:{os.environ['PATH']}"})
-    assert sorted(outcome.stdout.splitlines()) == said(2, arguments=[]), outcome
+    outcome = run(["-n", "2", script], env={"PATH": f"{other}:{os.environ['PATH']}"})
+    assert sorted(outcome.stdout.splitlines()) == expected_lines(2, arguments=[]), outcome
 
 
 @pytest.mark.each_mpi
@@ -125,8 +127,8 @@ def test_bootstrap_takes_what_run_starts(tmp_path: Path) -> None:
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("logs", [[], ["--log-dir", "logs"]], ids=["shown", "logged"])
-def test_the_status_of_the_ranks_is_that_of_the_command(logs: list[str], who: str) -> None:
-    Path("status.py").write_text(WHO + "MPI.Finalize()\nsys.exit(7)\n")
+def test_the_status_of_the_ranks_is_that_of_the_command(logs: list[str], script: str) -> None:
+    Path("status.py").write_text(PLACES + "MPI.Finalize()\nsys.exit(7)\n")
     assert run(["-n", "2", *logs, "status.py"]).status == 7
 
 
@@ -134,10 +136,10 @@ def test_the_status_of_the_ranks_is_that_of_the_command(logs: list[str], who: st
 
 
 @pytest.mark.each_mpi
-def test_each_rank_has_a_log_and_rank_0_is_shown(who: str) -> None:
-    outcome = run(["-n", "3", "--log-dir", "new/logs", who])
+def test_each_rank_has_a_log_and_rank_0_is_shown(script: str) -> None:
+    outcome = run(["-n", "3", "--log-dir", "new/logs", script])
     assert outcome.status == 0, outcome
-    lines = said(3, arguments=[])
+    lines = expected_lines(3, arguments=[])
     assert outcome.stdout.splitlines() == lines[:1], outcome
     assert outcome.stderr.splitlines()[1:] == ["error of rank 0"], outcome
     logs = sorted(Path("new/logs").iterdir())
@@ -148,17 +150,17 @@ def test_each_rank_has_a_log_and_rank_0_is_shown(who: str) -> None:
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("logs", [[], ["--log-dir", "logs"]], ids=["shown", "logged"])
-def test_lines_are_tagged_with_their_rank(logs: list[str], who: str) -> None:
-    outcome = run(["-n", "3", "--tag-output", *logs, who])
+def test_lines_are_tagged_with_their_rank(logs: list[str], script: str) -> None:
+    outcome = run(["-n", "3", "--tag-output", *logs, script])
     tag = "[1,{}]<stdout>: {}" if IS_OPEN_MPI else "[{}] {}"
-    tagged = [tag.format(rank, line) for rank, line in enumerate(said(3, arguments=[]))]
+    tagged = [tag.format(rank, line) for rank, line in enumerate(expected_lines(3, arguments=[]))]
     shown = outcome.stdout.replace("<stdout>:rank", "<stdout>: rank")  # Open MPI 4 writes no space
     assert sorted(shown.splitlines()) == tagged, outcome
     assert Path("logs/rank_002.log").exists() == bool(logs)
 
 
 @pytest.mark.each_mpi
-def test_nothing_is_lost_of_much_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_output_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     count = 200_000
     Path("much.py").write_text(f"import os\nprint(*range({count}), sep='\\n', flush=True)\nos._exit(0)\n")
@@ -191,9 +193,9 @@ def test_a_logged_rank_whose_first_process_is_killed_leaves_nothing(tmp_path: Pa
     assert outcome.status == -signal.SIGKILL, outcome
 
 
-def test_a_log_that_cannot_be_written_is_told(who: str) -> None:
+def test_a_log_that_cannot_be_written_is_an_error(script: str) -> None:
     Path("logs").write_text("no directory")
-    outcome = run(["-n", "2", "--log-dir", "logs", who])
+    outcome = run(["-n", "2", "--log-dir", "logs", script])
     assert outcome.status == 2, outcome
     assert "File exists: 'logs'" in outcome.stderr, outcome
 
@@ -241,7 +243,7 @@ def test_ranks_get_the_signals_of_the_command(
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("options", [[], ["--log-dir", "logs"], ["--log-dir", "logs", "--tag-output"]])
-def test_the_job_ends_when_asked_and_leaves_nothing(
+def test_the_job_ends_on_a_signal_and_leaves_nothing(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -276,7 +278,7 @@ def _bin_of_pbs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.each_mpi
-def test_hosts_of_pbs_without_ssh(who: str, bin_of_pbs: Path) -> None:
+def test_hosts_of_pbs_without_ssh(script: str, bin_of_pbs: Path) -> None:
     here = socket.gethostname()
     Path("nodefile").write_text(f"{here}\n{here}\nnodeb\nnodeb\n")
     pbs = {
@@ -287,16 +289,16 @@ def test_hosts_of_pbs_without_ssh(who: str, bin_of_pbs: Path) -> None:
         "NCPUS": "1",
         "OMP_NUM_THREADS": "5",
     }
-    outcome = run(["--log-dir", "logs", "--tag-output", who], env=pbs)
+    outcome = run(["--log-dir", "logs", "--tag-output", script], env=pbs)
     assert outcome.status == 0, outcome
     shown = sorted(re.sub(r"^\[.*?(\d+)\](<stdout>:)? ?", "", line) for line in outcome.stdout.splitlines())
-    assert shown == said(4, per_node=2, threads=5, arguments=[]), outcome
+    assert shown == expected_lines(4, per_node=2, threads=5, arguments=[]), outcome
     assert Path("hosts").read_text() == "nodeb\n"
     assert len(list(Path("logs").iterdir())) == 4
 
 
 @pytest.mark.each_mpi
-def test_hosts_that_are_named(who: str, bin_of_pbs: Path) -> None:
+def test_hosts_that_are_named(script: str, bin_of_pbs: Path) -> None:
     agent = ROOT / "mpicomm" / "launch" / "pbs_agent.sh"  # accepts the same arguments as ssh
     Path("hosts.txt").write_text(f"{socket.gethostname()} slots=1\nnodeb:1\n")
     environ = {
@@ -306,9 +308,9 @@ def test_hosts_that_are_named(who: str, bin_of_pbs: Path) -> None:
         "HYDRA_LAUNCHER_EXEC": str(agent),
         "HYDRA_LAUNCHER": "ssh",
     }
-    outcome = run(["--hostfile", "hosts.txt", who], env=environ)
+    outcome = run(["--hostfile", "hosts.txt", script], env=environ)
     assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == said(2, per_node=1, arguments=[]), outcome
+    assert sorted(outcome.stdout.splitlines()) == expected_lines(2, per_node=1, arguments=[]), outcome
 
 
 # -- by hand, one command on each node -------------------------------------------------------------------------------
@@ -346,7 +348,7 @@ def test_one_command_on_each_node_makes_one_world(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.each_mpi
-def test_a_job_of_slurms_starts_by_srun(who: str, tmp_path: Path) -> None:
+def test_a_slurm_job_is_started_by_srun(script: str, tmp_path: Path) -> None:
     srun = tmp_path / "srun"
     srun.write_text(
         '#!/bin/sh\n[ "$*" = --mpi=list ] && { echo "srun: pmi2" >&2; echo "srun: pmix" >&2; exit; }\necho "$@"\n'
@@ -360,11 +362,11 @@ def test_a_job_of_slurms_starts_by_srun(who: str, tmp_path: Path) -> None:
         "SLURM_CPUS_PER_TASK": "3",
         "I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so",  # mpicomm starts Intel MPI by srun only if this is set
     }
-    outcome = run([who, "--lr", "1"], env=environ)
+    outcome = run([script, "--lr", "1"], env=environ)
     options = f"--mpi={LIBRARY.srun_type} --kill-on-bad-exit=0 --ntasks=8 --cpus-per-task=3"
-    assert outcome.stdout == f"{options} {sys.executable} who.py --lr 1\n", outcome
+    assert outcome.stdout == f"{options} {sys.executable} places.py --lr 1\n", outcome
     srun.write_text("#!/bin/sh\necho 'MPI plugin types are...'\necho none\n")
-    outcome = run(["--dry-run", who], env=environ)
+    outcome = run(["--dry-run", script], env=environ)
     assert f"{LIBRARY.mpiexec} -n 8 " in outcome.stdout, outcome
 
 
@@ -376,10 +378,10 @@ def test_a_rank_starts_no_job() -> None:
 
 
 @pytest.mark.each_mpi
-def test_variables_of_ranks_alone_are_no_job(who: str) -> None:
+def test_variables_of_ranks_alone_are_no_job(script: str) -> None:
     left = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9"}
-    outcome = run(["-n", "2", who], env=left)
-    assert sorted(outcome.stdout.splitlines()) == said(2, arguments=[]), outcome
+    outcome = run(["-n", "2", script], env=left)
+    assert sorted(outcome.stdout.splitlines()) == expected_lines(2, arguments=[]), outcome
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------
@@ -390,41 +392,41 @@ def test_variables_of_ranks_alone_are_no_job(who: str) -> None:
     [
         ("", "nothing to run.\n"),
         ("-n 2", "nothing to run.\n"),
-        ("-n 0 who.py", "expected a positive integer, got 0"),
-        ("-n two who.py", "expected a positive integer, got two"),
-        ("--oversubscribe who.py", "unrecognized arguments: --oversubscribe"),
-        ("--dry who.py", "unrecognized arguments: --dry"),
+        ("-n 0 places.py", "expected a positive integer, got 0"),
+        ("-n two places.py", "expected a positive integer, got two"),
+        ("--oversubscribe places.py", "unrecognized arguments: --oversubscribe"),
+        ("--dry places.py", "unrecognized arguments: --dry"),
         ("gone.py", "script gone.py does not exist"),
         ("-- gone", "command gone was not found"),
-        ("--hosts a:x who.py", "as in --hosts a:4,b:4"),
-        ("--hosts a --hostfile b who.py", "not allowed with argument"),
-        ("--hostfile gone who.py", "No such file or directory: 'gone'"),
-        ("--nnodes 2 who.py", "--nnodes, --node-rank and --master-addr must be given together"),
-        ("--master-port 5 who.py", "--nnodes, --node-rank and --master-addr must be given together"),
-        ("--nnodes 2 --node-rank 2 --master-addr a who.py", "expected 0 to 1, since --nnodes is 2"),
-        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b who.py", "remove --hosts"),
+        ("--hosts a:x places.py", "as in --hosts a:4,b:4"),
+        ("--hosts a --hostfile b places.py", "not allowed with argument"),
+        ("--hostfile gone places.py", "No such file or directory: 'gone'"),
+        ("--nnodes 2 places.py", "--nnodes, --node-rank and --master-addr must be given together"),
+        ("--master-port 5 places.py", "--nnodes, --node-rank and --master-addr must be given together"),
+        ("--nnodes 2 --node-rank 2 --master-addr a places.py", "expected 0 to 1, since --nnodes is 2"),
+        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b places.py", "remove --hosts"),
     ],
 )
-def test_a_mistake_is_told_and_starts_nothing(arguments: str, text: str, who: str) -> None:
+def test_a_mistake_is_an_error_and_starts_nothing(arguments: str, text: str, script: str) -> None:
     outcome = run(shlex.split(arguments))
     assert (outcome.status, outcome.stdout) == (2, ""), outcome
     assert text in outcome.stderr, outcome
     assert "Traceback" not in outcome.stderr, outcome
 
 
-def test_a_job_of_pbs_that_is_over_is_told(who: str) -> None:
+def test_a_pbs_job_that_has_ended_is_an_error(script: str) -> None:
     over = {"PBS_JOBID": "7.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/gone/7.pbs1"}
-    outcome = run([who], env=over)
+    outcome = run([script], env=over)
     assert outcome.status == 2, outcome
     assert "unset PBS_JOBID PBS_ENVIRONMENT PBS_NODEFILE" in outcome.stderr, outcome
 
 
 @pytest.mark.each_mpi
-def test_a_dry_run_prints_a_command_that_runs(who: str) -> None:
-    outcome = run(["-n", "2", "--dry-run", who, "two words"])
+def test_a_dry_run_prints_a_command_that_runs(script: str) -> None:
+    outcome = run(["-n", "2", "--dry-run", script, "two words"])
     assert (outcome.status, outcome.stderr) == (0, ""), outcome
     again = run_command(["env", "-u", "OMP_NUM_THREADS", "sh", "-c", outcome.stdout])
-    assert sorted(again.stdout.splitlines()) == said(2, arguments=["two words"]), again
+    assert sorted(again.stdout.splitlines()) == expected_lines(2, arguments=["two words"]), again
 
 
 def test_the_command_needs_no_torch() -> None:

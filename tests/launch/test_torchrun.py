@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.launching import Outcome, run_command
 
 SIZE = 2
@@ -27,7 +29,7 @@ def torchrun(script: Path, text: str, env: Mapping[str, str] | None = None) -> O
     return run_command(shlex.split(command), env=env, timeout=120)
 
 
-def test_the_world_is_what_torchrun_says_also_under_srun(tmp_path: Path) -> None:
+def test_the_world_is_that_of_torchrun_also_under_srun(tmp_path: Path) -> None:
     text = """
 import sys
 import torch
@@ -52,9 +54,15 @@ sys.stdout.write(f"{world.rank} of {world.size}, local {world.local_rank} of {wo
     ], outcome
 
 
-def test_the_back_end_mpi_is_refused_with_the_reason(tmp_path: Path) -> None:
-    outcome = torchrun(tmp_path / "script.py", "import mpicomm; mpicomm.bootstrap('mpi')")
+@pytest.mark.parametrize(
+    ("setup", "call", "argument"),
+    [
+        ("", "mpicomm.bootstrap('mpi')", "backend='mpi'"),
+        ("from mpi4py import MPI", "mpicomm.bootstrap(comm=MPI.COMM_WORLD)", "comm="),
+    ],
+)
+def test_an_argument_that_needs_mpi_is_an_error(tmp_path: Path, setup: str, call: str, argument: str) -> None:
+    outcome = torchrun(tmp_path / "script.py", f"import mpicomm\n{setup}\n{call}\n")
     assert outcome.status != 0, outcome
-    said = "mpicomm.LaunchError: backend='mpi' needs MPI"
-    assert outcome.stderr.count(said) == 1, outcome
+    assert outcome.stderr.count(f"mpicomm.LaunchError: {argument} needs MPI, but") == 1, outcome
     assert re.search(rf"^  mpirun -n {SIZE} python .*{tmp_path / 'script.py'}$", outcome.stderr, re.MULTILINE), outcome

@@ -19,14 +19,14 @@ BOOTSTRAP = "import mpicomm; mpicomm.bootstrap(); print('came through')"
 OWN_RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])"
 
 
-def check(outcome: Outcome, *said: str) -> None:
-    """Check that a job was refused with one message, which contains all texts in `said`."""
+def check(outcome: Outcome, *expected: str) -> None:
+    """Check that a job was refused with one message, which contains all texts in `expected`."""
     assert outcome.status != 0, outcome
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("mpicomm.LaunchError: ") == 1, outcome
     assert "Traceback" not in outcome.stderr, f"the user's code is not at fault\n{outcome}"
-    for text in said:
-        assert text in outcome.stderr, f"{text!r} is not said\n{outcome}"
+    for text in expected:
+        assert text in outcome.stderr, f"{text!r} is missing\n{outcome}"
 
 
 def run_side_by_side(environs: Sequence[dict[str, str]]) -> list[Outcome]:
@@ -85,16 +85,16 @@ def test_srun_without_a_pmi() -> None:
     outcomes = run_side_by_side([srun(rank, size) for rank in range(size)])
     assert all(outcome.status != 0 for outcome in outcomes)
     remedy = f"  srun --mpi={LIBRARY.srun_type} python -c "
-    said = [f"SLURM_STEP_NUM_TASKS={size} SLURM_PROCID=0", "MPI: rank 0 of 1", LIBRARY.title, remedy]
-    check(together(outcomes), *said)
+    expected = [f"SLURM_STEP_NUM_TASKS={size} SLURM_PROCID=0", "MPI: rank 0 of 1", LIBRARY.title, remedy]
+    check(together(outcomes), *expected)
 
 
 def test_pals_without_a_pmi() -> None:
     size = 2
     outcomes = run_side_by_side([pals(rank, size) for rank in range(size)])
     assert all(outcome.status != 0 for outcome in outcomes)
-    said = ["PALS_RANKID=", f"PALS_LOCAL_SIZE={size}", LIBRARY.title, f"-n {size} python -c "]
-    check(together(outcomes), *said)
+    expected = ["PALS_RANKID=", f"PALS_LOCAL_SIZE={size}", LIBRARY.title, f"-n {size} python -c "]
+    check(together(outcomes), *expected)
 
 
 @pytest.mark.each_mpi
@@ -124,8 +124,8 @@ def test_a_program_of_a_rank_without_its_connection_to_the_launcher() -> None:
 
 def test_variables_left_over_on_one_rank_end_all() -> None:
     code = f"import os; {OWN_RANK}\nif rank == 2: os.environ['RANK'] = '7'\n{BOOTSTRAP}"
-    said = ["rank 2: ", "RANK=7", "MPI reports rank 2 of 3", "unset RANK WORLD_SIZE"]
-    check(run_ranks(3, code, timeout=SECONDS), *said)
+    expected = ["rank 2: ", "RANK=7", "MPI reports rank 2 of 3", "unset RANK WORLD_SIZE"]
+    check(run_ranks(3, code, timeout=SECONDS), *expected)
 
 
 def test_a_refused_start_can_be_caught_on_every_rank() -> None:
@@ -151,14 +151,14 @@ except mpicomm.LaunchError as error:
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "expected"),
     [
         ({"MPICOMM_LUANCHER": "mpi"}, ["unknown environment variable MPICOMM_LUANCHER", "MPICOMM_LAUNCHER"]),
         ({"MPICOMM_LAUNCHER": "torchrun"}, ["did not set RANK and WORLD_SIZE", "unset MPICOMM_LAUNCHER"]),
     ],
 )
-def test_a_wrong_variable_of_ours(env: dict[str, str], said: list[str]) -> None:
-    check(run_alone(BOOTSTRAP, env=env, timeout=SECONDS), *said)
+def test_an_invalid_mpicomm_variable(env: dict[str, str], expected: list[str]) -> None:
+    check(run_alone(BOOTSTRAP, env=env, timeout=SECONDS), *expected)
 
 
 def test_no_mpi_library(tmp_path: Path) -> None:

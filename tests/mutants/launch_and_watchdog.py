@@ -190,11 +190,11 @@ MUTANTS = [
     ),
     # -- launch/detect, settings, mpi, errors ---------------------------------------------------------------
     Mutant(
-        "launch/detect.py",
+        "launch/known_launchers.py",
         old='size="FLUX_JOB_SIZE"',
         new='size="FLUX_JOB_NNODES"',
         fault="The number of nodes of a Flux job is read as its number of ranks.",
-        tests="tests/unit/test_detect.py -k test_a_launcher_is_known_by_its_variables",
+        tests="tests/unit/test_detect.py -k test_a_launcher_is_detected_by_its_variables",
         ranks=0,
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = [
     if override == "torchrun" or (override is None and environ.get("TORCHELASTIC_RUN_ID") and not is_of_mpi):
 """,
         fault="The variables of an MPI launcher take precedence over those of torchrun.",
-        tests="tests/unit/test_detect.py -k test_torchrun_is_the_truth",
+        tests="tests/unit/test_detect.py -k test_under_torchrun",
         ranks=0,
     ),
     Mutant(
@@ -223,7 +223,7 @@ MUTANTS = [
         old='return self.debug == "1"',
         new="return bool(self.debug)",
         fault="With MPICOMM_DEBUG=0 the ranks compare their calls.",
-        tests="tests/unit/test_settings.py -k test_what_the_variables_mean",
+        tests="tests/unit/test_settings.py -k test_the_meaning_of_the_variables",
         ranks=0,
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
     ),
     # -- launch ---------------------------------------------------------------------------------------------
     Mutant(
-        "launch/commands/srun.py",
+        "launch/commands.py",
         old='"--kill-on-bad-exit=0"',
         new='"--kill-on-bad-exit=1"',
         fault="When the first rank exits with status 85, srun kills the others, and the status is lost.",
@@ -252,7 +252,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "launch/commands/torchrun.py",
+        "launch/commands.py",
         old='f"--nproc-per-node={ranks // nodes}"',
         new='f"--nproc-per-node={ranks}"',
         fault="torchrun starts the number of ranks of the whole job on each node.",
@@ -260,7 +260,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "launch/hosts.py",
+        "launch/allocation.py",
         old='found.append((match["name"], slots[1] if slots else match["hydra"]))',
         new='found.append((match["name"], match["hydra"]))',
         fault="`slots=4` in a host file is ignored.",
@@ -281,7 +281,7 @@ MUTANTS = [
         old='if character in "\\\\\'":',
         new='if character == "\'":',
         fault="A backslash in an argument with a newline is not quoted: bash changes the argument.",
-        tests="tests/unit/test_jobs.py -k test_the_program_gets_its_words",
+        tests="tests/unit/test_jobs.py -k test_the_program_gets_its_arguments",
         ranks=0,
     ),
     # -- cli, job_info --------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ MUTANTS = [
         old="out.print(_variables(gathered[arguments.env]))",
         new="out.print(_variables(gathered[world.rank]))",
         fault="`mpicomm info --env 1` shows the variables of rank 0.",
-        tests="tests/launch/test_info.py -k test_what_launchers_say",
+        tests="tests/launch/test_info.py -k test_variables_of_launchers",
         ranks=0,
     ),
     Mutant(

@@ -319,10 +319,10 @@ MUTANTS = [
     ),
     Mutant(
         "reports/tables.py",
-        old="epoch {best.epoch})",
-        new="epoch {best.step})",
+        old="epoch {0.epoch})",
+        new="epoch {0.step})",
         fault="The table of a run shows the step of the best value as its epoch.",
-        tests="tests/unit/test_runs.py -k stand_beside_each_other",
+        tests="tests/unit/test_runs.py -k columns_of_one_table",
         ranks=0,
     ),
     # -- benchmarks -----------------------------------------------------------------------------------------

@@ -29,13 +29,13 @@ def process(rank: int, *, waits: bool = True, command: str = "python train.py") 
     return Process(100 + rank, rank, command, waits)
 
 
-def told(processes: list[Process], hosts: str = "", **changes: Any) -> list[str]:
+def report_of(processes: list[Process], hosts: str = "", **changes: Any) -> list[str]:
     return (report(dataclasses.replace(WAITING, **changes), processes, hosts) or "").splitlines()
 
 
 def test_it_names_ranks_by_what_their_processes_do() -> None:
     wrapper = Process(98, 1, "sh wrap.sh", is_waiting=False)
-    assert told([process(0), wrapper, process(1, waits=False), process(3)], "node1 (SLURM_STEP_NODELIST)") == [
+    assert report_of([process(0), wrapper, process(1, waits=False), process(3)], "node1 (SLURM_STEP_NODELIST)") == [
         "[mpicomm] rank 0 of 4 on node1 has waited 30 s in bootstrap() (MPI_Init) for other ranks.",
         "  waiting on node1: ranks 0, 3",
         "  rank 1 on node1 has not called bootstrap(): process 98, sh wrap.sh",
@@ -59,29 +59,31 @@ def test_it_names_ranks_by_what_their_processes_do() -> None:
         ),
     ],
 )
-def test_it_says_no_more_than_is_known(changes: dict[str, Any], ranks: list[int], line: str) -> None:
-    assert line in told([process(rank) for rank in ranks], **changes)
+def test_it_reports_what_is_known(changes: dict[str, Any], ranks: list[int], line: str) -> None:
+    assert line in report_of([process(rank) for rank in ranks], **changes)
 
 
 def test_without_sizes_there_is_no_guess() -> None:
-    lines = told([process(0)], size=None, local_size=None)
+    lines = report_of([process(0)], size=None, local_size=None)
     assert lines[0].startswith("[mpicomm] rank 0 on node1 has waited 30 s")
     assert lines[1:3] == ["  waiting on node1: rank 0", lines[2]]
     assert lines[2].startswith("The job is aborted"), lines
 
 
 @pytest.mark.parametrize(
-    ("rank", "waiting", "speaks"),
+    ("rank", "waiting", "prints"),
     [(1, [1, 2], True), (2, [1, 2], False), (17, [17], False), (32, [17, 32], True), (0, [], False)],
     ids=["the lowest", "another", "one of many", "one of a few of many", "it has gone on"],
 )
-def test_one_rank_of_a_host_speaks(rank: int, waiting: list[int], *, speaks: bool) -> None:
-    assert bool(told([process(each) for each in waiting], rank=rank, size=64)) is speaks
+def test_one_rank_of_a_host_prints(rank: int, waiting: list[int], *, prints: bool) -> None:
+    assert bool(report_of([process(each) for each in waiting], rank=rank, size=64)) is prints
 
 
 def test_a_program_on_standard_input() -> None:
-    assert told([process(0), process(1, waits=False)], script="-", size=2)[-1] == "  mpirun -n 2 python FILE"
-    assert told([process(0), process(1)], script="-")[-1].startswith("Check that every rank"), "srun passes it to all"
+    assert report_of([process(0), process(1, waits=False)], script="-", size=2)[-1] == "  mpirun -n 2 python FILE"
+    assert report_of([process(0), process(1)], script="-")[-1].startswith("Check that every rank"), (
+        "srun passes it to all"
+    )
 
 
 def test_hosts_are_those_of_the_scheduler(tmp_path: Path) -> None:
@@ -108,8 +110,8 @@ with notice.after(0.3, launch, "the second", 60):
 sys.stdout.write(text.value.decode())
 """
     outcome = run_alone(code, env={"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})
-    told = outcome.stdout
-    assert told.startswith("[mpicomm] rank 0 of 2 on "), outcome
-    assert told.count("has waited 0.3 s in bootstrap() (the second) for other ranks.\n") == 1, outcome
-    assert "  rank 1: no process on " in told, outcome
-    assert "the first" not in told, outcome
+    printed = outcome.stdout
+    assert printed.startswith("[mpicomm] rank 0 of 2 on "), outcome
+    assert printed.count("has waited 0.3 s in bootstrap() (the second) for other ranks.\n") == 1, outcome
+    assert "  rank 1: no process on " in printed, outcome
+    assert "the first" not in printed, outcome

@@ -55,7 +55,7 @@ def test_the_table_of_many_runs_breaks_no_row(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("\n") < 25
 
 
-def test_a_plot_is_written_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_is_written_in_addition_to_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "curves.png"
     assert main(["report", a_run(tmp_path / "run"), "--plot", str(plot)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -69,7 +69,7 @@ def test_warnings_do_not_mix_with_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(json.loads(output.out)[0]["warnings"]) == 1
 
 
-def test_what_is_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, text in ((tmp_path / "gone", "does not exist"), (tmp_path, "is not the directory of a run")):
         assert main(["report", a_run(tmp_path / f"good {text}"), str(wrong)]) == 2
         output = capsys.readouterr()
@@ -120,7 +120,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("value", "status"), [(2.0, 0), (1.9, 1)])
-def test_the_status_tells_whether_the_ratios_are_met(
+def test_the_status_is_1_if_a_ratio_is_not_met(
     value: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Ratio("a figure", 3.0, 2.0, is_least=True), Ratio("another", value, 2.0, is_least=True)]

@@ -6,7 +6,9 @@ import pytest
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
-from mpicomm.launch.detect import MPI_LAUNCHERS, SLURM, TORCHRUN, Launch, Launcher, Library
+from mpicomm.launch.detect import Launch
+from mpicomm.launch.known_launchers import COMPARED, MPI_LAUNCHERS, SLURM, TORCHRUN, Launcher
+from mpicomm.launch.mpi_library import Library
 
 RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = 5, 8, 1, 4
 COMMAND = "python train.py --lr 0.1"
@@ -76,7 +78,7 @@ def set_by(title: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("title", SET_BY)
-def test_a_launcher_is_known_by_its_variables(title: str) -> None:
+def test_a_launcher_is_detected_by_its_variables(title: str) -> None:
     launch = detect.detect(set_by(title))
     (claim,) = launch.claims
     assert (launch.kind, launch.title, launch.forced) == ("mpi", title, False)
@@ -88,18 +90,18 @@ def test_a_launcher_is_known_by_its_variables(title: str) -> None:
 def test_a_claim_shows_the_variables_as_they_are_set(launcher: Launcher) -> None:
     environ = environ_of(launcher)
     (claim,) = detect.detect(environ).claims
-    assert claim.shown == " ".join(f"{name}={environ[name]}" for name in launcher.variables())
+    assert claim.shown == " ".join(f"{name}={environ[name]}" for name in launcher.variables(COMPARED))
 
 
 @each_launcher
-def test_only_the_rank_is_needed_to_know_a_launcher(launcher: Launcher) -> None:
+def test_the_rank_is_sufficient_to_detect_a_launcher(launcher: Launcher) -> None:
     launch = detect.detect({launcher.rank: str(RANK)})
     assert (launch.title, launch.rank, launch.size, launch.local_size) == (launcher.title, RANK, 1, 1)
 
 
 @each_launcher
 def test_an_empty_variable_counts_as_unset(launcher: Launcher) -> None:
-    assert detect.detect(dict.fromkeys(launcher.variables(), "")).claims == ()
+    assert detect.detect(dict.fromkeys(launcher.variables(COMPARED), "")).claims == ()
 
 
 def test_the_most_specific_launcher_gives_the_title() -> None:
@@ -122,7 +124,7 @@ def test_without_an_mpi_launcher_others_give_the_rank() -> None:
 
 
 def test_no_variable_is_in_two_tables() -> None:
-    names = [name for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM) for name in launcher.variables()]
+    names = [name for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM) for name in launcher.variables(COMPARED)]
     assert len(names) == len(set(names))
 
 
@@ -137,14 +139,14 @@ def test_srun_with_a_pmi_is_called_srun() -> None:
     assert detect.detect(environ).title == "srun --mpi=pmi2"
 
 
-NUMBERS = [name for launcher in MPI_LAUNCHERS for name in launcher.variables()]
+NUMBERS = [name for launcher in MPI_LAUNCHERS for name in launcher.variables(COMPARED)]
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [*((name, "two") for name in NUMBERS), *((NUMBERS[0], text) for text in ("1.5", "4(x2)", "0x1"))]
 )
-def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
-    (launcher,) = [launcher for launcher in MPI_LAUNCHERS if name in launcher.variables()]
+def test_a_variable_that_is_not_a_number_is_an_error(name: str, text: str) -> None:
+    (launcher,) = [launcher for launcher in MPI_LAUNCHERS if name in launcher.variables(COMPARED)]
     with pytest.raises(LaunchError, match=f"^{name}=") as caught:
         detect.detect(environ_of(launcher) | {name: text})
     assert text in str(caught.value)
@@ -154,7 +156,7 @@ def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
 # -- a) torchrun -----------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_is_the_truth_and_nothing_else_is_compared() -> None:
+def test_under_torchrun_nothing_else_is_compared() -> None:
     environ = {"TORCHELASTIC_RUN_ID": "none"} | environ_of(TORCHRUN) | environ_of(MPIRUN, rank=0, size=2)
     environ |= environ_of(SLURM, rank=3, size=16) | {"SLURM_STEP_ID": "0"}
     launch = detect.detect(environ)
@@ -165,7 +167,7 @@ def test_torchrun_is_the_truth_and_nothing_else_is_compared() -> None:
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
-def test_torchrun_must_say_rank_and_size(missing: str) -> None:
+def test_torchrun_must_set_rank_and_size(missing: str) -> None:
     environ = {"TORCHELASTIC_RUN_ID": "none"} | environ_of(TORCHRUN)
     del environ[missing]
     with pytest.raises(LaunchError, match=rf"did not set {missing}"):
@@ -201,7 +203,7 @@ def test_a_world_of_one_contradicts_its_launcher(launcher: Launcher, library: Li
 @pytest.mark.parametrize(
     "launcher", [each for each in MPI_LAUNCHERS if each.size or each.local_size], ids=lambda launcher: launcher.title
 )
-def test_rank_0_of_a_wrong_start_sees_it_too(launcher: Launcher) -> None:
+def test_rank_0_of_a_wrong_launch_detects_it_too(launcher: Launcher) -> None:
     assert problem(environ_of(launcher, rank=0, local_rank=0), 0, 1) is not None
 
 
@@ -211,7 +213,7 @@ def test_a_launcher_of_one_process_agrees_with_a_world_of_one(launcher: Launcher
 
 
 @pytest.mark.parametrize("launcher", [each for each in MPI_LAUNCHERS if each.size], ids=lambda launcher: launcher.title)
-def test_the_remedy_starts_as_many_as_were_started(launcher: Launcher) -> None:
+def test_the_remedy_has_the_number_of_ranks(launcher: Launcher) -> None:
     message = problem(environ_of(launcher), 0, 1)
     assert message is not None
     assert f"{SIZE} processes were started" in message
@@ -219,7 +221,7 @@ def test_the_remedy_starts_as_many_as_were_started(launcher: Launcher) -> None:
 
 
 @each_launcher
-def test_slurm_is_ignored_where_a_launcher_speaks(launcher: Launcher) -> None:
+def test_slurm_is_ignored_if_an_mpi_launcher_sets_variables(launcher: Launcher) -> None:
     """Under mpirun in a Slurm job, SLURM_* describe the launcher's daemons, one per node."""
     environ = environ_of(launcher) | environ_of(SLURM, rank=0, size=2)
     environ |= {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
@@ -227,21 +229,21 @@ def test_slurm_is_ignored_where_a_launcher_speaks(launcher: Launcher) -> None:
     assert detect.warning_after_init(detect.detect(environ), environ, SIZE) is None
 
 
-def test_slurm_is_ignored_also_where_it_makes_no_sense() -> None:
+def test_invalid_slurm_variables_are_ignored_under_mpirun() -> None:
     environ = environ_of(MPIRUN) | {"SLURM_NTASKS": "many", "SLURM_STEP_NUM_TASKS": "some"}
     assert problem(environ, RANK, SIZE) is None
     assert detect.warning_after_init(detect.detect(environ), environ, SIZE) is None
 
 
 @pytest.mark.parametrize("outer", MPI_LAUNCHERS[:-1], ids=lambda launcher: launcher.title)
-def test_one_agreeing_launcher_is_proof_in_a_larger_world(outer: Launcher) -> None:
+def test_one_agreeing_launcher_is_sufficient_in_a_larger_world(outer: Launcher) -> None:
     """A job started from the shell of another job inherits the variables of the outer launcher."""
     inner = PMIX if outer is not PMIX else PMI
     environ = environ_of(outer, rank=0, size=64, local_rank=0, local_size=16) | environ_of(inner)
     assert problem(environ, RANK, SIZE) is None
 
 
-def test_one_agreeing_launcher_is_no_proof_in_a_world_of_one() -> None:
+def test_one_agreeing_launcher_is_not_sufficient_in_a_world_of_one() -> None:
     environ = environ_of(MPIRUN, rank=0, size=4) | environ_of(PMI, rank=0, size=1, local_rank=0, local_size=1)
     message = problem(environ, 0, 1)
     assert message is not None
@@ -266,7 +268,7 @@ def before(environ: dict[str, str], library: Library, override: str | None = Non
     return detect.problem_before_init(detect.detect(environ, override), library, COMMAND)
 
 
-def test_mpich_under_mpirun_is_told_before_it_dies() -> None:
+def test_mpich_under_mpirun_is_an_error_before_it_aborts() -> None:
     message = before(environ_of(MPIRUN) | environ_of(PMIX), MPICH)
     assert message is not None
     assert MPIRUN.title in message
@@ -274,7 +276,7 @@ def test_mpich_under_mpirun_is_told_before_it_dies() -> None:
     assert f"  {MPICH.mpiexec} -n {SIZE} {COMMAND}\n" in message
 
 
-def test_mpich_under_srun_with_pmix_is_told_which_type_to_use() -> None:
+def test_mpich_under_srun_with_pmix_is_an_error_with_the_right_type() -> None:
     environ = environ_of(PMIX) | {"SLURM_STEP_ID": "0", "SLURM_MPI_TYPE": "pmix_v4"}
     message = before(environ, MPICH)
     assert message is not None
@@ -282,7 +284,7 @@ def test_mpich_under_srun_with_pmix_is_told_which_type_to_use() -> None:
     assert f"  srun --mpi=pmi2 {COMMAND}\n" in message
 
 
-def test_mpich_under_pals_with_pmix_alone_is_told_before_it_dies() -> None:
+def test_mpich_under_pals_with_pmix_alone_is_an_error_before_it_aborts() -> None:
     """PALS passes the rank in its own variables; the only process management interface that it offers here is PMIx."""
     message = before(environ_of(PALS, rank=1, local_size=LOCAL_SIZE) | environ_of(PMIX, rank=1), MPICH)
     assert message is not None
@@ -301,12 +303,12 @@ def test_mpich_under_pals_with_pmix_alone_is_told_before_it_dies() -> None:
         ({}, MPICH),
     ],
 )
-def test_nothing_is_said_before_where_mpi_may_start(environ: dict[str, str], library: Library) -> None:
+def test_no_error_before_init_if_mpi_may_start(environ: dict[str, str], library: Library) -> None:
     assert before(environ, library) is None
 
 
 @pytest.mark.parametrize("override", ["single", "mpi"], ids=repr)  # pytest-mpi interprets a test id `mpi` as its marker
-def test_nothing_is_said_before_where_the_user_knows_better(override: str) -> None:
+def test_no_error_before_init_if_the_user_sets_the_launcher(override: str) -> None:
     assert before(environ_of(MPIRUN), MPICH, override) is None
 
 
@@ -364,19 +366,19 @@ def test_rank_and_world_size_that_differ_are_left_over(stale: dict[str, str], ra
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_rank_and_world_size_that_agree_are_welcome(rank: int) -> None:
+def test_rank_and_world_size_that_agree_are_accepted(rank: int) -> None:
     environ = environ_of(PMI, rank=rank) | environ_of(TORCHRUN, rank=rank)
     assert problem(environ, rank, SIZE) is None
 
 
-def test_only_what_differs_is_named_as_left_over() -> None:
+def test_only_variables_that_differ_are_reported_as_leftovers() -> None:
     message = problem({"RANK": "0", "WORLD_SIZE": str(SIZE)}, 0, 1)
     assert message is not None
     assert f"has WORLD_SIZE={SIZE}," in message
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_a_left_over_that_is_no_number_is_refused(name: str) -> None:
+def test_a_leftover_variable_must_be_a_number(name: str) -> None:
     with pytest.raises(LaunchError, match=f"^{name}=seven is not a number"):
         problem({name: "seven"}, 0, 1)
 
@@ -408,14 +410,14 @@ def test_plain_python_in_a_batch_script_is_a_world_of_one_with_a_warning() -> No
         ({"SLURM_NTASKS": "8"} | environ_of(MPIRUN, rank=0, size=1), 1),
     ],
 )
-def test_other_starts_are_not_warned_of(environ: dict[str, str], size: int) -> None:
+def test_usual_launches_give_no_warning(environ: dict[str, str], size: int) -> None:
     assert warning(environ, size) is None
 
 
 # -- MPICOMM_LAUNCHER ------------------------------------------------------------------------------------------------
 
 
-def test_single_is_a_world_of_one_whatever_is_set() -> None:
+def test_single_overrides_the_variables() -> None:
     environ = environ_of(MPIRUN) | environ_of(TORCHRUN) | environ_of(SLURM) | {"TORCHELASTIC_RUN_ID": "x"}
     launch = detect.detect(environ, "single")
     assert (launch.kind, launch.rank, launch.size, launch.forced) == ("single", 0, 1, True)
@@ -423,7 +425,7 @@ def test_single_is_a_world_of_one_whatever_is_set() -> None:
     assert warning({"SLURM_NTASKS": "8"}, override="single") is None
 
 
-def test_mpi_is_believed_whatever_is_set() -> None:
+def test_mpi_overrides_the_variables() -> None:
     environ = {"TORCHELASTIC_RUN_ID": "x"} | environ_of(TORCHRUN) | environ_of(MPIRUN)
     launch = detect.detect(environ, "mpi")
     assert (launch.kind, launch.forced) == ("mpi", True)
@@ -431,13 +433,13 @@ def test_mpi_is_believed_whatever_is_set() -> None:
 
 
 @pytest.mark.parametrize(("override", "launcher"), [("torchrun", TORCHRUN), ("slurm", SLURM)])
-def test_launchers_without_mpi_can_be_asked_for(override: str, launcher: Launcher) -> None:
+def test_launchers_without_mpi_can_be_selected(override: str, launcher: Launcher) -> None:
     launch = detect.detect(environ_of(launcher) | environ_of(MPIRUN, rank=0, size=2), override)
     assert (launch.kind, launch.rank, launch.size, launch.forced) == (override, RANK, SIZE, True)
 
 
 @pytest.mark.parametrize(("override", "launcher"), [("torchrun", TORCHRUN), ("slurm", SLURM)])
-def test_launchers_without_mpi_must_say_rank_and_size(override: str, launcher: Launcher) -> None:
+def test_launchers_without_mpi_must_set_rank_and_size(override: str, launcher: Launcher) -> None:
     with pytest.raises(LaunchError, match=f"did not set {launcher.rank} and {launcher.size}") as caught:
         detect.detect({}, override)
     assert "MPICOMM_LAUNCHER" in str(caught.value)
@@ -460,14 +462,14 @@ def test_the_title_of_a_library_without_a_path() -> None:
 
 
 @pytest.mark.parametrize("claims", [{}, {"PMIX_RANK": "5"}, {"PMI_RANK": "5", "PMI_SIZE": "8"}], ids=repr)
-def test_a_step_says_how_many_share_the_node(claims: dict[str, str]) -> None:
+def test_a_step_sets_the_number_of_ranks_on_the_node(claims: dict[str, str]) -> None:
     """No PMI passes the number of ranks on the node, and Open MPI needs it to recognise oversubscription."""
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_GTIDS": "4,5,6,7"}
     launch = detect.detect(step | claims)
     assert (launch.rank, launch.size, launch.local_size) == (5, 8, 4)
 
 
-def test_a_step_says_nothing_where_mpirun_runs_in_it() -> None:
+def test_a_step_is_ignored_if_mpirun_runs_in_it() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_GTIDS": "0,1"}
     launch = detect.detect(step | environ_of(MPI_LAUNCHERS[0], rank=3, size=4))
     assert (launch.rank, launch.size) == (3, 4)

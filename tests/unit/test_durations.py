@@ -65,7 +65,7 @@ def test_a_deadline_passes(clock: Clock) -> None:
     assert deadline.seconds == 3.0
 
 
-def test_a_deadline_does_not_count_the_time_in_which_the_process_stood_still(clock: Clock) -> None:
+def test_a_deadline_does_not_count_the_time_of_a_suspension(clock: Clock) -> None:
     deadline = Deadline(3.0)
     clock.now += 3600.0
     assert deadline.left() == 2.0
@@ -75,7 +75,7 @@ def test_a_deadline_does_not_count_the_time_in_which_the_process_stood_still(clo
     assert deadline.left() == 0.5
 
 
-def test_looks_that_are_rare_by_intention_count(clock: Clock) -> None:
+def test_rare_checks_count_with_a_longer_gap(clock: Clock) -> None:
     deadline = Deadline(9.0, longest_gap=2.0)
     clock.now += 1.5
     assert deadline.left() == 7.5
@@ -83,7 +83,7 @@ def test_looks_that_are_rare_by_intention_count(clock: Clock) -> None:
     assert deadline.left() == 5.5
 
 
-def test_polling_goes_on_after_the_process_stood_still(clock: Clock) -> None:
+def test_polling_continues_after_a_suspension(clock: Clock) -> None:
     looks = 0
 
     def done() -> bool:

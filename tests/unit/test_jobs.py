@@ -15,8 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import JobSpec, Scheduler, script
-from mpicomm.launch.jobscript.spec import SCHEDULERS
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, script
 from tests.launching import ROOT, Outcome, run_command
 
 JOBS = sorted((ROOT / "jobs").iterdir())
@@ -87,7 +86,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path):
-    def make(scheduler: Scheduler, *command: str, **options: object) -> Job:
+    def make(scheduler: str, *command: str, **options: object) -> Job:
         return Job(tmp_path, JobSpec(scheduler, command or ("python", "train.py"), nodes=2, **options))
 
     return make
@@ -102,7 +101,7 @@ def test_each_kind_is_there_for_both_schedulers() -> None:
 
 
 @each_job
-def test_a_recorded_job_is_what_its_command_makes(
+def test_a_recorded_job_equals_the_output_of_its_command(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = f"jobs/{path.name}"
@@ -117,7 +116,7 @@ def test_a_recorded_job_is_what_its_command_makes(
 
 
 @each_job
-def test_a_recorded_job_says_how_to_use_it(path: Path) -> None:
+def test_a_recorded_job_shows_how_to_submit_it(path: Path) -> None:
     file, text = f"jobs/{path.name}", path.read_text()
     submit, by_hand = ("qsub", "qsub -I ") if path.suffix == ".pbs" else ("sbatch", "salloc ")
     assert f"# Submit:\n#     {submit} {file}\n# Interactively:\n#     {by_hand}" in text
@@ -146,7 +145,7 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
 @each_scheduler
 @pytest.mark.parametrize("requeue", [False, True])
 @pytest.mark.parametrize("status", [0, 1, 85, 137])
-def test_the_job_ends_as_its_ranks_do(job, scheduler: Scheduler, requeue: bool, status: int) -> None:
+def test_the_job_ends_as_its_ranks_do(job, scheduler: str, requeue: bool, status: int) -> None:
     made = job(scheduler, requeue=requeue)
     outcome = made.run(STATUS_srun=status, STATUS_mpirun=status)
     assert (outcome.status, outcome.stderr) == (status, ""), outcome
@@ -162,7 +161,7 @@ def test_the_job_ends_as_its_ranks_do(job, scheduler: Scheduler, requeue: bool, 
 
 @each_scheduler
 @pytest.mark.parametrize(("restarts", "goes_on"), [(1, True), (2, True), (3, False), (4, False)])
-def test_restarts_have_a_limit(job, scheduler: Scheduler, restarts: int, goes_on: bool) -> None:
+def test_restarts_have_a_limit(job, scheduler: str, restarts: int, goes_on: bool) -> None:
     made = job(scheduler, requeue=True, max_restarts=3)
     outcome = made.run(STATUS_srun=85, STATUS_mpirun=85, SLURM_RESTART_COUNT=restarts, JOB_RESTARTS=restarts)
     assert outcome.status == 85
@@ -173,7 +172,7 @@ def test_restarts_have_a_limit(job, scheduler: Scheduler, restarts: int, goes_on
 
 
 @each_scheduler
-def test_a_job_that_cannot_be_started_again_keeps_its_status(job, scheduler: Scheduler) -> None:
+def test_a_job_that_cannot_be_started_again_keeps_its_status(job, scheduler: str) -> None:
     made = job(scheduler, requeue=True)
     assert made.run(STATUS_srun=85, STATUS_mpirun=85, STATUS_scontrol=1, STATUS_qsub=1).status == 85
 
@@ -185,7 +184,7 @@ def test_one_job_of_an_array_is_requeued_alone(job) -> None:
 
 
 @pytest.mark.parametrize("requeue", [False, True])
-def test_the_status_outlives_a_term_by_pbs_and_the_end_is_the_end(job, requeue: bool) -> None:
+def test_the_status_is_kept_on_sigterm_and_the_job_is_not_resubmitted(job, requeue: bool) -> None:
     """qdel sends TERM to the script as well as to the ranks, which then exit with 85: the job must not run again."""
     made = job("pbs", requeue=requeue)
     outcome = made.run(STATUS_mpirun=85, TERMINATES="mpirun")
@@ -203,7 +202,7 @@ def test_nothing_computes_without_its_software(job, starter: str) -> None:
 
 
 @each_scheduler
-def test_nothing_computes_in_another_directory(job, scheduler: Scheduler) -> None:
+def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
     made = job(scheduler, chdir="/nowhere at all")
     assert made.run().status != 0
     assert made.calls() == []
@@ -214,7 +213,7 @@ def test_nothing_computes_in_another_directory(job, scheduler: Scheduler) -> Non
 
 @pytest.mark.parametrize(("mpi", "kind"), [("openmpi", "pmix"), ("mpich", "pmi2")])
 @pytest.mark.parametrize("requeue", [False, True])
-def test_srun_is_told_what_it_does_not_know(job, mpi: str, kind: str, requeue: bool) -> None:
+def test_srun_gets_the_mpi_type_and_the_cpus(job, mpi: str, kind: str, requeue: bool) -> None:
     made = job("slurm", mpi=mpi, requeue=requeue)
     assert made.run().status == 0
     kill = f"--kill-on-bad-exit={0 if requeue else 1}"
@@ -231,7 +230,7 @@ def test_mpirun_gets_its_hosts(job) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_without_ssh_pbs_starts_what_mpirun_has_on_other_hosts(job, mpi: str) -> None:
+def test_without_ssh_pbs_starts_the_daemons_of_mpirun(job, mpi: str) -> None:
     made = job("pbs", mpi=mpi, no_ssh=True)
     agent = '"${PRTE_MCA_plm_ssh_agent:-$HYDRA_LAUNCHER_EXEC}" -x -q node2 A=1 prted "a  b" ";"'
     (made.stand_ins / "mpirun").write_text(
@@ -244,7 +243,7 @@ def test_without_ssh_pbs_starts_what_mpirun_has_on_other_hosts(job, mpi: str) ->
     assert list(made.submitted.iterdir()) == []
 
 
-def test_mpich_is_asked_otherwise(job) -> None:
+def test_mpich_gets_other_options(job) -> None:
     made = job("pbs", mpi="mpich", env=("A=1",))
     made.run()
     assert made.calls() == [
@@ -279,7 +278,7 @@ def test_pbs_starts_a_torchrun_on_each_host(job) -> None:
 
 
 @each_scheduler
-def test_on_one_node_torchrun_needs_no_address(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_on_one_node_torchrun_needs_no_address(tmp_path: Path, scheduler: str) -> None:
     made = Job(tmp_path, JobSpec(scheduler, ("python", "-m", "torch.distributed.run", "x.py"), ranks_per_node=2))
     (made.stand_ins / "python").write_text(STAND_IN)
     (made.stand_ins / "python").chmod(0o755)
@@ -290,7 +289,7 @@ def test_on_one_node_torchrun_needs_no_address(tmp_path: Path, scheduler: Schedu
 
 
 @each_scheduler
-def test_the_ranks_find_their_surroundings(job, scheduler: Scheduler) -> None:
+def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
     made = job(scheduler, "show", env=("A=it's $HOME; `x`\nend",), cpus_per_rank=3, chdir=None)
     starter = made.stand_ins / ("srun" if scheduler == "slurm" else "mpirun")
     starter.write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$OMP_NUM_THREADS" "$A" "$(umask)"\n')
@@ -303,7 +302,7 @@ def test_the_ranks_find_their_surroundings(job, scheduler: Scheduler) -> None:
 @example(words=["", "'", '"', "$HOME", "`id`", "a\nb", "\\", "*", "#", "\r", "ä\x07", "-- ", "!", "&&", "\udcff"])
 @example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in unprintable words
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\036", exclude_categories=["Cs"])), max_size=6))
-def test_the_program_gets_its_words(scheduler: Scheduler, words: list[str]) -> None:
+def test_the_program_gets_its_arguments(scheduler: str, words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Job(Path(directory), JobSpec(scheduler, ("program", *[word for word in words if word != ":"])))
         assert made.run().status == 0

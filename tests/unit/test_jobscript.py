@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import JobSpec, Scheduler, option_values, script
-from mpicomm.launch.jobscript.spec import SCHEDULERS
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, script
 
 PROGRAM = ("python", "train.py")
 each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -51,7 +50,7 @@ def chunk(spec: JobSpec) -> tuple[int, dict[str, str]]:
     return int(nodes), dict(each.split("=") for each in resources)
 
 
-def job(scheduler: Scheduler, *command: str, **options: object) -> JobSpec:
+def job(scheduler: str, *command: str, **options: object) -> JobSpec:
     return JobSpec(scheduler, command or PROGRAM, **options)
 
 
@@ -162,7 +161,7 @@ def test_pbs_gets_a_chunk_for_each_node(size: dict[str, object], has_torchrun: b
     ],
 )
 def test_times(time: str, wanted: int) -> None:
-    assert option_values.seconds_of(time, has_days=True) == wanted
+    assert options.seconds_of(time, has_days=True) == wanted
     assert seconds(of_slurm(job("slurm", time=time))["time"]) == wanted
 
 
@@ -186,9 +185,9 @@ TEXTS = {
 
 @each_scheduler
 @pytest.mark.parametrize("field", TEXTS)
-def test_an_option_is_a_directive(scheduler: Scheduler, field: str) -> None:
+def test_an_option_is_a_directive(scheduler: str, field: str) -> None:
     value, *written = TEXTS[field]
-    expected = written[SCHEDULERS.index(scheduler)]
+    expected = written[list(SCHEDULERS).index(scheduler)]
     if expected is None:
         if field != "requeue":
             with pytest.raises(ValueError, match=f"--{field} is valid only for (Slurm|PBS): "):
@@ -199,7 +198,7 @@ def test_an_option_is_a_directive(scheduler: Scheduler, field: str) -> None:
     assert after.count(expected) == 1
 
 
-def test_what_follows_from_an_option() -> None:
+def test_consequences_of_options() -> None:
     assert of_slurm(job("slurm"))["output"] == "%x-%j.out"
     assert of_slurm(job("slurm", array="1,3,5-9:2%1"))["output"] == "%x-%A_%a.out"
     assert of_slurm(job("slurm", mail_user="me"))["mail-type"] == "END,FAIL"
@@ -230,13 +229,13 @@ def test_what_follows_from_an_option() -> None:
     ],
 )
 @each_scheduler
-def test_a_job_is_called_as_its_program(scheduler: Scheduler, command: tuple[str, ...], name: str) -> None:
+def test_a_job_has_the_name_of_its_program(scheduler: str, command: tuple[str, ...], name: str) -> None:
     assert directives(script(job(scheduler, *command)))[0] in (f"--job-name={name}", f"-N {name}")
 
 
 @pytest.mark.parametrize(("ranks", "gpus", "text"), [(4, 4, ""), (4, 2, "2 ranks share each GPU"), (2, 4, "2 of 4")])
 @each_scheduler
-def test_other_numbers_of_gpus_are_explained(scheduler: Scheduler, ranks: int, gpus: int, text: str) -> None:
+def test_other_numbers_of_gpus_are_explained(scheduler: str, ranks: int, gpus: int, text: str) -> None:
     written = script(job(scheduler, ranks_per_node=ranks, gpus_per_node=gpus))
     assert text in written
     assert ("share" in written, "idle" in written) == ("share" in text, " of " in text)
@@ -265,7 +264,7 @@ FREE = ("name", "partition", "account", "array", "mail_user", "output", "error",
 @each_scheduler
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(field=st.sampled_from(FREE), value=NASTY)
-def test_a_value_is_refused_or_harmless(scheduler: Scheduler, field: str, value: str) -> None:
+def test_a_value_is_refused_or_cannot_break_the_script(scheduler: str, field: str, value: str) -> None:
     plain = script(job(scheduler, name="x"))
     try:
         spec = job(scheduler, **{"name": "x", field: value})
@@ -283,7 +282,7 @@ def test_a_value_is_refused_or_harmless(scheduler: Scheduler, field: str, value:
 @each_scheduler
 @pytest.mark.parametrize("field", [*FREE, "module", "chdir", "venv"])
 @pytest.mark.parametrize("value", ["", "~/x", "$HOME/x"])
-def test_what_would_not_be_expanded_is_refused(scheduler: Scheduler, field: str, value: str) -> None:
+def test_values_that_would_need_expansion_are_refused(scheduler: str, field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"^--{field.replace('_', '-')} "):
         job(scheduler, **{field: (value,) if field == "module" else value})
 
@@ -353,9 +352,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "program", "text"), [pytest.param(*e, id=f"{e[0]} -- {e[1]}") for e in REFUSED])
-def test_what_is_wrong_is_said_in_one_line(
-    options: str, program: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line(options: str, program: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*options.split(), *["--"] * bool(program), *program.split()]
     assert text in refusal(capsys, *arguments)
 
@@ -373,13 +370,13 @@ def test_a_scheduler_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_what_follows_the_dashes_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_after_the_dashes_are_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "slurm", "--nodes", "3", "--", "python", "x.py", "--nodes", "7", "--", "-o", "y")
     assert "    python x.py --nodes 7 -- -o y\n" in text
     assert "--nodes=3" in directives(text)
 
 
-def test_a_rank_for_each_gpu_if_it_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_is_a_rank_for_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ntasks-per-node=4" in directives(run(capsys, "slurm", "--gpus-per-node", "4", "--", *PROGRAM))
     assert "--ntasks-per-node=1" in directives(run(capsys, "slurm", "--", *PROGRAM))
 
@@ -387,8 +384,8 @@ def test_a_rank_for_each_gpu_if_it_is_not_said(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(("scheduler", "submit"), [("slurm", "sbatch"), ("pbs", "qsub")])
 def test_a_script_is_written(scheduler: str, submit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "the job.sh"
-    said = run(capsys, scheduler, "-o", str(file), "--", *PROGRAM)
-    assert said == f"wrote {file}; submit it: {submit} '{file}'\n"
+    output = run(capsys, scheduler, "-o", str(file), "--", *PROGRAM)
+    assert output == f"wrote {file}; submit it: {submit} '{file}'\n"
     text = file.read_text()
     assert f"#     {submit} '{file}'\n" in text
     assert f"bash '{file}'\n" in text
@@ -400,7 +397,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytes
 
 
 @each_scheduler
-def test_help_names_every_field(scheduler: Scheduler, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_field(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["job", scheduler, "--help"])
     assert caught.value.code == 0

@@ -12,11 +12,9 @@ import pytest
 
 from mpicomm import launch
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, environment, hosts, mpi_launcher, request
-from mpicomm.launch.allocation import PBS, Slurm
-from mpicomm.launch.commands import mpiexec, srun, torchrun
-from mpicomm.launch.detect import Library
-from mpicomm.launch.hosts import Host
+from mpicomm.launch import allocation, commands, environment, request
+from mpicomm.launch.allocation import Allocation, Host, PBSAllocation, SlurmAllocation
+from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
 
 OPEN_MPI = Library("Open MPI", "5.0.11", "/venv/lib/libmpi.so.40", description="Open MPI v5.0.11")
@@ -35,13 +33,13 @@ NEW = {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 def by_mpiexec(
     library: Library = OPEN_MPI,
-    asked: Request | None = None,
+    requested: Request | None = None,
     machine: Machine = MACHINE,
-    job: Slurm | PBS | None = None,
+    job: Allocation | None = None,
     agent: str | None = None,
     environ: Mapping[str, str] = HOME,
 ) -> Start:
-    return mpiexec.start(asked or Request(PROGRAM), machine, library, "mpiexec", environ, job=job, agent=agent)
+    return commands.mpiexec(requested or Request(PROGRAM), machine, library, "mpiexec", environ, job=job, agent=agent)
 
 
 def options(start: Start) -> str:
@@ -65,7 +63,7 @@ def options(start: Start) -> str:
         ([], ["package.module", "--lr", "1"], (PYTHON, "-m", "package.module", "--lr", "1")),
     ],
 )
-def test_a_program_is_run_by_what_can(words: list[str], module: list[str], expected: tuple[str, ...]) -> None:
+def test_a_program_is_run_by_its_interpreter(words: list[str], module: list[str], expected: tuple[str, ...]) -> None:
     assert request.program(words, module, PYTHON) == expected
 
 
@@ -75,7 +73,7 @@ def test_no_program_is_an_error(words: list[str]) -> None:
         request.program(words, [], PYTHON)
 
 
-def test_a_start_is_shown_as_a_shell_reads_it() -> None:
+def test_a_start_is_shown_as_a_shell_command() -> None:
     before = {"RANK": "3", "KEPT": "x", "PATH": os.environ["PATH"]}
     after = {"KEPT": "x", "NEW": "a b", "PATH": os.environ["PATH"]}
     command = ("sh", "-c", 'echo "$KEPT$RANK$NEW"; echo "$1"', "sh", "it's")
@@ -98,13 +96,13 @@ def test_a_start_is_shown_as_a_shell_reads_it() -> None:
     ],
 )
 def test_hosts_of_the_option(text: str, expected: tuple[Host, ...]) -> None:
-    assert hosts.of_option(text) == expected
+    assert allocation.parse_hosts(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a,,b", "a b"])
-def test_what_names_no_hosts_is_an_error(text: str) -> None:
+def test_an_invalid_list_of_hosts_is_an_error(text: str) -> None:
     with pytest.raises(LaunchError, match="expected names with the number of ranks"):
-        hosts.of_option(text)
+        allocation.parse_hosts(text)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +116,22 @@ def test_what_names_no_hosts_is_an_error(text: str) -> None:
     ],
 )
 def test_files_of_hosts_in_the_syntax_of_each_mpi(text: str) -> None:
-    assert hosts.of_file(text, "hosts") == (Host("a", 4), Host("b", 2))
+    assert allocation.parse_host_file(text, "hosts") == (Host("a", 4), Host("b", 2))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("# none\n", "names no host"), ("a 4\n", "line 1"), ("a:4\nb:x\n", "line 2"), ("a b=\n:4", "2")]
+    ("text", "message"),
+    [("# none\n", "names no host"), ("a 4\n", "line 1"), ("a:4\nb:x\n", "line 2"), ("a b=\n:4", "2")],
 )
-def test_what_is_no_file_of_hosts_is_an_error(text: str, said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
-        hosts.of_file(text, "hosts")
+def test_an_invalid_host_file_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        allocation.parse_host_file(text, "hosts")
 
 
 def test_hosts_without_numbers_share_the_ranks() -> None:
     pair = (Host("a"), Host("b"))
-    assert hosts.with_slots(pair, 5) == (Host("a", 3), Host("b", 3))
-    assert hosts.with_slots(pair, None) == (Host("a", 1), Host("b", 1))
+    assert allocation.with_slots(pair, 5) == (Host("a", 3), Host("b", 3))
+    assert allocation.with_slots(pair, None) == (Host("a", 1), Host("b", 1))
 
 
 # -- allocations -----------------------------------------------------------------------------------------------------
@@ -151,30 +150,30 @@ def test_hosts_without_numbers_share_the_ranks() -> None:
         ("", 1, 1),
     ],
 )
-def test_an_allocation_of_slurms_is_used_whole(variables: str, nodes: int, ranks: int) -> None:
+def test_a_slurm_allocation_is_used_completely(variables: str, nodes: int, ranks: int) -> None:
     environ = dict(each.split("=") for each in variables.split())
-    job = allocation.of_slurm({"SLURM_JOB_ID": "7", **environ})
+    job = SlurmAllocation.from_environ({"SLURM_JOB_ID": "7", **environ})
     assert job is not None
     assert (job.nodes, job.ranks) == (nodes, ranks)
 
 
-def test_what_an_allocation_says_of_cpus() -> None:
+def test_the_cpus_of_an_allocation() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32", "SLURM_CPUS_PER_TASK": "8"}
-    job = allocation.of_slurm(environ)
+    job = SlurmAllocation.from_environ(environ)
     assert job is not None
     assert (job.cpus, job.cpus_per_task) == ((64, 64, 32), 8)
 
 
 def test_without_a_job_there_is_no_allocation() -> None:
-    assert allocation.of_slurm({"SLURM_CONF": "/etc/slurm.conf"}) is None
-    assert not allocation.is_of_pbs({"PBS_JOBID": "0.pbs1", "PBS_NODEFILE": "/f"})
+    assert SlurmAllocation.from_environ({"SLURM_CONF": "/etc/slurm.conf"}) is None
+    assert not PBSAllocation.is_set({"PBS_JOBID": "0.pbs1", "PBS_NODEFILE": "/f"})
 
 
-def test_an_allocation_of_pbs_is_its_file() -> None:
+def test_a_pbs_allocation_is_read_from_its_file() -> None:
     environ = {"PBS_NODEFILE": "/aux/0.pbs1", "NCPUS": "2"}
-    job = allocation.of_pbs(environ, "pbs1\npbs1\npbs2\npbs2\n")
-    assert job == PBS("/aux/0.pbs1", (Host("pbs1", 2), Host("pbs2", 2)), 2)
-    assert allocation.of_pbs(environ, "pbs1\npbs2\n").hosts == (Host("pbs1", 1), Host("pbs2", 1))
+    job = PBSAllocation.from_environ(environ, "pbs1\npbs1\npbs2\npbs2\n")
+    assert job == PBSAllocation("/aux/0.pbs1", (Host("pbs1", 2), Host("pbs2", 2)), 2)
+    assert PBSAllocation.from_environ(environ, "pbs1\npbs2\n").hosts == (Host("pbs1", 1), Host("pbs2", 1))
 
 
 # -- srun ------------------------------------------------------------------------------------------------------------
@@ -184,43 +183,43 @@ NEW_LIST = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugi
 
 
 @pytest.mark.parametrize("listed", [OLD_LIST, NEW_LIST])
-def test_srun_speaks_what_the_library_understands(listed: str) -> None:
-    assert srun.mpi_type(OPEN_MPI, listed, {}) == "pmix"
-    assert srun.mpi_type(MPICH, listed, {}) == "pmi2"
-    assert srun.mpi_type(INTEL, listed, {}) is None
-    assert srun.mpi_type(INTEL, listed, {"I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so"}) == "pmi2"
-    assert srun.mpi_type(CRAY, listed, {}) == ("cray_shasta" if listed == OLD_LIST else "pmi2")
+def test_srun_has_a_type_for_the_library(listed: str) -> None:
+    assert OPEN_MPI.srun_type_in(listed, {}) == "pmix"
+    assert MPICH.srun_type_in(listed, {}) == "pmi2"
+    assert INTEL.srun_type_in(listed, {}) is None
+    assert INTEL.srun_type_in(listed, {"I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so"}) == "pmi2"
+    assert CRAY.srun_type_in(listed, {}) == ("cray_shasta" if listed == OLD_LIST else "pmi2")
 
 
 @pytest.mark.parametrize("listed", ["", "MPI plugin types are...\n\tnone\n\tcray_shasta\n"])
-def test_srun_may_speak_nothing_of_it(listed: str) -> None:
-    assert srun.mpi_type(OPEN_MPI, listed, {}) is None
+def test_srun_may_have_no_suitable_type(listed: str) -> None:
+    assert OPEN_MPI.srun_type_in(listed, {}) is None
 
 
 @pytest.mark.parametrize(
-    ("asked", "job", "expected"),
+    ("requested", "job", "expected"),
     [
-        (Request(PROGRAM), Slurm(2, 4), "--ntasks=4"),
-        (Request(PROGRAM, 2), Slurm(2, 4), "--ntasks=2"),
-        (Request(PROGRAM), Slurm(2, 8, (32, 32), cpus_per_task=8), "--ntasks=8 --cpus-per-task=8"),
-        (Request(PROGRAM), Slurm(2, 8, (32, 32)), "--ntasks=8 --cpus-per-task=8"),
-        (Request(PROGRAM), Slurm(3, 5, (6, 6, 2)), "--ntasks=5 --cpus-per-task=1"),
-        (Request(PROGRAM, 8), Slurm(2, 4, (2, 2)), "--ntasks=8 --overcommit"),
-        (Request(PROGRAM, tag_output=True), Slurm(1, 4), "--ntasks=4 --label"),
+        (Request(PROGRAM), SlurmAllocation(2, 4), "--ntasks=4"),
+        (Request(PROGRAM, 2), SlurmAllocation(2, 4), "--ntasks=2"),
+        (Request(PROGRAM), SlurmAllocation(2, 8, (32, 32), cpus_per_task=8), "--ntasks=8 --cpus-per-task=8"),
+        (Request(PROGRAM), SlurmAllocation(2, 8, (32, 32)), "--ntasks=8 --cpus-per-task=8"),
+        (Request(PROGRAM), SlurmAllocation(3, 5, (6, 6, 2)), "--ntasks=5 --cpus-per-task=1"),
+        (Request(PROGRAM, 8), SlurmAllocation(2, 4, (2, 2)), "--ntasks=8 --overcommit"),
+        (Request(PROGRAM, tag_output=True), SlurmAllocation(1, 4), "--ntasks=4 --label"),
     ],
 )
-def test_ranks_are_tasks_of_a_step(asked: Request, job: Slurm, expected: str) -> None:
-    start = srun.start(asked, MACHINE, job, "pmix", HOME)
+def test_ranks_are_tasks_of_a_step(requested: Request, job: SlurmAllocation, expected: str) -> None:
+    start = commands.srun(requested, MACHINE, job, "pmix", HOME)
     assert shlex.join(start.command) == f"srun --mpi=pmix --kill-on-bad-exit=0 {expected} {PYTHON} train.py"
 
 
 def test_a_task_has_threads_for_its_cpus() -> None:
-    def threads(job: Slurm) -> str:
-        return srun.start(Request(PROGRAM), MACHINE, job, "pmix", HOME).environ["OMP_NUM_THREADS"]
+    def threads(job: SlurmAllocation) -> str:
+        return commands.srun(Request(PROGRAM), MACHINE, job, "pmix", HOME).environ["OMP_NUM_THREADS"]
 
-    assert threads(Slurm(2, 8, (32, 32), cpus_per_task=6)) == "6"
-    assert threads(Slurm(2, 8, (32, 32))) == "8"
-    assert threads(Slurm(2, 8)) == "1"
+    assert threads(SlurmAllocation(2, 8, (32, 32), cpus_per_task=6)) == "6"
+    assert threads(SlurmAllocation(2, 8, (32, 32))) == "8"
+    assert threads(SlurmAllocation(2, 8)) == "1"
 
 
 # -- mpiexec ---------------------------------------------------------------------------------------------------------
@@ -253,10 +252,12 @@ ALONE = [  # request, machine, options of Open MPI, options of MPICH, threads
 ]
 
 
-@pytest.mark.parametrize(("asked", "machine", "of_open_mpi", "of_mpich", "threads"), ALONE)
-def test_ranks_on_this_machine(asked: Request, machine: Machine, of_open_mpi: str, of_mpich: str, threads: int) -> None:
+@pytest.mark.parametrize(("requested", "machine", "of_open_mpi", "of_mpich", "threads"), ALONE)
+def test_ranks_on_this_machine(
+    requested: Request, machine: Machine, of_open_mpi: str, of_mpich: str, threads: int
+) -> None:
     for library, expected in ((OPEN_MPI, of_open_mpi), (MPICH, of_mpich)):
-        start = by_mpiexec(library, asked, machine)
+        start = by_mpiexec(library, requested, machine)
         assert options(start) == expected
         assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": str(threads)}
 
@@ -291,10 +292,10 @@ ON_HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "of_open_mpi", "of_mpich", "threads"), ON_HOSTS)
-def test_ranks_on_hosts_that_are_named(asked: Request, of_open_mpi: str, of_mpich: str, threads: str) -> None:
+@pytest.mark.parametrize(("requested", "of_open_mpi", "of_mpich", "threads"), ON_HOSTS)
+def test_ranks_on_hosts_that_are_named(requested: Request, of_open_mpi: str, of_mpich: str, threads: str) -> None:
     for library, expected in ((OPEN_MPI, of_open_mpi), (MPICH, of_mpich)):
-        start = by_mpiexec(library, asked)
+        start = by_mpiexec(library, requested)
         assert options(start) == expected
         assert start.environ["OMP_NUM_THREADS"] == threads
 
@@ -306,8 +307,8 @@ def test_intel_mpi_takes_one_number_for_all_hosts() -> None:
         by_mpiexec(INTEL, Request(PROGRAM, hosts=(Host("a", 4), Host("b", 2))))
 
 
-def a_job(*numbers: int, cpus: int = 8) -> PBS:
-    return PBS("/aux/7", tuple(Host(f"pbs{i}", slots) for i, slots in enumerate(numbers)), cpus)
+def a_job(*numbers: int, cpus: int = 8) -> PBSAllocation:
+    return PBSAllocation("/aux/7", tuple(Host(f"pbs{i}", slots) for i, slots in enumerate(numbers)), cpus)
 
 
 @pytest.mark.parametrize(
@@ -319,11 +320,11 @@ def a_job(*numbers: int, cpus: int = 8) -> PBS:
         (a_job(9, 9), MACHINE, f"-n 18 --hostfile /aux/7 {UNBOUND}", ""),
     ],
 )
-def test_hosts_of_pbs_start_by_its_agent(job: PBS, machine: Machine, of_open_mpi: str, of_mpich: str) -> None:
+def test_hosts_of_pbs_start_by_its_agent(job: PBSAllocation, machine: Machine, of_open_mpi: str, of_mpich: str) -> None:
     start = by_mpiexec(OPEN_MPI, machine=machine, job=job, agent="/agent")
     assert options(start) == f"{of_open_mpi} --mca plm_rsh_agent /agent {FORWARDED}"
     start = by_mpiexec(MPICH, machine=machine, job=job, agent="/agent")
-    ranks = hosts.slots(job.hosts)
+    ranks = sum(host.slots for host in job.hosts)
     assert options(start) == f"-n {ranks} -f /aux/7 {of_mpich}-launcher ssh -launcher-exec /agent"
     start = by_mpiexec(INTEL, machine=machine, job=job, agent="/agent")
     assert options(start) == f"-n {ranks} -f /aux/7 -bootstrap ssh -bootstrap-exec /agent"
@@ -348,7 +349,7 @@ def test_threads_that_pbs_sets_for_one_rank_are_shared(ncpus: str, threads: str,
 
 
 def test_mpiexec_within_slurm_finds_the_nodes_itself() -> None:
-    job = Slurm(2, 4, (8, 8))
+    job = SlurmAllocation(2, 4, (8, 8))
     assert options(by_mpiexec(MPICH, job=job)) == "-n 4"
     start = by_mpiexec(OPEN_MPI, job=job)
     assert options(start) == f"-n 4 {UNBOUND} {FORWARDED}"
@@ -380,16 +381,16 @@ def test_intel_mpi_binds_ranks_unless_they_outnumber_cores(
 
 
 @pytest.mark.parametrize("name", ["PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"])
-def test_a_binding_that_the_user_sets_stays(name: str) -> None:
+def test_a_binding_that_the_user_sets_is_kept(name: str) -> None:
     assert options(by_mpiexec(environ={**HOME, name: "none"})) == f"-n 8 {UNBOUND}"
 
 
 def test_logs_are_kept_by_each_rank() -> None:
-    asked = Request(PROGRAM, 2, log_dir="logs")
+    requested = Request(PROGRAM, 2, log_dir="logs")
     wrapped = (PYTHON, "-m", "mpicomm.rank_log", "logs", "0", *PROGRAM)
-    assert by_mpiexec(asked=asked).command[-len(wrapped) :] == wrapped
-    assert srun.start(asked, MACHINE, Slurm(1, 2), "pmix", HOME).command[-len(wrapped) :] == wrapped
-    assert Request(PROGRAM, 2, log_dir="logs", tag_output=True).of_rank(PYTHON)[4] == "all"
+    assert by_mpiexec(requested=requested).command[-len(wrapped) :] == wrapped
+    assert commands.srun(requested, MACHINE, SlurmAllocation(1, 2), "pmix", HOME).command[-len(wrapped) :] == wrapped
+    assert Request(PROGRAM, 2, log_dir="logs", tag_output=True).rank_command(PYTHON)[4] == "all"
 
 
 # -- torchrun --------------------------------------------------------------------------------------------------------
@@ -397,7 +398,7 @@ def test_logs_are_kept_by_each_rank() -> None:
 
 def test_one_command_on_each_node_is_torchruns_agent() -> None:
     node = Node(1, 2, "head", 29500)
-    start = torchrun.start(Request(PROGRAM, 4, node=node), node, MACHINE, HOME)
+    start = commands.torchrun(Request(PROGRAM, 4, node=node), node, MACHINE, HOME)
     assert shlex.join(start.command) == (
         f"{PYTHON} -m torch.distributed.run --nnodes=2 --node-rank=1 --master-addr=head --master-port=29500 "
         f"--nproc-per-node=4 --no-python {PYTHON} train.py"
@@ -406,7 +407,7 @@ def test_one_command_on_each_node_is_torchruns_agent() -> None:
 
 
 def test_srun_starts_one_agent_on_each_node() -> None:
-    start = torchrun.start_by_srun(Request(PROGRAM), Slurm(2, 4, (8, 6)), 29500, MACHINE, HOME)
+    start = commands.torchrun_by_srun(Request(PROGRAM), SlurmAllocation(2, 4, (8, 6)), 29500, MACHINE, HOME)
     assert shlex.join(start.command[:7]) == "srun --mpi=none --nodes=2 --ntasks=2 --cpus-per-task=6 bash -c"
     assert start.command[7] == (
         "PET_NODE_RANK=$SLURM_NODEID "
@@ -421,7 +422,7 @@ def test_srun_starts_one_agent_on_each_node() -> None:
 
 def test_agents_of_srun_start_equal_numbers_of_ranks() -> None:
     with pytest.raises(LaunchError, match="got 3 ranks and 2 nodes"):
-        torchrun.start_by_srun(Request(PROGRAM, 3), Slurm(2, 4), 29500, MACHINE, HOME)
+        commands.torchrun_by_srun(Request(PROGRAM, 3), SlurmAllocation(2, 4), 29500, MACHINE, HOME)
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
@@ -439,20 +440,20 @@ KEPT = (
 )
 
 
-def test_what_another_job_left_is_not_inherited() -> None:
+def test_variables_of_another_job_are_removed() -> None:
     left, kept = LEFT.split(), KEPT.split()
-    assert environment.clean(dict.fromkeys([*left, *kept], "1")) == dict.fromkeys(kept, "1")
+    assert environment.without_job(dict.fromkeys([*left, *kept], "1")) == dict.fromkeys(kept, "1")
 
 
-def test_an_address_that_the_user_names_stays() -> None:
+def test_an_address_that_the_user_sets_is_kept() -> None:
     wish = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert environment.clean(wish) == wish
+    assert environment.without_job(wish) == wish
 
 
-def test_what_the_user_set_stays() -> None:
+def test_values_that_the_user_sets_are_kept() -> None:
     mine = {"OMP_NUM_THREADS": "5", "THP_MEM_ALLOC_ENABLE": "0"}
-    assert environment.of_ranks(mine, threads=2) == mine
-    assert environment.of_ranks({}, threads=0) == NEW
+    assert environment.for_ranks(mine, threads=2) == mine
+    assert environment.for_ranks({}, threads=0) == NEW
 
 
 TRAVELLING = (
@@ -461,31 +462,31 @@ TRAVELLING = (
 )
 
 
-def test_what_ranks_on_other_hosts_are_told() -> None:
+def test_variables_are_forwarded_to_other_hosts() -> None:
     travelling = TRAVELLING.split()
     staying = ["CUDA_VISIBLE_DEVICES", "DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR"]
-    assert environment.travelling(dict.fromkeys([*staying, *travelling], "1")) == travelling
+    assert environment.forwarded(dict.fromkeys([*staying, *travelling], "1")) == travelling
 
 
-def test_what_a_library_is_told_of_gpus() -> None:
-    assert environment.of_gpus(OPEN_MPI, "") == {}
-    assert environment.of_gpus(MPICH, "") == {"MPIR_CVAR_ENABLE_GPU": "1"}
-    assert environment.of_gpus(CRAY, "/opt/cray/lib/libmpi_gnu.so\n") == {}
-    assert environment.of_gpus(CRAY, "/opt/cray/lib/libmpi_gtl_cuda.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+def test_the_variables_for_gpu_buffers() -> None:
+    assert OPEN_MPI.gpu_environ("") == {}
+    assert MPICH.gpu_environ("") == {"MPIR_CVAR_ENABLE_GPU": "1"}
+    assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gnu.so\n") == {}
+    assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gtl_cuda.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "ancestors", "said"),
+    ("environ", "ancestors", "message"),
     [
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["sh", "prted"], "Open MPI's mpirun"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["hydra_pmi_proxy", "mpiexec.hydra"], "PMI_RANK=1 PMI_SIZE=2"),
         ({"SLURM_STEP_ID": "0"}, ["slurmstepd"], "SLURM_STEP_ID=0"),
     ],
 )
-def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said: str) -> None:
+def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], message: str) -> None:
     with pytest.raises(LaunchError, match=r"Use one of the two") as caught:
         environment.refuse_ranks(environ, ancestors)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -497,13 +498,13 @@ def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], said
         ({}, ["bash", "mpirun"]),
     ],
 )
-def test_others_do(environ: dict[str, str], ancestors: list[str]) -> None:
+def test_other_processes_may_start_jobs(environ: dict[str, str], ancestors: list[str]) -> None:
     environment.refuse_ranks(environ, ancestors)
 
 
 # -- the MPI launcher ------------------------------------------------------------------------------------------------
 
-SAID = {
+VERSION_OUTPUTS = {
     "mpiexec (Open MPI) 5.0.11\n": OPEN_MPI,
     "mpirun.openmpi (OpenRTE) 4.1.4\n": Library("Open MPI", "4.1.4"),
     "HYDRA build details:\n    Version:                                 5.0.2\n": MPICH,
@@ -512,14 +513,14 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_a_launcher_says_whose_it_is(said: str) -> None:
+@pytest.mark.parametrize("output", VERSION_OUTPUTS)
+def test_a_launcher_is_identified_by_its_version_output(output: str) -> None:
     for library in (OPEN_MPI, Library("Open MPI", "4.1.4"), MPICH, INTEL):
-        assert mpi_launcher.fits(library, said) == (library == SAID[said])
+        assert library.owns_mpiexec(output) == (library == VERSION_OUTPUTS[output])
 
 
-def test_the_launcher_beside_the_library_comes_before_those_in_path() -> None:
-    places = mpi_launcher.candidates(OPEN_MPI, ["/usr/bin", ""])
+def test_the_launcher_above_the_library_precedes_those_in_path() -> None:
+    places = OPEN_MPI.mpiexec_candidates(["/usr/bin", ""])
     assert places[:2] == ["/venv/lib/bin/mpiexec.openmpi", "/venv/lib/bin/mpiexec"]
     order = [places.index(each) for each in ("/venv/bin/mpiexec", "/bin/mpiexec", "/usr/bin/mpiexec")]
     assert order == sorted(order)
@@ -527,7 +528,7 @@ def test_the_launcher_beside_the_library_comes_before_those_in_path() -> None:
 
 def test_debians_launchers_have_the_names_of_their_mpi() -> None:
     library = Library("MPICH", "4.0.2", "/usr/lib/x86_64-linux-gnu/libmpich.so.12.2.2")
-    places = mpi_launcher.candidates(library, [])
+    places = library.mpiexec_candidates([])
     assert places.index("/usr/bin/mpiexec.mpich") < places.index("/usr/bin/mpiexec")
 
 
@@ -537,14 +538,14 @@ def test_the_launcher_above_the_library(tmp_path: Path) -> None:
     for name in ("mpiexec", "mpiexec.mpich", "mpiexec.openmpi"):
         (tmp_path / "bin" / name).touch(mode=0o755)
     path = str(tmp_path / "lib" / "x86_64-linux-gnu" / "libmpich.so.12")
-    assert mpi_launcher.above(Library("MPICH", "4.0.2", path)) == str(tmp_path / "bin" / "mpiexec.mpich")
-    assert mpi_launcher.above(Library("Open MPI", "4.1.4", path)) == str(tmp_path / "bin" / "mpiexec.openmpi")
-    assert mpi_launcher.above(Library("Open MPI", "4.1.4")) == "mpiexec", "there is no path to start from"
+    assert Library("MPICH", "4.0.2", path).mpiexec_above() == str(tmp_path / "bin" / "mpiexec.mpich")
+    assert Library("Open MPI", "4.1.4", path).mpiexec_above() == str(tmp_path / "bin" / "mpiexec.openmpi")
+    assert Library("Open MPI", "4.1.4").mpiexec_above() == "mpiexec", "there is no path to start from"
 
 
-def test_a_missing_launcher_is_told_with_the_remedy() -> None:
-    said = mpi_launcher.not_found(OPEN_MPI, ["/usr/bin/mpiexec"])
-    assert said.splitlines() == [
+def test_a_missing_launcher_is_an_error_with_a_remedy() -> None:
+    message = OPEN_MPI.mpiexec_not_found(["/usr/bin/mpiexec"])
+    assert message.splitlines() == [
         "mpiexec of Open MPI 5.0.11, which mpi4py loads, was not found.",
         "Searched for mpiexec.openmpi and mpiexec in each bin directory above /venv/lib/libmpi.so.40 and in PATH.",
         "Found launchers of other MPIs: /usr/bin/mpiexec.",

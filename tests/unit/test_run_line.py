@@ -27,9 +27,9 @@ def test_an_option_of_another_launcher_is_refused_with_the_command_that_is_meant
     with pytest.raises(SystemExit) as caught:
         main(["run", *line.split()])
     assert caught.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2].startswith("mpicomm run: error: unknown option -"), said
-    assert said[-1] == f"  mpicomm run {meant}"
+    error = capsys.readouterr().err.splitlines()
+    assert error[-2].startswith("mpicomm run: error: unknown option -"), error
+    assert error[-1] == f"  mpicomm run {meant}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_options_that_follow_the_program_get_a_note(line: str, options: str, mea
     ["-n 2 train.py -n 4", "--tag-output train.py -n 4", "-- train.py -n 4", "train.py -n fast", "train.py -n",
      "train.py --host a --epochs 4", "-m module", "-m", ""],
 )  # fmt: skip
-def test_arguments_of_the_program_get_none(line: str) -> None:
+def test_arguments_of_the_program_get_no_note(line: str) -> None:
     assert run_line.note(line.split()) is None
 
 
@@ -79,6 +79,6 @@ def test_an_unknown_option_is_reported_by_the_command_that_it_was_given_to(
     with pytest.raises(SystemExit) as caught:
         main(line.split())
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"usage: {name} "), said
-    assert said.endswith(f"{name}: error: unrecognized arguments: --frob\n"), said
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {name} "), error
+    assert error.endswith(f"{name}: error: unrecognized arguments: --frob\n"), error

@@ -116,24 +116,24 @@ def test_a_line_that_was_cut_off_before_the_run_went_on_is_left_out(directory: P
 
 
 @pytest.mark.parametrize("broken", ['{"event": "st', "[1, 2]", "7", '{"step": 3}', '{"event": 3}', "\0\0"])
-def test_any_other_broken_line_is_told(directory: Path, broken: str) -> None:
+def test_any_other_broken_line_is_reported(directory: Path, broken: str) -> None:
     run = read(directory, [*WHOLE[:2], broken, *WHOLE[2:]])
     (warning,) = run.warnings
     assert warning.startswith(f"line 3 of {directory / metrics_file.NAME} is not a valid entry and is skipped")
     assert len(run.entries) == len(WHOLE)
 
 
-def test_of_two_broken_lines_before_a_resume_one_is_told(directory: Path) -> None:
+def test_of_two_broken_lines_before_a_resume_one_is_reported(directory: Path) -> None:
     run = read(directory, [*WHOLE[:2], "{", "{", resume(5, 0, 50)])
     assert [warning[:7] for warning in run.warnings] == ["line 3 "]
 
 
-def test_bytes_that_are_no_text_are_a_broken_line(directory: Path) -> None:
+def test_invalid_text_is_a_broken_line(directory: Path) -> None:
     (directory / metrics_file.NAME).write_bytes(text_of(FIRST).encode() + b"\xff\xfe{\n" + text_of(SECOND).encode())
     assert len(runs.read(directory, "digits").warnings) == 1
 
 
-def test_empty_lines_are_nothing(directory: Path) -> None:
+def test_empty_lines_are_ignored(directory: Path) -> None:
     run = read(directory, ["", *WHOLE, "", ""])
     assert (len(run.entries), run.warnings) == (len(WHOLE), ())
 
@@ -143,22 +143,22 @@ def test_a_file_without_entries(directory: Path, cut: str) -> None:
     run = read(directory, [], cut)
     (warning,) = run.warnings
     assert "has no entries" in warning
-    found = figures.of(run)
+    found = figures.compute(run)
     assert (found.state, found.ranks, found.steps, found.samples_per_s) == ("interrupted", None, 0, None)
 
 
 # -- entries that count ----------------------------------------------------------------------------------------------
 
 
-def test_what_came_after_the_checkpoint_of_a_resume_does_not_count(directory: Path) -> None:
+def test_entries_after_the_checkpoint_of_a_resume_do_not_count(directory: Path) -> None:
     run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
     assert seen(run)[4:] == [("eval", 10), ("resume", 12), ("step", 15), ("step", 20), ("epoch", 20)]
 
 
 def test_samples_are_counted_from_where_the_run_went_on(directory: Path) -> None:
     run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
-    assert [each.samples for each in run.of("step")] == [50, 50, 30, 50]
-    assert figures.of(run).samples == 200
+    assert [each.samples for each in run.select("step")] == [50, 50, 30, 50]
+    assert figures.compute(run).samples == 200
 
 
 def test_other_entries_do_not_move_where_samples_are_counted_from(directory: Path) -> None:
@@ -169,7 +169,7 @@ def test_other_entries_do_not_move_where_samples_are_counted_from(directory: Pat
 def test_a_second_start_drops_all_before_it(directory: Path) -> None:
     run = read(directory, [*WHOLE, resume(20, 2), start(ranks=4), *FIRST[1:2]])
     assert seen(run) == [("start", 0), ("step", 5)]
-    found = figures.of(run)
+    found = figures.compute(run)
     assert (found.resumes, found.ranks, found.ranks_before) == (0, 4, ())
 
 
@@ -179,8 +179,8 @@ def test_of_an_epoch_that_ended_twice_the_last_counts(directory: Path) -> None:
     run = read(directory, [*FIRST, first, resume(10, 0, 100), *again])
     assert seen(run)[-3:] == [("resume", 10), ("epoch", 10), ("eval", 10)]
     assert [event for event, _ in seen(run)].count("epoch") == 1
-    assert figures.of(run).last_evaluation == {"eval_loss": 2.0}
-    assert figures.of(run).samples == 99
+    assert figures.compute(run).last_evaluation == {"eval_loss": 2.0}
+    assert figures.compute(run).samples == 99
 
 
 def test_an_epoch_that_was_not_repeated_counts(directory: Path) -> None:
@@ -191,9 +191,9 @@ def test_an_epoch_that_was_not_repeated_counts(directory: Path) -> None:
 
 def test_unknown_events_and_values_change_no_figure(directory: Path) -> None:
     odd = [{"event": "weather", "sky": "blue"}, entry("step", 20, 2, loss="low", samples_per_s=None, memory_mib=True)]
-    expected = figures.of(read(directory, WHOLE))
+    expected = figures.compute(read(directory, WHOLE))
     changed = [*WHOLE[:-1], *odd, WHOLE[-1], {"event": "moon"}]
-    assert figures.of(read(directory, changed)) == expected
+    assert figures.compute(read(directory, changed)) == expected
 
 
 def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
     assert [run.name for run in runs.read_all(paths)] == [str(paths[0]), str(paths[1]), "other"]
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"gone does not exist\.\nPass the checkpoint_dir"):
         runs.read_all([tmp_path / "gone"])
 
@@ -224,7 +224,7 @@ def test_a_file_in_place_of_its_directory(directory: Path) -> None:
 
 
 def test_figures_of_a_run(directory: Path) -> None:
-    found = figures.of(read(directory, WHOLE))
+    found = figures.compute(read(directory, WHOLE))
     assert (found.run, found.state, found.why) == ("digits", "complete", None)
     assert (found.ranks, found.ranks_before, found.resumes) == (2, (), 0)
     assert (found.epochs, found.steps, found.samples) == (2, 20, 200)
@@ -251,18 +251,18 @@ def test_figures_of_a_run(directory: Path) -> None:
     ],
 )
 def test_how_a_run_ended(directory: Path, last: list[Line], state: str, why: str | None) -> None:
-    found = figures.of(read(directory, [*WHOLE[:-1], *last]))
+    found = figures.compute(read(directory, [*WHOLE[:-1], *last]))
     assert (found.state, found.why) == (state, why)
 
 
 def test_resumes_on_other_ranks(directory: Path) -> None:
     lines = [*WHOLE, resume(18, 1, 80), resume(15, 1, 50, ranks=4), resume(10, 1, ranks=3)]
-    found = figures.of(read(directory, lines))
+    found = figures.compute(read(directory, lines))
     assert (found.resumes, found.ranks, found.ranks_before) == (3, 3, (2, 4))
 
 
 def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> None:
-    found = figures.of(read(directory, [*FIRST[:3], a_step(10, 0, 100, loss=None, rate=0.0)]))
+    found = figures.compute(read(directory, [*FIRST[:3], a_step(10, 0, 100, loss=None, rate=0.0)]))
     assert found.training_seconds == pytest.approx(2.0)
     assert found.last_loss == 2.0
 
@@ -279,15 +279,15 @@ def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> 
         ("lossless", "highest"),
     ],
 )
-def test_which_is_better_is_read_off_the_name(directory: Path, metric: str, which: str) -> None:
+def test_which_value_is_better_follows_from_the_name(directory: Path, metric: str, which: str) -> None:
     run = read(directory, [start(), *[evaluated(step, step, **{metric: value}) for step, value in ((1, 1), (2, 2))]])
-    (best,) = figures.of(run).best_evaluation.values()
+    (best,) = figures.compute(run).best_evaluation.values()
     assert (best.value, best.which) == ({"lowest": 1, "highest": 2}[which], which)
 
 
-def test_what_is_not_finite_is_no_best_and_no_json(directory: Path) -> None:
+def test_non_finite_values_are_neither_best_nor_in_json(directory: Path) -> None:
     lines = [start(), *[evaluated(step, step, eval_loss=value) for step, value in ((1, 2.0), (2, float("nan")))]]
-    found = figures.of(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
+    found = figures.compute(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
     assert found.best_evaluation["eval_loss"].value == 2.0
     written = figures.as_json(found)
     assert (written["last_evaluation"], written["last_loss"]) == ({"eval_loss": None}, None)
@@ -301,14 +301,14 @@ def printed(*found: Run) -> dict[str, list[str]]:
     """Return the cells of each row by its title."""
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(tables.table([figures.of(run) for run in found]))
+        console.print(tables.table([figures.compute(run) for run in found]))
     rows = [
         [cell.strip() for cell in row.strip("│┃").replace("┃", "│").split("│")] for row in capture.get().split("\n")
     ]
     return {row[0]: row[1:] for row in rows if len(row) > 1}
 
 
-def test_runs_stand_beside_each_other(directory: Path) -> None:
+def test_runs_are_columns_of_one_table(directory: Path) -> None:
     first = read(directory, WHOLE)
     lines = [start(4), *FIRST[1:], evaluated(10, 1, f1=0.5), entry("preempted", 10, 1, why="SIGTERM on rank 1")]
     second = Run("[bold]", read(directory, lines).entries)
@@ -325,7 +325,7 @@ def test_runs_stand_beside_each_other(directory: Path) -> None:
     assert rows["peak memory"] == ["300 MiB", "200 MiB"]
 
 
-def test_a_run_of_which_nothing_is_known_has_a_column(directory: Path) -> None:
+def test_a_run_without_entries_has_a_column(directory: Path) -> None:
     rows = printed(read(directory, []))
     assert rows["state"] == ["interrupted or running"]
     assert rows["samples/s"] == rows["loss, last"] == rows["ranks"] == rows["peak memory"] == ["-"]
@@ -339,7 +339,7 @@ def test_ranks_that_a_resume_has_changed_are_shown(directory: Path) -> None:
     ("seconds", "text"),
     [(0.0, "0.0 s"), (59.9, "59.9 s"), (61.2, "1:01 min"), (3600, "1:00:00 h"), (9e4, "25:00:00 h")],
 )
-def test_durations_are_written_as_people_do(seconds: float, text: str) -> None:
+def test_durations_have_units(seconds: float, text: str) -> None:
     assert tables.shown_seconds(seconds) == text
 
 
@@ -380,7 +380,7 @@ def test_losses_that_are_not_positive_are_drawn_linearly(directory: Path) -> Non
 
 
 @pytest.mark.parametrize("lines", [[], [start()], FIRST[:2]])
-def test_the_plot_of_hardly_anything(directory: Path, tmp_path: Path, lines: list[Line]) -> None:
+def test_the_plot_of_few_entries(directory: Path, tmp_path: Path, lines: list[Line]) -> None:
     run = read(directory, lines)
     for shown in ([run], [run, run]):
         plots.save(shown, tmp_path / "plot.png")
@@ -401,7 +401,7 @@ def test_a_plot_that_cannot_be_written(directory: Path, tmp_path: Path) -> None:
         plots.save([read(directory, WHOLE)], tmp_path / "gone" / "plot.png")
 
 
-def test_without_matplotlib_its_command_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_has_the_install_command(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = builtins.__import__
 
     def missing(name: str, *rest: Any) -> Any:

@@ -62,7 +62,7 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
         ("GPU_CHUNK_KIB", "4M"),
     ],
 )
-def test_what_means_nothing_is_refused(name: str, text: str) -> None:
+def test_an_invalid_value_is_refused(name: str, text: str) -> None:
     with pytest.raises(LaunchError, match=f"^{PREFIX}{name} must be .*, got {text}\\."):
         Settings.from_environ({PREFIX + name: text})
 
@@ -74,7 +74,7 @@ def test_a_host_timeout_out_of_range_is_refused(text: str) -> None:
         Settings.from_environ({"MPICOMM_HOST_TIMEOUT": text})
 
 
-def test_what_the_variables_mean() -> None:
+def test_the_meaning_of_the_variables() -> None:
     quiet, loud = Settings(), Settings(on_timeout="raise", debug="1", hang_seconds="2.5")
     assert (quiet.raises_timeouts, quiet.compares_calls, quiet.seconds_to_report) == (False, False, 60)
     assert (loud.raises_timeouts, loud.compares_calls, loud.seconds_to_report) == (True, True, 2.5)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from mpicomm.launch.jobscript import pbs, slurm
-from mpicomm.launch.jobscript.spec import JobSpec, Mpi, Scheduler
+from mpicomm.launch.jobscript.spec import OPTIONS, SCHEDULERS, JobSpec
 
-__all__ = ["JobSpec", "Mpi", "Scheduler", "script"]
+__all__ = ["OPTIONS", "SCHEDULERS", "JobSpec", "script"]
 
 
 def script(spec: JobSpec) -> str:
     """Return the text of a job script; equal specs give equal texts."""
-    return slurm.script(spec) if spec.scheduler == "slurm" else pbs.script(spec)
+    return spec.system.script(spec)

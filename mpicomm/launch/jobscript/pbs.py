@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from mpicomm.launch.jobscript import option_values, shell
-from mpicomm.launch.jobscript.spec import JobSpec
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mpicomm.launch.jobscript import scheduler, shell
+from mpicomm.launch.jobscript.options import clock, flag
+from mpicomm.launch.jobscript.scheduler import Scheduler, end, gpu_comment, torchrun_of_one_node
+
+if TYPE_CHECKING:
+    from mpicomm.launch.jobscript.spec import JobSpec
 
 _MAIL = {"NONE": "n", "BEGIN": "b", "END": "e", "FAIL": "a", "ALL": "abe"}
 _UNITS = {"K": "kb", "M": "mb", "G": "gb", "T": "tb"}
 
 
-def script(spec: JobSpec) -> str:
-    """Return the text of the script."""
-    parts = [_top(spec), _environment(spec), *_start(spec)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+def _check(spec: JobSpec) -> None:
+    if spec.array and not re.fullmatch(r"([0-9]+)-(?!\1[:%]|\1$)[0-9]+(:[0-9]+)?(%[0-9]+)?", spec.array):
+        raise ValueError(
+            f"--array {spec.array}: PBS accepts one range of two jobs or more; expected 0-9, 0-30:10 or 0-9%2"
+        )
+    if spec.array and spec.requeue:
+        raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
+    for field in ("output", "error"):
+        name = getattr(spec, field)
+        if spec.requeue and name and not name.endswith("/"):
+            raise ValueError(
+                f"{flag(field)} {name}: a resubmitted job would overwrite this file; "
+                f"use a directory, {name}/, in which PBS creates one file per job"
+            )
 
 
-def _top(spec: JobSpec) -> list[str]:
-    file = shell.quoted(spec.file or "job.pbs")
-    by_hand = [f"qsub -I {' '.join(_resources(spec))}", f'cd "$PBS_O_WORKDIR" && bash {file}']
-    directives = [f"#PBS {each}" for each in (f"-N {spec.title}", *_resources(spec), *_others(spec))]
-    return ["#!/bin/bash", *shell.header(spec.made_by, f"qsub {file}", *by_hand), *directives]
+def _script(spec: JobSpec) -> str:
+    resources = _resources(spec)
+    where = '"$PBS_O_WORKDIR"' if spec.chdir is None else shell.quoted(spec.chdir)
+    return scheduler.script(
+        spec,
+        interactive=f'qsub -I {" ".join(resources)}\ncd "$PBS_O_WORKDIR" &&',
+        options=[f"-N {spec.title}", *resources, *_other_options(spec)],
+        directory=[
+            f"cd {where} || exit  # PBS starts in the home directory",
+            "umask 022  # PBS's default makes all files unreadable for other users",
+        ],
+        threads=str(spec.cpus_per_rank),
+        start=_start(spec),
+    )
 
 
 def _resources(spec: JobSpec) -> list[str]:
@@ -28,9 +55,28 @@ def _resources(spec: JobSpec) -> list[str]:
     return [
         f"-l select={spec.nodes}:{_chunk(spec)}",
         f"-l place=scatter{':exclhost' if spec.exclusive else ''}",
-        f"-l walltime={option_values.clock(spec.seconds)}",
-        *[f"{option} {value}" for option, value in options.items() if value],
+        f"-l walltime={clock(spec.seconds)}",
+        *_written(options),
     ]
+
+
+def _other_options(spec: JobSpec) -> list[str]:
+    mail = "".join(dict.fromkeys("".join(_MAIL[each] for each in spec.mail_types)))
+    options = {"-J": spec.array, "-o": spec.output, "-e": spec.error, "-M": spec.mail_user, "-m": mail}
+    return [*([] if spec.error else ["-j oe"]), *_written(options)]
+
+
+def _start(spec: JobSpec) -> list[list[str]]:
+    if spec.torchrun is None:
+        return [*([_agent(spec)] if spec.no_ssh else []), _mpirun(spec), _end(spec)]
+    if spec.nodes > 1:
+        return [_torchrun_on_hosts(spec, *spec.torchrun)]
+    last = 'exit "$?"  # the status of the ranks becomes that of the job'
+    return [["# torchrun starts the ranks.", torchrun_of_one_node(spec), last]]
+
+
+def _written(options: Mapping[str, str | None]) -> list[str]:
+    return [f"{option} {value}" for option, value in options.items() if value]
 
 
 def _chunk(spec: JobSpec) -> str:
@@ -53,33 +99,9 @@ def _memory(spec: JobSpec) -> str:
     return ""
 
 
-def _others(spec: JobSpec) -> list[str]:
-    mail = "".join(dict.fromkeys("".join(_MAIL[each] for each in spec.mail_types if each)))
-    options = {"-J": spec.array, "-o": spec.output, "-e": spec.error, "-M": spec.mail_user, "-m": mail}
-    joined = [] if spec.error else ["-j oe"]
-    return joined + [f"{option} {value}" for option, value in options.items() if value]
-
-
-def _environment(spec: JobSpec) -> list[str]:
-    where = '"$PBS_O_WORKDIR"' if spec.chdir is None else shell.quoted(spec.chdir)
-    lines = [
-        f"cd {where} || exit  # PBS starts in the home directory",
-        "umask 022  # PBS's default makes all files unreadable for other users",
-        *shell.prepared(spec.module, spec.venv),
-        f"export OMP_NUM_THREADS={spec.cpus_per_rank}  # otherwise each rank starts one thread per core",
-    ]
-    return lines + shell.exports(spec.variables)
-
-
-def _start(spec: JobSpec) -> list[list[str]]:
-    if spec.torchrun is None:
-        return [*([_agent(spec)] if spec.no_ssh else []), _of_ranks(spec), _end(spec)]
-    return [_of_one_torchrun(spec, spec.torchrun)] if spec.nodes == 1 else [_of_torchruns(spec, spec.torchrun)]
-
-
 def _agent(spec: JobSpec) -> list[str]:
     """Return the lines that replace ssh; pbs_tmrsh takes other arguments than mpirun passes."""
-    use = "PRTE_MCA_plm_ssh_agent=$agent" if spec.flavour == "openmpi" else "HYDRA_LAUNCHER_EXEC=$agent"
+    variables = {name: value.format(agent="$agent") for name, value in spec.implementation.agent_variables.items()}
     return [
         "# There is no ssh between the hosts: mpirun starts its daemons through PBS.",
         'agent=$(mktemp "$PWD/.pbs-agent-XXXXXX") || exit  # in a directory that all hosts share',
@@ -92,29 +114,23 @@ def _agent(spec: JobSpec) -> list[str]:
         'exec pbs_tmrsh "$host" /bin/sh -c "$*"',
         "END",
         'chmod 755 "$agent"',
-        *["export HYDRA_LAUNCHER=ssh"] * (spec.flavour == "mpich"),
-        f"export {use}",
+        *[f"export {name}={value}" for name, value in variables.items()],
     ]
 
 
-def _of_ranks(spec: JobSpec) -> list[str]:
-    launcher = ["mpirun", '-n "$ranks"', '--hostfile "$PBS_NODEFILE"']
-    lines, variables = [], []
-    if spec.flavour == "openmpi":
-        lines = [
-            "# Open MPI counts a host that is named once as one slot per core. It binds ranks to the first cores,",
-            "# which another job may use, and forwards only the variables that -x names to other hosts.",
-        ]
-        launcher += [f"--map-by ppr:{spec.ranks_per_node}:node", "--bind-to none"]
-        variables = [f"-x {name}" for name in _forwarded(spec)]
+def _mpirun(spec: JobSpec) -> list[str]:
+    mpi = spec.implementation
+    mapping = mpi.job_options.format(per_node=spec.ranks_per_node)
+    launcher = ["mpirun", '-n "$ranks"', '--hostfile "$PBS_NODEFILE"', *([mapping] if mapping else [])]
+    variables = [mpi.forwarded.format(name=name) for name in _forwarded(spec) if mpi.forwarded]
     return [
         'ranks=$(wc -l <"$PBS_NODEFILE")  # one line per rank: select x mpiprocs',
         "",
         "# On qdel and at the end of the walltime PBS sends SIGTERM to all processes. Without the trap this shell",
         "# would exit at once and lose the exit status of the ranks.",
         *(["terminated=", "trap terminated=yes TERM"] if spec.requeue else ["trap : TERM"]),
-        *lines,
-        *shell.about_gpus(spec.ranks_per_node, spec.gpus_per_node),
+        *[f"# {line}" for line in mpi.job_comment],
+        *gpu_comment(spec),
         shell.broken(launcher, variables, [shell.joined(spec.command)]),
         "status=$?",
     ]
@@ -126,16 +142,9 @@ def _forwarded(spec: JobSpec) -> list[str]:
     return list(dict.fromkeys([*names, *[name for name, _ in spec.variables]]))
 
 
-def _of_one_torchrun(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
-    program = spec.command[: len(spec.command) - len(words)]
-    command = shell.joined([*program, "--standalone", f"--nproc-per-node={spec.ranks_per_node}", *words])
-    return ["# torchrun starts the ranks.", command, 'exit "$?"  # the status of the ranks becomes that of the job']
-
-
-def _of_torchruns(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
+def _torchrun_on_hosts(spec: JobSpec, program: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
     # PBS's commands start programs on other hosts in the home directory, with almost no variables.
     environment = [f'{name}="${name}"' for name in _forwarded(spec)]
-    program = spec.command[: len(spec.command) - len(words)]
     number = "${PBS_JOBID%%[!0-9]*}" + (" + PBS_ARRAY_INDEX" if spec.array else "")
     return [
         "# PBS starts one torchrun on each host, which starts the ranks there. The rendezvous is on the first host.",
@@ -147,7 +156,7 @@ def _of_torchruns(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
             environment,
             [shell.joined(program), f"--nproc-per-node={spec.ranks_per_node}", '--nnodes="${#hosts[@]}"'],
             ['--node-rank="$node_rank"', '--master-addr="${hosts[0]}"', '--master-port="$port"'],
-            [shell.joined(words), "&"],
+            [shell.joined(arguments), "&"],
             indent="    ",
         ),
         "done",
@@ -158,20 +167,16 @@ def _of_torchruns(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
 
 
 def _end(spec: JobSpec) -> list[str]:
-    last = 'exit "$status"  # the status of the ranks becomes that of the job'
-    return [*_resubmission(spec), last] if spec.requeue else [last]
-
-
-def _resubmission(spec: JobSpec) -> list[str]:
-    return [
-        "# Status 85: the ranks exited before the time limit, with a checkpoint. Only operators may requeue in PBS, so",
-        "# submit the script again, without the options of the first qsub command line; but not after qdel.",
+    return end(
+        spec,
+        "Only operators may requeue in PBS, so\n"
+        "# submit the script again, without the options of the first qsub command line; but not after qdel.\n"
         "restarts=${JOB_RESTARTS:-0}",
-        'if [ "$status" -eq 85 ] && [ -z "$terminated" ]; then',
-        f'    if [ "$restarts" -lt {spec.max_restarts} ]; then',
-        '        (cd "$PBS_O_WORKDIR" && qsub -v JOB_RESTARTS=$((restarts + 1)) "$0")',
-        "    else",
-        f'        echo "not submitted again: limit of {spec.max_restarts} restarts reached; submit it to continue" >&2',
-        "    fi",
-        "fi",
-    ]
+        restarts="$restarts",
+        requeue='(cd "$PBS_O_WORKDIR" && qsub -v JOB_RESTARTS=$((restarts + 1)) "$0")',
+        refusal="not submitted again",
+        condition=' && [ -z "$terminated" ]',
+    )
+
+
+PBS = Scheduler(title="PBS", commands=("qsub",), file="job.pbs", directive="#PBS", check=_check, script=_script)

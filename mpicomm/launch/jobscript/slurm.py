@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from mpicomm.launch.jobscript import option_values, shell
-from mpicomm.launch.jobscript.spec import JobSpec
+from mpicomm.launch.jobscript import scheduler, shell
+from mpicomm.launch.jobscript.options import days_and_clock, flag
+from mpicomm.launch.jobscript.scheduler import MAIL_TYPES, Scheduler, end, gpu_comment, torchrun_of_one_node
 
-_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}  # values of srun --mpi: a wrong one starts N worlds of size 1
+if TYPE_CHECKING:
+    from mpicomm.launch.jobscript.spec import JobSpec
+
 _CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
 
 
-def script(spec: JobSpec) -> str:
-    """Return the text of the script."""
-    parts = [_top(spec), _environment(spec), _start(spec), _end(spec)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+def _check(spec: JobSpec) -> None:
+    for field in ("output", "error"):
+        name = getattr(spec, field)
+        if spec.array and name and not re.search(r"%[0-9]*[ajJ]", name):
+            raise ValueError(
+                f"{flag(field)} {name}: all jobs of the array would write to this file; add %A_%a to the name"
+            )
 
 
-def _top(spec: JobSpec) -> list[str]:
-    file = shell.quoted(spec.file or "job.sbatch")
-    by_hand = f"salloc {shell.joined(_resources(spec))} bash {file}"
-    directives = [f"#SBATCH {each}" for each in (f"--job-name={spec.title}", *_resources(spec), *_others(spec))]
-    return ["#!/bin/bash", *shell.header(spec.made_by, f"sbatch {file}", by_hand), *directives]
+def _script(spec: JobSpec) -> str:
+    resources = _resources(spec)
+    return scheduler.script(
+        spec,
+        interactive=f"salloc {shell.joined(resources)}",
+        options=[f"--job-name={spec.title}", *resources, *_other_options(spec)],
+        directory=[f"cd {shell.quoted(spec.chdir)} || exit"] if spec.chdir else [],
+        threads="$SLURM_CPUS_PER_TASK" if spec.torchrun is None else str(spec.cpus_per_rank),
+        start=_start(spec),
+    )
 
 
 def _resources(spec: JobSpec) -> list[str]:
@@ -35,7 +48,7 @@ def _resources(spec: JobSpec) -> list[str]:
         "mem": spec.mem,
         "mem-per-cpu": spec.mem_per_cpu,
         "mem-per-gpu": spec.mem_per_gpu,
-        "time": option_values.days_and_clock(spec.seconds),
+        "time": days_and_clock(spec.seconds),
         "partition": spec.partition,
         "account": spec.account,
         "qos": spec.qos,
@@ -44,7 +57,7 @@ def _resources(spec: JobSpec) -> list[str]:
     return _written(options) + ["--exclusive"] * spec.exclusive
 
 
-def _others(spec: JobSpec) -> list[str]:
+def _other_options(spec: JobSpec) -> list[str]:
     options = {
         "array": spec.array,
         "output": spec.output or ("%x-%A_%a.out" if spec.array else "%x-%j.out"),
@@ -57,46 +70,45 @@ def _others(spec: JobSpec) -> list[str]:
     return _written(options) + ["--requeue", "--open-mode=append"] * spec.requeue
 
 
+def _start(spec: JobSpec) -> list[list[str]]:
+    lines = _srun(spec) if spec.torchrun is None else _srun_torchrun(spec, *spec.torchrun)
+    # The ID of the last job of an array is that of the array itself: scontrol would requeue the whole array.
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.array else '"$SLURM_JOB_ID"'
+    last = end(
+        spec,
+        "Slurm does not requeue for it.",
+        restarts="${SLURM_RESTART_COUNT:-0}",
+        requeue=f"scontrol requeue {job}",
+        refusal="not requeued",
+    )
+    return [[*lines, "status=$?"], last]
+
+
 def _written(options: Mapping[str, str | int | None]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
-def _environment(spec: JobSpec) -> list[str]:
-    lines = [f"cd {shell.quoted(spec.chdir)} || exit"] if spec.chdir else []
-    lines += shell.prepared(spec.module, spec.venv)
-    threads = "$SLURM_CPUS_PER_TASK" if spec.torchrun is None else str(spec.cpus_per_rank)
-    lines.append(f"export OMP_NUM_THREADS={threads}  # otherwise each rank starts one thread per core")
-    return lines + shell.exports(spec.variables)
-
-
-def _start(spec: JobSpec) -> list[str]:
-    lines = _of_torchrun(spec, spec.torchrun) if spec.torchrun is not None else _of_ranks(spec)
-    return [*lines, "status=$?"]
-
-
-def _of_ranks(spec: JobSpec) -> list[str]:
+def _srun(spec: JobSpec) -> list[str]:
     lines = ["# srun starts the ranks. Since Slurm 22.05 it does not inherit --cpus-per-task from the job."]
     if spec.gpus_per_node:
         lines.append("# Each rank sees all GPUs of its node and uses one; NCCL needs access to the others.")
-    lines += shell.about_gpus(spec.ranks_per_node, spec.gpus_per_node)
+    lines += gpu_comment(spec)
     if spec.requeue:
         lines += [
             "# srun must not kill the other ranks if one exits with status 85: it would report their status instead.",
             "# If a rank dies, mpicomm aborts the job.",
         ]
     kill = f"--kill-on-bad-exit={0 if spec.requeue else 1}"
-    launcher = ["srun", f"--mpi={_TYPES[spec.flavour]}", kill, _CPUS]
+    # Without the right --mpi the ranks are N worlds of size 1.
+    launcher = ["srun", f"--mpi={spec.implementation.srun_types[-1]}", kill, _CPUS]
     return [*lines, shell.broken(launcher, [shell.joined(spec.command)])]
 
 
-def _of_torchrun(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
+def _srun_torchrun(spec: JobSpec, program: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
     launcher = ["srun", "--mpi=none", "--kill-on-bad-exit=1", _CPUS]
-    program = [*spec.command[: len(spec.command) - len(words)], f"--nproc-per-node={spec.ranks_per_node}"]
     if spec.nodes == 1:
-        return [
-            "# torchrun starts the ranks.",
-            shell.broken(launcher, [shell.joined([*program, "--standalone", *words])]),
-        ]
+        return ["# torchrun starts the ranks.", shell.broken(launcher, [torchrun_of_one_node(spec)])]
+    program = (*program, f"--nproc-per-node={spec.ranks_per_node}")
     return [
         "# srun starts one torchrun on each node, which starts the ranks there. The rendezvous is on the first node.",
         "# PET_NODE_RANK sets --node-rank of torchrun, which differs between the tasks.",
@@ -111,26 +123,20 @@ def _of_torchrun(spec: JobSpec, words: tuple[str, ...]) -> list[str]:
                 '--master-addr="$first"',
                 '--master-port="$port"',
             ],
-            [shell.joined(words)],
+            [shell.joined(arguments)],
         ),
     ]
 
 
-def _end(spec: JobSpec) -> list[str]:
-    last = 'exit "$status"  # the status of the ranks becomes that of the job'
-    return [*_requeue(spec), last] if spec.requeue else [last]
-
-
-def _requeue(spec: JobSpec) -> list[str]:
-    # The ID of the last job of an array is that of the array itself: scontrol would requeue the whole array.
-    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.array else '"$SLURM_JOB_ID"'
-    return [
-        "# Status 85: the ranks exited before the time limit, with a checkpoint. Slurm does not requeue for it.",
-        'if [ "$status" -eq 85 ]; then',
-        f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.max_restarts} ]; then',
-        f"        scontrol requeue {job}",
-        "    else",
-        f'        echo "not requeued: limit of {spec.max_restarts} restarts reached; submit it to continue" >&2',
-        "    fi",
-        "fi",
-    ]
+SLURM = Scheduler(
+    title="Slurm",
+    commands=("sbatch", "salloc"),
+    file="job.sbatch",
+    directive="#SBATCH",
+    check=_check,
+    script=_script,
+    mail_types=(*MAIL_TYPES, "REQUEUE", "ARRAY_TASKS", "TIME_LIMIT", "TIME_LIMIT_80"),
+    has_days=True,
+    requeue_signal="USR1@180",
+    special_values=[("mem", "0")],  # all memory of the node
+)

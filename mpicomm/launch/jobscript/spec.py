@@ -4,81 +4,82 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import PurePath
-from typing import Literal
 
-from mpicomm.launch.jobscript import option_values
+from mpicomm.launch import known_launchers
+from mpicomm.launch.jobscript import options
+from mpicomm.launch.jobscript.options import Option, flag, option
+from mpicomm.launch.jobscript.pbs import PBS
+from mpicomm.launch.jobscript.scheduler import Scheduler
+from mpicomm.launch.jobscript.slurm import SLURM
+from mpicomm.launch.mpi_library import MPICH, OPEN_MPI, Implementation
 
-Scheduler = Literal["slurm", "pbs"]
-Mpi = Literal["openmpi", "mpich"]
-
-SCHEDULERS: tuple[Scheduler, ...] = ("slurm", "pbs")
-MPIS: tuple[Mpi, ...] = ("openmpi", "mpich")
-MAIL_TYPES: dict[str, tuple[str, ...]] = {
-    "slurm": ("NONE", "BEGIN", "END", "FAIL", "ALL", "REQUEUE", "ARRAY_TASKS", "TIME_LIMIT", "TIME_LIMIT_80"),
-    "pbs": ("NONE", "BEGIN", "END", "FAIL", "ALL"),
-}
-
-# What replaces the option in the other scheduler.
-_FOR_SLURM = {
-    "qos": "in PBS use --queue",
-    "constraint": "in PBS use --queue",
-    "signal": "PBS sends no signal before the time limit; mpicomm.Trainer asks PBS for the remaining time",
-}
-_FOR_PBS = {"project": "in Slurm use --account", "no_ssh": "srun needs no ssh"}
-
-_STARTERS = ("srun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun", "sbatch", "salloc", "qsub", "aprun", "jsrun")
+SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM, "pbs": PBS}
+_MPIS = {"openmpi": OPEN_MPI, "mpich": MPICH}
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
-_WARNING = "USR1@180"
+_NO_QUEUE = ("slurm", "in PBS use --queue")
+_NO_SIGNAL = ("slurm", "PBS sends no signal before the time limit; mpicomm.Trainer asks PBS for the remaining time")
+_SSH = ("pbs", "srun needs no ssh")
 _EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """A job: nodes, ranks, resources and the program. The fields are named like the options of `mpicomm job`.
+    """A job: nodes, ranks, resources and the program. Every field with an `Option` is an option of `mpicomm job`.
 
     Raises:
         ValueError: If a value is invalid, or if two values contradict each other.
     """
 
-    scheduler: Scheduler
+    scheduler: str
     command: tuple[str, ...]
-    nodes: int = 1
-    ranks_per_node: int = 1
-    gpus_per_node: int = 0
-    cpus_per_rank: int = 1
-    mem: str | None = None
-    """Memory of each node, as all schedulers count it; `mem_per_cpu` and `mem_per_gpu` are alternatives."""
-    mem_per_cpu: str | None = None
-    mem_per_gpu: str | None = None
-    exclusive: bool = False
-    time: str = "1:00:00"
 
-    name: str | None = None
-    partition: str | None = None
-    """Slurm partition or PBS queue."""
-    account: str | None = None
-    project: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    array: str | None = None
-    mail_user: str | None = None
-    mail_type: str | None = None
-    output: str | None = None
-    error: str | None = None
-    chdir: str | None = None
+    # 1. resources
+    nodes: int = option("number of nodes (default: %(default)s)", "N", default=1, least=1)
+    ranks_per_node: int = option("ranks (default: one per GPU of the node, or 1)", "N", default=1, least=1)
+    gpus_per_node: int = option("GPUs (default: %(default)s)", "N", default=0, least=0)
+    cpus_per_rank: int = option("cores and threads (default: %(default)s)", "N", default=1, least=1)
+    mem: str | None = option("memory per node", "4G", options.MEMORY)
+    mem_per_cpu: str | None = option("memory per core", "4G", options.MEMORY)
+    mem_per_gpu: str | None = option("memory of the node per GPU", "4G", options.MEMORY)
+    exclusive: bool = option("do not share the nodes with other jobs", default=False)
+    time: str = option(
+        "time limit, also in minutes; Slurm also 1-00:00:00 (default: %(default)s)", "1:00:00", default="1:00:00"
+    )
+    array: str | None = option("indices of a job array", "0-9")
 
-    module: tuple[str, ...] = ()
-    venv: str | None = None
-    env: tuple[str, ...] = ()
-    mpi: Mpi | None = None
-    no_ssh: bool = False
+    # 2. name, queue and account
+    name: str | None = option("name of the job (default: that of the program)", form=options.NAME)
+    partition: str | None = option("Slurm partition or PBS queue", "P", options.WORD, alias="--queue")
+    account: str | None = option("account to charge", "A", options.WORD)
+    project: str | None = option(
+        "PBS: project to charge, where qsub needs -P", "P", options.WORD, only=("pbs", "in Slurm use --account")
+    )
+    qos: str | None = option("Slurm: quality of service", "Q", options.WORD, only=_NO_QUEUE)
+    constraint: str | None = option("Slurm: required features of the nodes", "C", options.FEATURES, only=_NO_QUEUE)
 
-    signal: str | None = None
-    requeue: bool = False
-    max_restarts: int = 10
+    # 3. output
+    output: str | None = option("output file, relative to the submission directory", "FILE", options.FILE)
+    error: str | None = option("error file (default: the output file)", "FILE", options.FILE)
+    mail_user: str | None = option("recipient of mails", "ADDRESS", options.ADDRESS)
+    mail_type: str | None = option("events: none,begin,end,fail,all, and Slurm's others (default: end,fail)", "KINDS")
+
+    # 4. environment of the ranks
+    chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.DIRECTORY)
+    module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
+    venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
+    env: tuple[str, ...] = option("variable to export; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
+    mpi: str | None = option("the MPI that mpi4py loads (default: openmpi)", choices=tuple(_MPIS))
+    no_ssh: bool = option("PBS: mpirun uses PBS instead of ssh to reach other hosts", default=False, only=_SSH)
+
+    # 5. exit before the time limit
+    signal: str | None = option(
+        "Slurm: signal to the ranks, and seconds before the limit", "USR1@180", options.SIGNAL, only=_NO_SIGNAL
+    )
+    requeue: bool = option("continue in a new run if the ranks exit with status 85", default=False)
+    max_restarts: int = option("limit of --requeue (default: %(default)s)", "N", default=10, least=1)
 
     file: str | None = None
     """File name of the script, for its header."""
@@ -86,31 +87,39 @@ class JobSpec:
     """The command that generates the script, for its header."""
 
     def __post_init__(self) -> None:
-        for check in (_check_numbers, _check_texts, _check_choices, _check_command, _check_together, _check_scheduler):
+        _check_choice("scheduler", self.scheduler, SCHEDULERS)
+        for field, each in OPTIONS.items():
+            _check_option(self, field, each)
+        for check in (_check_resources, _check_time, _check_mail, _check_command, self.system.check):
             check(self)
+
+    @property
+    def system(self) -> Scheduler:
+        """The description of the scheduler."""
+        return SCHEDULERS[self.scheduler]
+
+    @property
+    def implementation(self) -> Implementation:
+        """The MPI that mpi4py loads."""
+        return _MPIS[self.mpi or "openmpi"]
 
     @property
     def seconds(self) -> int:
         """Time limit in seconds."""
-        return option_values.seconds_of(self.time, has_days=self.scheduler == "slurm")
+        return options.seconds_of(self.time, has_days=self.system.has_days)
 
     @property
     def title(self) -> str:
         """Job name; the name of the program by default."""
-        return self.name or _name_of(self.command if self.torchrun is None else ("torchrun", *self.torchrun))
+        return self.name or _name_of(self.command if self.torchrun is None else ("torchrun", *self.torchrun[1]))
 
     @property
-    def flavour(self) -> Mpi:
-        """The MPI that mpi4py loads."""
-        return self.mpi or "openmpi"
-
-    @property
-    def torchrun(self) -> tuple[str, ...] | None:
-        """Arguments of torchrun if the program is torchrun, else None."""
+    def torchrun(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """The words that start torchrun, and its arguments, if the program is torchrun; else None."""
         if PurePath(self.command[0]).name == "torchrun":
-            return self.command[1:]
+            return self.command[:1], self.command[1:]
         if self.command[1:2] == ("-m",) and self.command[2:3] and self.command[2] in _TORCHRUN_MODULES:
-            return self.command[3:]
+            return self.command[:3], self.command[3:]
         return None
 
     @property
@@ -131,42 +140,61 @@ class JobSpec:
     @property
     def warning(self) -> str | None:
         """The signal before the time limit, as SIGNAL@SECONDS."""
-        return self.signal or (_WARNING if self.requeue and self.scheduler == "slurm" else None)
+        return self.signal or (self.system.requeue_signal if self.requeue else None)
 
     @property
     def mail_types(self) -> list[str]:
         """Events that send a mail."""
-        return (self.mail_type or ("END,FAIL" if self.mail_user else "")).upper().split(",")
+        text = self.mail_type or ("END,FAIL" if self.mail_user else "")
+        return [each for each in text.upper().split(",") if each]
 
 
-def flag(field: str) -> str:
-    """Return the command-line option of a field."""
-    return "--" + field.replace("_", "-")
+OPTIONS: dict[str, Option] = {
+    field.name: field.metadata["option"] for field in dataclasses.fields(JobSpec) if field.metadata
+}
+"""The options of `mpicomm job` by field."""
 
 
-def _check_numbers(spec: JobSpec) -> None:
-    for field, least in (("nodes", 1), ("ranks_per_node", 1), ("cpus_per_rank", 1), ("max_restarts", 1)):
-        if getattr(spec, field) < least:
-            raise ValueError(f"{flag(field)} {getattr(spec, field)}: expected {least} or more")
+def _check_option(spec: JobSpec, field: str, each: Option) -> None:
+    value = getattr(spec, field)
+    if value and each.only and spec.scheduler != each.only[0]:
+        raise ValueError(f"{flag(field)} is valid only for {SCHEDULERS[each.only[0]].title}: {each.only[1]}")
+    if each.least is not None and value < each.least:
+        raise ValueError(f"{flag(field)} {value}: expected {each.least} or more")
+    if each.choices and value is not None:
+        _check_choice(flag(field), value, each.choices)
+    for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+        if each.form and (field, text) not in spec.system.special_values:
+            each.form.check(flag(field), text)
+
+
+def _check_choice(option: str, value: str, valid: Collection[str]) -> None:
+    if value not in valid:
+        raise ValueError(f"{option} {value!r}: expected one of {', '.join(valid)}")
+
+
+def _check_resources(spec: JobSpec) -> None:
     ranks, gpus = spec.ranks_per_node, spec.gpus_per_node
-    if gpus < 0:
-        raise ValueError(f"--gpus-per-node {gpus}: expected 0 or more")
     if gpus and gpus % ranks and ranks % gpus:
         raise ValueError(
             f"--gpus-per-node {gpus} cannot be shared evenly by --ranks-per-node {ranks}; "
             f"for one GPU per rank use --ranks-per-node {gpus} or --gpus-per-node {ranks}"
         )
+    memory = [flag(field) for field in ("mem", "mem_per_cpu", "mem_per_gpu") if getattr(spec, field) is not None]
+    if len(memory) > 1:
+        raise ValueError(
+            f"{' and '.join(memory)} contradict each other: give one of --mem, --mem-per-cpu, --mem-per-gpu"
+        )
+    if spec.mem_per_gpu and not gpus:
+        raise ValueError("--mem-per-gpu needs --gpus-per-node; without GPUs use --mem or --mem-per-cpu")
 
 
-def _check_texts(spec: JobSpec) -> None:
-    for field, form in option_values.FORMS.items():
-        for text in _texts(getattr(spec, field)):
-            if not (field == "mem" and text == "0" and spec.scheduler == "slurm"):  # all memory of the node
-                form.check(flag(field), text)
+def _check_time(spec: JobSpec) -> None:
     if spec.array is not None:
-        option_values.check_array(spec.array)
-    if spec.seconds and spec.warning and int(spec.warning.partition("@")[2]) + _EARLY >= spec.seconds:
-        later = (spec.seconds - _EARLY) // 2
+        options.check_array(spec.array)
+    seconds = spec.seconds
+    if spec.warning and int(spec.warning.partition("@")[2]) + _EARLY >= seconds:
+        later = (seconds - _EARLY) // 2
         or_later = f", or a later signal, --signal USR1@{later}" if later > 0 else ""
         raise ValueError(
             f"--time {spec.time} is too short for {spec.warning}, which Slurm may send 60 s early: the ranks would "
@@ -174,26 +202,18 @@ def _check_texts(spec: JobSpec) -> None:
         )
 
 
-def _texts(value: str | tuple[str, ...] | None) -> Iterator[str]:
-    yield from (value,) if isinstance(value, str) else value or ()
-
-
-def _check_choices(spec: JobSpec) -> None:
-    for option, got, valid in (
-        ("scheduler", [spec.scheduler], SCHEDULERS),
-        ("--mpi", [spec.flavour], MPIS),
-        ("--mail-type", [each for each in spec.mail_types if each], MAIL_TYPES.get(spec.scheduler, ())),
-    ):
-        for each in got:
-            if each not in valid:
-                raise ValueError(f"{option} {each!r}: expected one of {', '.join(valid)}")
+def _check_mail(spec: JobSpec) -> None:
+    for each in spec.mail_types:
+        _check_choice("--mail-type", each, spec.system.mail_types)
 
 
 def _check_command(spec: JobSpec) -> None:
     if not spec.command or not spec.command[0]:
         raise ValueError("missing program; append it after two dashes: -- python train.py")
     first = PurePath(spec.command[0]).name
-    if first in _STARTERS or spec.command[:2] == ("mpicomm", "run"):
+    starters = [name for each in known_launchers.ALL if each is not known_launchers.TORCHRUN for name in each.commands]
+    starters += [name for each in SCHEDULERS.values() for name in each.commands]
+    if first in starters or spec.command[:2] == ("mpicomm", "run"):
         raise ValueError(f"the script starts the ranks itself: remove {first} and its options from the command")
     if re.match(r"\w+=", spec.command[0]):
         raise ValueError(f"expected a program, got {spec.command[0]}; set a variable with --env {spec.command[0]}")
@@ -202,7 +222,7 @@ def _check_command(spec: JobSpec) -> None:
     if any("\0" in word for word in spec.command):
         raise ValueError("an argument of the program cannot contain a null character; remove it")
     if spec.torchrun is not None:
-        _check_torchrun(spec, spec.torchrun)
+        _check_torchrun(spec, spec.torchrun[1])
 
 
 def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
@@ -218,48 +238,6 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             raise ValueError(
                 f"{flag(field)} does not work with torchrun, which runs without MPI and turns status 85 into 1; "
                 f"use -- python train.py"
-            )
-
-
-def _check_together(spec: JobSpec) -> None:
-    given = [flag(field) for field in ("mem", "mem_per_cpu", "mem_per_gpu") if getattr(spec, field) is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} contradict each other: give one of --mem, --mem-per-cpu, --mem-per-gpu"
-        )
-    if spec.mem_per_gpu and not spec.gpus_per_node:
-        raise ValueError("--mem-per-gpu needs --gpus-per-node; without GPUs use --mem or --mem-per-cpu")
-    if spec.array and spec.scheduler == "slurm":
-        for field in ("output", "error"):
-            name = getattr(spec, field)
-            if name and not re.search(r"%[0-9]*[ajJ]", name):
-                raise ValueError(
-                    f"{flag(field)} {name}: all jobs of the array would write to this file; add %A_%a to the name"
-                )
-
-
-def _check_scheduler(spec: JobSpec) -> None:
-    owner, reasons = ("Slurm", _FOR_SLURM) if spec.scheduler == "pbs" else ("PBS", _FOR_PBS)
-    for field, reason in reasons.items():
-        if getattr(spec, field):
-            raise ValueError(f"{flag(field)} is valid only for {owner}: {reason}")
-    if spec.scheduler == "pbs":
-        _check_pbs(spec)
-
-
-def _check_pbs(spec: JobSpec) -> None:
-    if spec.array and not re.fullmatch(r"([0-9]+)-(?!\1[:%]|\1$)[0-9]+(:[0-9]+)?(%[0-9]+)?", spec.array):
-        raise ValueError(
-            f"--array {spec.array}: PBS accepts one range of two jobs or more; expected 0-9, 0-30:10 or 0-9%2"
-        )
-    if spec.array and spec.requeue:
-        raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
-    for field in ("output", "error"):
-        name = getattr(spec, field)
-        if spec.requeue and name and not name.endswith("/"):
-            raise ValueError(
-                f"{flag(field)} {name}: a resubmitted job would overwrite this file; "
-                f"use a directory, {name}/, in which PBS creates one file per job"
             )
 
 

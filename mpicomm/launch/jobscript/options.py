@@ -1,9 +1,10 @@
-"""Values of job options: their valid forms, since a directive neither quotes nor expands text, and their conversion."""
+"""Options of a job: their help and valid forms, since a directive neither quotes nor expands text, and conversions."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,36 +14,52 @@ class Form:
     pattern: str
     expected: str
 
-    def check(self, option: str, text: str) -> None:
+    def check(self, flag: str, text: str) -> None:
         """Raise ValueError if the text has another form."""
         if not re.fullmatch(self.pattern, text, re.ASCII | re.DOTALL):
-            raise ValueError(f"{option} {text!r}: expected {self.expected}")
+            raise ValueError(f"{flag} {text!r}: expected {self.expected}")
 
 
-_WORD = Form(r"\w[\w.+-]*", "only letters, digits and _ . + -")
-_PATH = Form(
+WORD = Form(r"\w[\w.+-]*", "only letters, digits and _ . + -")
+NAME = Form(r"\w[\w.+-]{0,63}", "at most 64 letters, digits and _ . + -")
+FEATURES = Form(r"[\w\[(][\w&|*,.\[\]()-]*", "features, combined with & | and brackets")
+FILE = Form(
     r"[\w./%^][\w./%^+=-]*",
     "only letters, digits and _ . / % + = -: directives neither quote nor expand text, not even $HOME and ~",
 )
-FORMS = {
-    "name": Form(r"\w[\w.+-]{0,63}", "at most 64 letters, digits and _ . + -"),
-    "partition": _WORD,
-    "account": _WORD,
-    "project": _WORD,
-    "qos": _WORD,
-    "constraint": Form(r"[\w\[(][\w&|*,.\[\]()-]*", "features, combined with & | and brackets"),
-    "output": _PATH,
-    "error": _PATH,
-    "chdir": Form(r"[^~$\0].*", "a path without $HOME and ~, which are not expanded"),
-    "venv": Form(r"[^~$\0].*", "a path without $HOME and ~, which are not expanded"),
-    "module": Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5"),
-    "env": Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE"),
-    "mail_user": Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address"),
-    "mem": Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G"),
-    "mem_per_cpu": Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G"),
-    "mem_per_gpu": Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G"),
-    "signal": Form(r"(USR1|USR2|TERM)@[1-9][0-9]{0,4}", "USR1, USR2 or TERM, @ and seconds: USR1@180"),
-}
+DIRECTORY = Form(r"[^~$\0].*", "a path without $HOME and ~, which are not expanded")
+MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
+VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")
+ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
+MEMORY = Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G")
+SIGNAL = Form(r"(USR1|USR2|TERM)@[1-9][0-9]{0,4}", "USR1, USR2 or TERM, @ and seconds: USR1@180")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of `mpicomm job`."""
+
+    help: str
+    metavar: str | None = None
+    form: Form | None = None
+    least: int | None = None
+    choices: tuple[str, ...] | None = None
+    alias: str | None = None
+    only: tuple[str, str] | None = None
+    """The only scheduler that has it, and the alternative in the others."""
+
+
+def option(
+    help_text: str, metavar: str | None = None, form: Form | None = None, *, default: Any = None, **others: Any
+) -> Any:
+    """Return a field of a dataclass that is an option."""
+    return dataclasses.field(default=default, metadata={"option": Option(help_text, metavar, form, **others)})
+
+
+def flag(field: str) -> str:
+    """Return the command-line option of a field."""
+    return "--" + field.replace("_", "-")
+
 
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-5]?[0-9]))?(?::([0-5]?[0-9]))?")
 _ARRAY = re.compile(r"(?P<ranges>[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?(,[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?)*)(%[1-9][0-9]*)?")

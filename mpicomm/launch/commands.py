@@ -1,0 +1,206 @@
+"""Launch commands: mpiexec of the MPI library, srun in a Slurm allocation, and torchrun without MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from mpicomm.errors import LaunchError
+from mpicomm.launch import allocation, environment
+from mpicomm.launch.allocation import Allocation, Host, PBSAllocation, SlurmAllocation
+from mpicomm.launch.mpi_library import IMPLEMENTATIONS, Implementation, Library
+from mpicomm.launch.request import Machine, Node, Request, Start
+
+_TORCHRUN = ("-m", "torch.distributed.run")
+_TORCHRUN_TAG = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]: "}
+
+# Slurm sets the rank of each agent's node. The rendezvous is on the first node of the step.
+_TORCHRUN_TASK = (
+    'PET_NODE_RANK=$SLURM_NODEID PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) '
+    'exec "$@"'
+)
+
+
+# -- mpiexec -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where mpiexec starts the ranks."""
+
+    ranks: int
+    nodes: int
+    per_node: int
+    """Number of ranks on the node with the most ranks."""
+    cores: int
+    """Number of cores of a node."""
+    is_exclusive: bool = False
+    """Whether no other job uses the cores."""
+    hosts: tuple[Host, ...] = ()
+    """The hosts that the user named; empty if the launcher determines the hosts."""
+    file: str | None = None
+    """The host file of PBS."""
+
+    @property
+    def cores_per_rank(self) -> int | None:
+        """Number of cores to which each rank is bound; None if other jobs may use the cores, or they are too few."""
+        are_equal = self.ranks == self.nodes * self.per_node
+        return (self.cores // self.per_node or None) if self.is_exclusive and are_equal else None
+
+
+def mpiexec(
+    request: Request,
+    machine: Machine,
+    library: Library,
+    path: str,
+    environ: Mapping[str, str],
+    *,
+    job: Allocation | None = None,
+    agent: str | None = None,
+) -> Start:
+    """Return the launch of ranks on this machine, on the hosts of the request, or in an allocation.
+
+    Args:
+        path: The mpiexec that belongs to the library.
+        agent: A program that starts a command on another host of a PBS job; None to use ssh.
+
+    Raises:
+        LaunchError: If the hosts have different numbers of ranks and the implementation does not support that.
+    """
+    mpi = library.implementation
+    place = _placement(request, machine, job)
+    # 1. the environment of the ranks
+    is_bound_by_user = any(environ.get(name) for each in IMPLEMENTATIONS for name in each.binding_variables)
+    if is_bound_by_user:
+        place = dataclasses.replace(place, is_exclusive=False)
+    child = environment.for_ranks(_without_threads_for_one(environ, place), threads=place.cores // place.per_node)
+    if machine.is_root:
+        child.update(mpi.root_environ)
+    if place.cores_per_rank is None and not is_bound_by_user:
+        child.update(mpi.unbound_environ)
+    # 2. the options
+    options = ["-n", str(place.ranks)]
+    if place.file:
+        options += _filled_in(mpi.host_file, file=place.file)
+    if place.hosts:
+        options += _host_options(mpi, place.hosts)
+    if place.cores_per_rank:
+        options += _filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank)
+    else:
+        options += _filled_in(mpi.unbound)
+    if request.tag_output:
+        options += _filled_in(mpi.tagged)
+    if place.nodes > 1 or place.hosts:
+        options += _filled_in(mpi.agent, agent=agent) if agent else []
+        options += [word for name in environment.forwarded(child) for word in _filled_in(mpi.forwarded, name=name)]
+    return Start((path, *options, *request.rank_command(machine.python)), child)
+
+
+def _placement(request: Request, machine: Machine, job: Allocation | None) -> Placement:
+    if request.hosts:
+        hosts = allocation.with_slots(request.hosts, request.ranks)
+        return dataclasses.replace(_on_hosts(hosts, request.ranks, machine), hosts=hosts)
+    if isinstance(job, PBSAllocation):
+        is_exclusive = machine.is_whole and job.cpus >= machine.cores
+        place = _on_hosts(job.hosts, request.ranks, machine)
+        return dataclasses.replace(place, file=job.file, is_exclusive=is_exclusive)
+    if isinstance(job, SlurmAllocation):
+        ranks = request.ranks or job.ranks
+        return Placement(ranks, job.nodes, per_node=-(-ranks // job.nodes), cores=min(job.cpus, default=1))
+    ranks = request.ranks or machine.capacity
+    return Placement(ranks, nodes=1, per_node=ranks, cores=machine.cores, is_exclusive=machine.is_whole)
+
+
+def _on_hosts(hosts: tuple[Host, ...], requested: int | None, machine: Machine) -> Placement:
+    """Return the placement on hosts, each of which is assumed to have as many cores as this machine."""
+    slots = [host.slots or 1 for host in hosts]
+    ranks = requested or sum(slots)
+    most = max(slots) if ranks <= sum(slots) else max(*slots, -(-ranks // len(slots)))
+    return Placement(ranks, len(hosts), min(most, ranks), machine.cores)
+
+
+def _without_threads_for_one(environ: Mapping[str, str], place: Placement) -> Mapping[str, str]:
+    """Drop PBS's OMP_NUM_THREADS, meant for one rank per node, if the ranks of a node would exceed its cores."""
+    threads = environ.get("OMP_NUM_THREADS", "")
+    is_of_pbs = place.file is not None and threads.isdigit() and threads == environ.get("NCPUS")
+    if is_of_pbs and int(threads) * place.per_node > place.cores:
+        return {name: value for name, value in environ.items() if name != "OMP_NUM_THREADS"}
+    return environ
+
+
+def _host_options(mpi: Implementation, hosts: tuple[Host, ...]) -> list[str]:
+    words = [str(host) for host in hosts]
+    if "{slots}" in mpi.hosts and len({host.slots for host in hosts}) > 1:
+        raise LaunchError(
+            f"{mpi.vendor} needs the same number of ranks on every host, got {', '.join(words)}.\n"
+            f"Give every host the same number of ranks."
+        )
+    names = [host.name for host in hosts]
+    return _filled_in(mpi.hosts, hosts=",".join(words), names=",".join(names), slots=hosts[0].slots)
+
+
+def _filled_in(template: str, **values: object) -> list[str]:
+    return [word.format(**values) for word in template.split()]
+
+
+# -- srun --------------------------------------------------------------------------------------------------------------
+
+
+def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]) -> Start:
+    """Return the launch of ranks as tasks of a new step, by default in the whole allocation."""
+    ranks = request.ranks or job.ranks
+    # By default the share of the node with the fewest CPUs; 0 if there are fewer CPUs than ranks, or unknown.
+    cpus = job.cpus_per_task or min(job.cpus, default=0) // -(-ranks // job.nodes)
+    # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
+    # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
+    options = [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", f"--ntasks={ranks}"]
+    if cpus:  # since Slurm 22.05 srun does not inherit it from the allocation
+        options.append(f"--cpus-per-task={cpus}")
+    if sum(job.cpus) and ranks * (cpus or 1) > sum(job.cpus):
+        options.append("--overcommit")
+    if request.tag_output:
+        options.append("--label")
+    child = environment.for_ranks(environ, threads=cpus or 1)
+    return Start(("srun", *options, *request.rank_command(machine.python)), child)
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(request: Request, node: Node, machine: Machine, environ: Mapping[str, str]) -> Start:
+    """Return the launch of the ranks of one node; the rendezvous of all nodes is at `node.master_addr`."""
+    ranks = request.ranks or machine.capacity
+    options = [
+        f"--nnodes={node.nodes}",
+        f"--node-rank={node.rank}",
+        f"--master-addr={node.master_addr}",
+        f"--master-port={node.master_port}",
+        f"--nproc-per-node={ranks}",
+        *["--tee=3"] * request.tag_output,
+    ]
+    child = environment.for_ranks(environ, threads=machine.cores // ranks)
+    command = (machine.python, *_TORCHRUN, *options, "--no-python", *request.rank_command(machine.python))
+    return Start(command, child | (_TORCHRUN_TAG if request.tag_output else {}))
+
+
+def torchrun_by_srun(
+    request: Request, job: SlurmAllocation, port: int, machine: Machine, environ: Mapping[str, str]
+) -> Start:
+    """Return the launch of ranks on all nodes of a Slurm allocation, or on one node per rank if there are fewer ranks.
+
+    Raises:
+        LaunchError: If the nodes cannot have equal numbers of ranks.
+    """
+    ranks = request.ranks or job.ranks
+    nodes = min(job.nodes, ranks)
+    if ranks % nodes:
+        raise LaunchError(
+            f"torchrun needs the same number of ranks on every node, got {ranks} ranks and {nodes} nodes.\n"
+            f"Pass a multiple of {nodes} as the number of ranks."
+        )
+    cpus = min(job.cpus, default=1)
+    step = ("srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", f"--cpus-per-task={cpus}")
+    options = (f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", f"--master-port={port}", "--no-python")
+    agent = (machine.python, *_TORCHRUN, *options, *request.rank_command(machine.python))
+    child = environment.for_ranks(environ, threads=cpus * nodes // ranks)
+    return Start((*step, "bash", "-c", _TORCHRUN_TASK, "bash", *agent), child)

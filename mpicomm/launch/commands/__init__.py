@@ -1,1 +1,0 @@
-"""Launch commands for mpiexec, srun and torchrun."""

@@ -1,0 +1,213 @@
+"""The MPI library that mpi4py loads, and the description of its implementation: its mpiexec, and how srun starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """An MPI implementation. The options of its mpiexec are templates: words that are filled in one by one."""
+
+    vendor: str
+    commands: tuple[str, ...] = ("mpiexec",)
+    """The names of its mpiexec, unambiguous ones first: Debian installs those of several MPIs in one directory."""
+
+    package: str = ""
+    """The package on PyPI with the library and the mpiexec."""
+
+    version_output: str = "(?!)"
+    """Pattern of the output of `mpiexec --version`; its group, if any, is the major version of the library."""
+
+    # 1. options of mpiexec
+    hosts: str = "-hosts {hosts}"
+    host_file: str = "-f {file}"
+    bound: str = "-bind-to core:{cores}"
+    """Binds each rank to so many cores of its own."""
+    unbound: str = ""
+    tagged: str = "-prepend-rank"
+    agent: str = "-launcher ssh -launcher-exec {agent}"
+    """Uses a program that takes ssh's place."""
+    forwarded: str = ""
+    """Forwards a variable to other hosts, if it does not forward all."""
+    job_options: str = ""
+    """Options in job scripts, where the host file has a line for each rank."""
+    job_comment: tuple[str, ...] = ()
+    """Explains `job_options`."""
+
+    # 2. variables of mpiexec
+    agent_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Have the same effect as `agent`."""
+    binding_variables: tuple[str, ...] = ()
+    """Variables with which users bind the ranks."""
+    unbound_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    root_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    # 3. variables of the ranks
+    gpu_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Enables GPU buffers; Open MPI and UCX detect GPUs themselves."""
+    gpu_library: str = ""
+    """The library that a program must have loaded: otherwise Cray MPICH aborts it if `gpu_environ` is set."""
+
+    # 4. srun
+    srun_types: tuple[str, ...] = ("pmi2",)
+    """The values of `srun --mpi=` with which its ranks form one world, the best first."""
+    srun_variable: str = ""
+    """A variable without which its ranks do not form one world under srun."""
+
+
+OPEN_MPI = Implementation(
+    "Open MPI",
+    commands=("mpiexec.openmpi", "mpiexec"),
+    package="openmpi",
+    version_output=r"\((?:Open MPI|OpenRTE)\) v?(\d+)",
+    # Open MPI 4 and 5 both accept these options.
+    hosts="--host {hosts}",
+    host_file="--hostfile {file}",
+    bound="--map-by ppr:{per_node}:node:PE={cores} --bind-to core",
+    unbound="--map-by :OVERSUBSCRIBE --bind-to none",
+    tagged="--tag-output",
+    agent="--mca plm_rsh_agent {agent}",
+    forwarded="-x {name}",
+    job_options="--map-by ppr:{per_node}:node --bind-to none",
+    job_comment=(
+        "Open MPI counts a host that is named once as one slot per core. It binds ranks to the first cores,",
+        "which another job may use, and forwards only the variables that -x names to other hosts.",
+    ),
+    agent_variables={"PRTE_MCA_plm_ssh_agent": "{agent}"},
+    binding_variables=("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy"),
+    root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    srun_types=("pmix",),
+)
+MPICH = Implementation(
+    "MPICH",
+    commands=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
+    package="mpich",
+    version_output="HYDRA build details",
+    agent_variables={"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": "{agent}"},
+    binding_variables=("HYDRA_BIND_TO",),
+    gpu_environ={"MPIR_CVAR_ENABLE_GPU": "1"},
+)
+CRAY_MPICH = dataclasses.replace(
+    MPICH,
+    gpu_environ={"MPICH_GPU_SUPPORT_ENABLED": "1"},
+    gpu_library="libmpi_gtl",
+    srun_types=("cray_shasta", "pmi2"),
+)
+MVAPICH = dataclasses.replace(
+    MPICH, vendor="MVAPICH", commands=("mpiexec", "mpiexec.hydra"), package="", gpu_environ={}
+)
+INTEL_MPI = Implementation(
+    "Intel MPI",
+    commands=("mpiexec", "mpiexec.hydra"),  # its mpirun runs the first mpiexec.hydra in PATH, maybe of another MPI
+    package="impi-rt",
+    version_output=r"Intel\(R\) MPI",
+    hosts="-hosts {names} -ppn {slots}",
+    bound="",  # it binds the ranks itself, even if they outnumber the cores
+    agent="-bootstrap ssh -bootstrap-exec {agent}",
+    binding_variables=("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST"),
+    unbound_environ={"I_MPI_PIN": "0"},
+    srun_variable="I_MPI_PMI_LIBRARY",  # the path of Slurm's library
+)
+IMPLEMENTATIONS = (OPEN_MPI, INTEL_MPI, MPICH, MVAPICH)  # Intel MPI's mpiexec shows MPICH's output too
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads, for messages and rules."""
+
+    vendor: str
+    version: str
+    path: str = ""
+    mpiexec: str = "mpiexec"
+    description: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name, version and path, for messages."""
+        return f"{self.vendor} {self.version}" + (f", {self.path}" if self.path else "")
+
+    @property
+    def implementation(self) -> Implementation:
+        """The description of the implementation; an unknown one is taken for a derivative of MPICH."""
+        if "CRAY" in self.description.upper():
+            return CRAY_MPICH
+        return next((each for each in IMPLEMENTATIONS if each.vendor == self.vendor), Implementation(self.vendor))
+
+    @property
+    def srun_type(self) -> str:
+        """The value of `srun --mpi=` that this library supports on any system."""
+        return self.implementation.srun_types[-1]
+
+    def srun_type_in(self, listed: str, environ: Mapping[str, str]) -> str | None:
+        """Return the value of `--mpi=` with which this Slurm can start the library; None if it has no suitable plugin.
+
+        Args:
+            listed: The output of `srun --mpi=list`.
+        """
+        needed = self.implementation.srun_variable
+        if needed and not environ.get(needed):
+            return None
+        available = set(re.findall(r"[\w-]+", listed))
+        return next((each for each in self.implementation.srun_types if each in available), None)
+
+    def gpu_environ(self, loaded: str) -> Mapping[str, str]:
+        """Return the variables that enable GPU buffers.
+
+        Args:
+            loaded: The files in this process's memory map.
+        """
+        return self.implementation.gpu_environ if self.implementation.gpu_library in loaded else {}
+
+    def lacks_pmix(self) -> bool:
+        """Return whether the library reports a build without PMIx, the protocol of Open MPI's mpirun."""
+        return self.vendor == "MPICH" and "configure:" in self.description and "pmix" not in self.description.lower()
+
+    def lacks_pmi(self) -> bool:
+        """Return whether the library supports only PMIx, as Open MPI does since version 5."""
+        return self.vendor == "Open MPI" and int(self.version.split(".")[0]) >= 5
+
+    # -- its mpiexec ---------------------------------------------------------------------------------------------------
+
+    def mpiexec_candidates(self, path: Sequence[str]) -> list[str]:
+        """Return candidate paths of its mpiexec: in `bin` directories above the library first, then in PATH.
+
+        Args:
+            path: The directories of PATH.
+        """
+        above = [parent / "bin" for parent in Path(self.path).parents] if self.path else []
+        directories = [*above, *[Path(each) for each in path if each]]
+        names = self.implementation.commands
+        return list(dict.fromkeys(str(directory / name) for directory in directories for name in names))
+
+    def mpiexec_above(self) -> str:
+        """Return the first executable candidate above the library, else `mpiexec`. Runs no command."""
+        return next((path for path in self.mpiexec_candidates([]) if os.access(path, os.X_OK)), "mpiexec")
+
+    def owns_mpiexec(self, output: str) -> bool:
+        """Return whether a launcher with this output of `--version` can start programs with this library."""
+        patterns = dict.fromkeys(each.version_output for each in IMPLEMENTATIONS)
+        match = next((found for pattern in patterns if (found := re.search(pattern, output))), None)
+        if match is None or match.re.pattern != self.implementation.version_output:
+            return False
+        return not match.groups() or match[1] == self.version.split(".")[0]
+
+    def mpiexec_not_found(self, others: Sequence[str]) -> str:
+        """Return the error message if no mpiexec of this library was found.
+
+        Args:
+            others: Launchers that were found but belong to another MPI.
+        """
+        package, names = self.implementation.package, self.implementation.commands
+        install = f"pip install {package}=={self.version}, or load" if package else "Load"
+        found = f"Found launchers of other MPIs: {', '.join(others)}.\n" if others else ""
+        where = f"above {self.path} and in PATH" if self.path else "in PATH"
+        return (
+            f"mpiexec of {self.vendor} {self.version}, which mpi4py loads, was not found.\n"
+            f"Searched for {' and '.join(names)} in each bin directory {where}.\n"
+            f"{found}{install} your site's module, or use the site's own launcher."
+        )
