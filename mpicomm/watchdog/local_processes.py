@@ -42,18 +42,12 @@ def start_time_of(pid: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process of this host."""
-    try:
-        return _fields(pid)[0] == "T"
-    except OSError:
-        return False
+    return _state_code(pid) == "T"
 
 
 def state_of(pid: int) -> str:
     """Describe the state of a process that does not respond; empty if it is unknown."""
-    try:
-        state = _STATES.get(_fields(pid)[0])
-    except OSError:
-        return ""
+    state = _STATES.get(_state_code(pid))
     return f"process {pid} is {state}" if state else ""
 
 
@@ -68,6 +62,13 @@ def kill(process: LocalProcess) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
+
+
+def _state_code(pid: int) -> str:
+    try:
+        return _fields(pid)[0]
+    except OSError:
+        return ""
 
 
 def _fields(pid: int) -> list[str]:
