@@ -179,7 +179,7 @@ class Channel:
                 self._accept()
             elif isinstance(key.fileobj, Connection):
                 if mask & selectors.EVENT_WRITE:
-                    self._flush(key.fileobj)
+                    self._send(key.fileobj)
                 if mask & selectors.EVENT_READ:
                     events += self._receive(key.fileobj)
         self._drop_unauthenticated()
@@ -256,18 +256,13 @@ class Channel:
             self._stop_listening()
         return True
 
-    def _send(self, connection: Connection, message: Message) -> None:
-        # Reading a lost connection fails, too: it is dropped there.
-        with contextlib.suppress(OSError):
-            connection.send(message)
-        self._set_mask(connection)
-
-    def _flush(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError):
-            connection.flush()
-        self._set_mask(connection)
-
-    def _set_mask(self, connection: Connection) -> None:
+    def _send(self, connection: Connection, message: Message | None = None) -> None:
+        """Send a message, or the rest of earlier messages, as far as the socket accepts it."""
+        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
+            if message is None:
+                connection.flush()
+            else:
+                connection.send(message)
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
         with contextlib.suppress(KeyError, ValueError):  # dropped meanwhile
             self._selector.modify(connection, mask)

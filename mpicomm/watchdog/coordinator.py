@@ -247,7 +247,7 @@ class Coordinator:
             self._abort_for_timeout(timeouts[0], rows, now)
         elif hangs:
             self._next_report = now + self._hang_seconds
-            self._actions.print_report(f"{_possible_hang(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}")
+            self._actions.print_report(f"{_describe(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}")
 
     def _row(self, rank: int, status: Status | None, now: float) -> Row:
         if status is None:
@@ -313,7 +313,7 @@ class Coordinator:
         return hang_report.full_name(ranks, self._hosts)
 
 
-def _possible_hang(late: protocol.LateOperation) -> str:
+def _describe(late: protocol.PossibleHang) -> str:
     then = "raising TimeoutError" if late.raises else "aborting"
     waited = f"rank {late.rank} has waited {late.operation.seconds or 0.0:.0f} s"
     return f"[mpicomm] possible hang: {waited}; {then} at the {late.timeout:.0f} s timeout"

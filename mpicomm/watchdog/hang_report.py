@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -29,15 +30,11 @@ Row: TypeAlias = RankStatus | NotResponding | ExitedRank
 
 def ranges(ranks: Iterable[int]) -> str:
     """Return ranks as `0-3, 7`; runs of two are listed."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    texts = []
-    for part in parts:
-        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else [str(rank) for rank in part]
+    texts: list[str] = []
+    # Within a range, rank and index differ by the same number.
+    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        part = [rank for _, rank in pairs]
+        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else map(str, part)
     return ", ".join(texts)
 
 

@@ -65,19 +65,20 @@ class Rank0Monitor:
         if self._lost is not None:
             deadline, reason = self._lost
             return f"{self._hub_name()} died: {cause_of_loss(reason)}" if deadline.left() <= 0 else ""
-        if self._response_due is None or not isinstance(self._request, TimedOut):
-            return ""
-        left = self._response_due.left()
-        return self.describe_silence(RESPONSE_SECONDS - left) if left <= -self.turn else ""
+        return self._describe_missing_response(TimedOut, self.turn)
 
     def cause_of_report(self) -> str:
         """Return why this rank must report a possible hang now; empty if it need not."""
-        if self._lost is not None or self._response_due is None or not isinstance(self._request, PossibleHang):
+        cause = "" if self._lost is not None else self._describe_missing_response(PossibleHang, 0.0)
+        if cause:
+            self._response_due = None
+        return cause if self._place.rank == 1 else ""
+
+    def _describe_missing_response(self, kind: type[LateOperation], delay: float) -> str:
+        if self._response_due is None or not isinstance(self._request, kind):
             return ""
-        if (left := self._response_due.left()) > 0:
-            return ""
-        self._response_due = None
-        return self.describe_silence(RESPONSE_SECONDS - left) if self._place.rank == 1 else ""
+        late = -self._response_due.left()
+        return self.describe_silence(RESPONSE_SECONDS + late) if late >= delay else ""
 
     def describe_silence(self, seconds: float) -> str:
         """Return that the hub has not responded for some seconds, with the state of its process."""
