@@ -182,10 +182,10 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close the rank's descriptors in a forked child: a copy that stays open would hide the rank's death."""
         signals.unwatch()
-        self._channel.forget()
+        self._channel.close_in_child()
 
     def _post(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
@@ -211,7 +211,7 @@ class Watchdog:
         # 2. checks once a second
         now = time.monotonic()
         if now >= self._next_tick:
-            self._forgive_a_pause(now)
+            self._extend_deadlines(now)
             self._next_tick = now + protocol.HEARTBEAT_SECONDS
             self._attempt(self._check_once_a_second, now)
         # 3. steps that are due
@@ -249,12 +249,12 @@ class Watchdog:
         self._attempt(self._handle_signals)
         return events
 
-    def _forgive_a_pause(self, now: float) -> None:
+    def _extend_deadlines(self, now: float) -> None:
         """Extend running operations' deadlines by the time in which this process was suspended or held the GIL."""
         late = now - self._next_tick
         if self._next_tick and late > _LATE_SECONDS:
             for operation in flight_recorder.running():
-                operation.forgive(late)
+                operation.extend_deadline(late)
 
     def _check_once_a_second(self, now: float) -> None:
         if self._coordinator is None:
@@ -425,10 +425,10 @@ def set_current(watchdog: Watchdog | None) -> None:
     _current = watchdog
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     if _current is not None:
-        _current.forget()
+        _current.close_in_child()
         set_current(None)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -194,7 +194,7 @@ class Channel:
         self._waker.close()
         self._woken.close()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
         for connection in self._connections():
             connection.close()

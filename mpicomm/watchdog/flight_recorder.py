@@ -135,7 +135,7 @@ class Operation:
         else:
             _running.pop(self.number, None)
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadline(self, seconds: float) -> None:
         """Extend the deadline by the seconds in which this process was suspended."""
         if self.start is not None:
             self.start += seconds

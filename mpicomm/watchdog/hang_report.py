@@ -61,8 +61,8 @@ def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     Args:
         hosts: The host of every rank.
     """
-    theirs = sorted({hosts[rank] for rank in ranks})
-    return f"{called(ranks)} of {len(hosts)} on {', '.join(theirs[:4])}{' ...' if len(theirs) > 4 else ''}"
+    names = sorted({hosts[rank] for rank in ranks})
+    return f"{called(ranks)} of {len(hosts)} on {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
 
 
 def operation(info: OperationInfo) -> str:

@@ -38,7 +38,7 @@ class RankExit:
             self._report(RankExited(self._rank, status, is_stuck, waits, sends, flight_recorder.sequences()))
 
     def start_deadline(self) -> None:
-        """Start the deadline for destroying a group: all ranks destroy theirs now, so none takes long."""
+        """Start the deadline for destroying a group: all ranks destroy their groups now, so none takes long."""
         self._deadline = Deadline(_TAKE_DOWN_SECONDS, LONGEST_GAP)
 
     def is_late(self, seconds: float) -> bool:

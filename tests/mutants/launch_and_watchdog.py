@@ -50,7 +50,7 @@ MUTANTS = [
         "watchdog/agent.py",
         old="""\
             for operation in flight_recorder.running():
-                operation.forgive(late)""",
+                operation.extend_deadline(late)""",
         new="""\
             pass""",
         fault="The time for which a process is suspended counts toward the timeout of its operations.",

@@ -837,7 +837,7 @@ def forked(in_child: Callable[[], Any]) -> Iterator[None]:
 
 
 def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
-    with family(1, 2) as (hub, children), forked(hub.forget):
+    with family(1, 2) as (hub, children), forked(hub.close_in_child):
         hub.send_down(MESSAGE)
         assert [take(child, 1) for child in children.values()] == [[ChannelEvent(None, MESSAGE)]] * 2
         children[1].send_up(MESSAGE)
@@ -848,18 +848,18 @@ def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
 
 
 def test_a_hub_that_listens_still_does_after_a_child_forgot() -> None:
-    with office(1) as opened, forked(opened.hub.forget):
+    with office(1) as opened, forked(opened.hub.close_in_child):
         opened.raw(1)
 
 
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_its_parent() -> None:
-    with family(1) as (hub, children), forked(hub.forget):
+    with family(1) as (hub, children), forked(hub.close_in_child):
         hub.close()
         assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
 
 
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_a_rank() -> None:
-    with family(1) as (hub, children), forked(children[1].forget):
+    with family(1) as (hub, children), forked(children[1].close_in_child):
         children[1].close()
         assert take(hub, 1) == [ChannelEvent(1, lost="closed")]
 
@@ -877,8 +877,8 @@ def test_forgetting_leaves_nothing_open_in_the_child() -> None:
     with family(1) as (hub, children):
 
         def forget() -> None:
-            hub.forget()
-            children[1].forget()
+            hub.close_in_child()
+            children[1].close_in_child()
             left = {link for link in set(descriptors().values()) - before if not link.startswith("pipe:")}
             assert not left
 
