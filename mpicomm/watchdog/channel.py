@@ -21,8 +21,7 @@ from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
 from mpicomm.watchdog import local_processes
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.local_processes import LocalProcess
-from mpicomm.watchdog.protocol import Challenge, Message, Proof, Welcome
+from mpicomm.watchdog.protocol import Challenge, LocalProcess, Message, Proof, Welcome
 
 TOKEN_BYTES = 32
 
@@ -132,10 +131,9 @@ class Channel:
             challenge, *_ = _next_messages(connection, deadline)
             if not isinstance(challenge, Challenge):
                 raise ValueError(f"the hub sent {challenge}; expected a challenge")
-            self.processes[challenge.rank] = LocalProcess(challenge.pid, challenge.start_time)
-            own = local_processes.this_process()
+            self.processes[challenge.rank] = challenge.process
             proof = _proof(self._token, bytes.fromhex(challenge.nonce), self.rank)
-            connection.send(Proof(self.rank, own.pid, own.start_time, proof))
+            connection.send(Proof(self.rank, local_processes.this_process(), proof))
             _welcome, *self._unread = _next_messages(connection, deadline)
         except (OSError, ValueError):
             connection.close()
@@ -220,8 +218,7 @@ class Channel:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             self._unauthenticated[connection] = (nonce, time.monotonic() + _AUTHENTICATION_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)
-            own = local_processes.this_process()
-            self._send(connection, Challenge(self.rank, own.pid, own.start_time, nonce.hex()))
+            self._send(connection, Challenge(self.rank, local_processes.this_process(), nonce.hex()))
 
     def _receive(self, connection: Connection) -> list[ChannelEvent]:
         messages, lost = connection.receive()
@@ -250,7 +247,7 @@ class Channel:
         connection.is_trusted = True
         connection.rank = rank
         self.children[rank] = connection
-        self.processes[rank] = LocalProcess(message.pid, message.start_time)
+        self.processes[rank] = message.process
         self._send(connection, Welcome())
         if not self._expected:
             self._stop_listening()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from mpicomm.watchdog import local_processes
 from mpicomm.watchdog.channel import Channel, RankInfo
-from mpicomm.watchdog.local_processes import LocalProcess
-from mpicomm.watchdog.protocol import COLLECT_SECONDS, NotResponding, StatusReport
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, LocalProcess, NotResponding, StatusReport
 
 _ANSWER_SECONDS = 2.0  # time limit for the ranks of a hub to answer it
 

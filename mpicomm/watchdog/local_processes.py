@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 from pathlib import Path
+
+from mpicomm.watchdog.protocol import LocalProcess
 
 _STATES = {
     "T": "stopped by a signal (SIGSTOP); resume it with SIGCONT",
@@ -16,15 +17,6 @@ _STATES = {
     "S": "sleeping in code that holds the GIL",
 }
 _START = 19  # index of the start time among the fields after the name in /proc/<pid>/stat, proc(5)
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalProcess:
-    """A process, identified by its pid and its start time."""
-
-    pid: int
-    start_time: str = ""
-    """Its start time and pid namespace: together with the pid they are unique on this host."""
 
 
 def this_process() -> LocalProcess:

@@ -33,22 +33,28 @@ class Message:
 
 
 @dataclass(frozen=True)
+class LocalProcess(Message):
+    """A process, identified by its pid and its start time."""
+
+    pid: int
+    start_time: str = ""  # with its pid namespace: together with the pid they are unique on a host
+
+
+@dataclass(frozen=True)
 class Challenge(Message):
-    """The first message of a hub, with its process."""
+    """The first message of a hub."""
 
     rank: int
-    pid: int
-    start_time: str
+    process: LocalProcess
     nonce: str
 
 
 @dataclass(frozen=True)
 class Proof(Message):
-    """The answer to a `Challenge`, with the process of the rank: the HMAC of nonce and rank with the job's token."""
+    """The answer to a `Challenge`: the HMAC of nonce and rank with the job's token."""
 
     rank: int
-    pid: int
-    start_time: str
+    process: LocalProcess
     proof: str
 
 

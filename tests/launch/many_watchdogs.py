@@ -166,8 +166,7 @@ class Children:
             (challenge,) = channels._next_messages(connection, deadline)
             assert isinstance(challenge, protocol.Challenge)
             proof = channels._proof(self.job.token, bytes.fromhex(challenge.nonce), rank)
-            own = local_processes.this_process()
-            connection.send(protocol.Proof(rank, own.pid, own.start_time, proof))
+            connection.send(protocol.Proof(rank, local_processes.this_process(), proof))
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
 

@@ -22,7 +22,7 @@ from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, Message, RankFailed
+from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, Message, RankFailed
 
 TOKEN = bytes(range(channels.TOKEN_BYTES))
 HOST = "127.0.0.1"
@@ -171,7 +171,14 @@ class Office:
 
 def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
     proof = channels._proof(token, nonce, rank)
-    return json.dumps({"$class": "Proof", "rank": rank, "pid": os.getpid(), "start_time": "", "proof": proof}).encode()
+    return protocol.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof))
+
+
+def change(text: bytes, **values: Any) -> dict[str, Any]:
+    """Change values of the process in a proof."""
+    proof: dict[str, Any] = json.loads(text)
+    proof["process"] |= values
+    return proof
 
 
 @contextlib.contextmanager
@@ -498,13 +505,13 @@ def is_not_expected(nonce: bytes) -> bytes:
 
 
 def has_no_pid(nonce: bytes) -> bytes:
-    values = json.loads(credentials(nonce, 1))
-    del values["pid"]
+    values = change(credentials(nonce, 1))
+    del values["process"]["pid"]
     return json.dumps(values).encode()
 
 
 def has_a_birth_that_is_a_number(nonce: bytes) -> bytes:
-    return json.dumps({**json.loads(credentials(nonce, 1)), "start_time": 7}).encode()
+    return json.dumps(change(credentials(nonce, 1), start_time=7)).encode()
 
 
 def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
@@ -581,13 +588,13 @@ def test_what_another_rank_proved_lets_nobody_in() -> None:
 def test_the_hub_does_not_send_the_token() -> None:
     with office(1) as opened:
         _, challenge = opened.stranger()
-        assert set(challenge) == {"$class", "nonce", "rank", "pid", "start_time"}
+        assert set(challenge) == {"$class", "nonce", "rank", "process"}
         assert TOKEN.hex() not in challenge.values()
 
 
 def test_a_rank_sends_its_proof_and_not_the_token() -> None:
     nonce = b"n" * channels._NONCE_BYTES
-    challenge = protocol.Challenge(0, 1, "", nonce.hex())
+    challenge = protocol.Challenge(0, LocalProcess(1), nonce.hex())
     with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as rank:
         listener.settimeout(SECONDS)
         connecting = threading.Thread(target=rank.connect, args=(*listener.getsockname(), SECONDS))
@@ -601,7 +608,7 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
             connecting.join()
             rank.close()
             assert hub.recv(1) == b"", "something follows the proof"
-    assert sent == {**json.loads(credentials(nonce, 1)), "start_time": local_processes.this_process().start_time}
+    assert sent == change(credentials(nonce, 1), start_time=local_processes.this_process().start_time)
     assert sent["proof"] == hmac.digest(TOKEN, nonce + b"1", "sha256").hex()
 
 
@@ -731,7 +738,7 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
 
         def take_in() -> socket.socket:
             sock = listener.accept()[0]
-            sock.sendall(frame(protocol.encode(protocol.Challenge(0, 7, "", "00" * 16))))
+            sock.sendall(frame(protocol.encode(protocol.Challenge(0, LocalProcess(7), "00" * 16))))
             read_frame(sock)
             sock.sendall(frame(protocol.encode(protocol.Welcome())) + FRAME)
             return sock
