@@ -38,14 +38,9 @@ class RankInfo:
     """The rank's position in the tree of the out-of-band channel."""
 
     rank: int
-    hosts: Sequence[str]
-    """The host of every rank."""
-
-    nodes: Sequence[int]
-    """The node of every rank."""
-
-    hubs: Sequence[int]
-    """The hub of every rank: the first rank of its node; for these first ranks, rank 0."""
+    hosts: Sequence[str]  # of every rank
+    nodes: Sequence[int]  # of every rank
+    hubs: Sequence[int]  # of every rank: the first rank of its node; for these first ranks, rank 0
 
     @property
     def size(self) -> int:
@@ -62,12 +57,9 @@ class RankInfo:
 class ChannelEvent:
     """A message or a lost connection, as `Channel.poll` returns it."""
 
-    rank: int | None
-    """The rank at the other end; None for the connection to this rank's hub."""
-
+    rank: int | None  # at the other end; None for the connection to this rank's hub
     message: Message | None = None
-    lost: str = ""
-    """Why the connection ended; empty for a message."""
+    lost: str = ""  # why the connection ended; empty for a message
 
 
 class Channel:

@@ -45,12 +45,9 @@ class _Collection:
 
     number: int
     deadline: float
+    # The requests that the collection answers, by type, rank and operation number.
     requests: dict[tuple[type[Message], int, int], protocol.LateOperation | protocol.MissingQuery]
-    """The requests that the collection answers, by type, rank and operation number."""
-
-    is_for_exits: bool = False
-    """Whether ranks wait for ranks that have exited."""
-
+    is_for_exits: bool = False  # ranks wait for ranks that have exited
     statuses: dict[int, Status] = dataclasses.field(default_factory=dict)
 
 

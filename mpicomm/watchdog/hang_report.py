@@ -18,11 +18,8 @@ _ROWS = 32  # the most rows of a table
 class ExitedRank:
     """The state of a rank that has exited."""
 
-    status: int | None
-    """Its exit status; None at the end of its program."""
-
-    seconds: float
-    """Seconds since its exit."""
+    status: int | None  # None at the end of its program
+    seconds: float  # since its exit
 
 
 Row: TypeAlias = RankStatus | NotResponding | ExitedRank
