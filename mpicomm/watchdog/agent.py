@@ -279,7 +279,6 @@ class Watchdog:
         if event.message is None:
             self._receive_loss(event)
         elif event.rank is None:
-            self._rank_0.record_response()
             self.send(event.message)
         else:
             self._receive_from_child(event.message)
@@ -315,6 +314,7 @@ class Watchdog:
 
     def send(self, message: Message) -> None:
         """Send a message of rank 0 to the rank that it names, or to every rank; each hub forwards it."""
+        self._rank_0.record_response()
         if not isinstance(message, protocol.ToOneRank):
             self._channel.send_down(message)
             self._receive_from_rank_0(message)
