@@ -38,7 +38,7 @@ from mpicomm.settings import Settings
 from mpicomm.startup import backend_choice, devices, notice, open_files, other_group, rendezvous, topology
 from mpicomm.startup.startup_barrier import Notice, startup_barrier
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, channel_setup, dump, exit_hooks
+from mpicomm.watchdog import agent, channel_setup, dump, exit_hooks, rank_0_monitor
 from mpicomm.watchdog.agent import Watchdog
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ def _join_by_mpi(request: _Request, launch: Launch, settings: Settings) -> _Sess
     if request.abort_on_error and base.size > 1:  # from here on, a failing rank must not leave the others waiting
         exit_hooks.arm(base.rank, base.size, socket.gethostname(), base.Abort)
     # 2. wait for all ranks, and check that they form one job
-    startup_notice = Notice(_seconds_to_notice(settings, request.wait_limit), exit_hooks.say)
+    startup_notice = Notice(_seconds_to_notice(settings, request.wait_limit), exit_hooks.print_stderr)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
     startup_barrier(base, "bootstrap()", request.wait_limit, startup_notice, hosts)
     comm = base.Dup()
@@ -463,7 +463,7 @@ def _claim(store: dist.Store, rank: int) -> Callable[[], bool]:
         asking.start()
         asking.join(_CLAIM_SECONDS)
         if not answers:
-            time.sleep(agent.turn_of(rank))  # meanwhile a lower rank may report the cause and abort the job
+            time.sleep(rank_0_monitor.turn_of(rank))  # meanwhile a lower rank may report the cause and abort the job
         return answers[0] if answers else True  # two reports are better than none
 
     return is_first

@@ -278,7 +278,7 @@ class Executor:
             raise self.time_out(operation, seconds)
         if self._raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
             operation.limit = limit
-            operation.forgive(time.monotonic() - start)
+            operation.extend_deadline(time.monotonic() - start)
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out, and mark the group as unusable."""

@@ -9,69 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import faulthandler
+import math
 import os
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.durations import Deadline
-from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, local_processes, signals
-from mpicomm.watchdog.channel import Channel, ChannelEvent
-from mpicomm.watchdog.connection import Message
-from mpicomm.watchdog.coordinator import COLLECT_SECONDS, Coordinator
-from mpicomm.watchdog.local_processes import LocalProcess
+from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, signals
+from mpicomm.watchdog.channel import Channel, ChannelEvent, RankInfo
+from mpicomm.watchdog.connected_ranks import ConnectedRanks
+from mpicomm.watchdog.coordinator import Coordinator
+from mpicomm.watchdog.operation_monitor import OperationMonitor
+from mpicomm.watchdog.protocol import Message
+from mpicomm.watchdog.rank_0_monitor import MAX_REPORTERS, RESPONSE_SECONDS, Rank0Monitor, cause_of_loss
+from mpicomm.watchdog.rank_exit import RankExit
 
 T = TypeVar("T")
 
-WAIT_LIMIT = 5.0
-"""Seconds that a rank waits for another rank that has exited normally, before the watchdog aborts the job."""
-
 _LATE_SECONDS = 5.0  # a check that is later than this shows that the process was suspended or held the GIL
 _ERROR_SECONDS = 0.05  # pause after an error, which may recur on every iteration
-_TICK = 1.0  # seconds between two checks
-_LONGEST_GAP = 2 * _TICK  # the most seconds between two checks that count towards a deadline
-_HUBS_SECONDS = 2.0  # time limit for the ranks of a hub to answer it
-_SILENCE = 1.5 * COLLECT_SECONDS  # seconds without an answer after which rank 0 counts as not responding
-_MAX_REPORTERS = 8  # how many ranks may report in place of rank 0
-_TURN_SECONDS = 2.0  # delay of each of them after the previous one
+_BUSY_SECONDS = 0.05  # between two iterations while a step is due soon
 _TERM_SECONDS = 0.3  # a report of a dead rank may arrive in this time, before SIGTERM ends this process
 _ENDED_SECONDS = 10.0  # after the decision to abort, the launcher must have ended this process within this time
 _WRITE_SECONDS = 1.0  # how long the watchdog waits while the dump files are written
-_TAKE_DOWN_SECONDS = 60.0  # time limit for destroying each process group once all ranks have exited
-_UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 _EXIT_SECONDS = 0.5  # os._exit waits for rank 0's confirmation: some launchers kill the others before they report it
 _ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
-
-
-@dataclasses.dataclass(frozen=True)
-class RankInfo:
-    """The rank's position in the tree of the out-of-band channel."""
-
-    rank: int
-    hosts: Sequence[str]
-    """The host of every rank."""
-
-    nodes: Sequence[int]
-    """The node of every rank."""
-
-    hubs: Sequence[int]
-    """The hub of every rank: the first rank of its node; for these first ranks, rank 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks of the job."""
-        return len(self.hosts)
-
-    @property
-    def hub(self) -> int:
-        """The rank to which this rank connects."""
-        return self.hubs[self.rank]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +56,7 @@ class Limits:
 
 
 class Watchdog:
-    """The watchdog of one rank."""
+    """The watchdog of one rank: its thread, and the messages that it sends and receives."""
 
     def __init__(
         self,
@@ -108,35 +75,27 @@ class Watchdog:
             prepare: Called once, at the start of the watchdog's thread.
         """
         self.place = place
+        self.claim = claim
         self._channel = channel
         self._limits = limits
         self._end_job = end
-        self.claim = claim
         self._prepare = prepare
-        self._is_established = False
-        self._early: list[ChannelEvent] = []  # connections lost before every rank had connected
-        self._coordinator = Coordinator(place.hosts, place.hubs, limits.hang_seconds, self) if place.rank == 0 else None
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpicomm-watchdog", daemon=True)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # from other threads
         self._is_stopping = False
-        self._is_ending = False
-        self._end_by = 0.0  # once the job is ending: when the launcher must have ended this process
-        self._has_failed = False
-        self._all_left = threading.Event()
-        self._is_stuck = False  # once all ranks have exited: whether one of them has an operation that may never end
-        self._gone_by: Deadline | None = None  # deadline for destroying the next process group
-        self._taken_down: flight_recorder.Operation | None = None  # the last operation at the last check
-        self._left: Message | None = None
+        self._is_established = False
+        self._early_losses: list[ChannelEvent] = []  # before every rank had connected
+        self._coordinator = Coordinator(place.hosts, place.hubs, limits.hang_seconds, self) if place.rank == 0 else None
+        self._operations = OperationMonitor(place.rank, limits.hang_seconds, limits.directory, self._report)
+        self._connected = ConnectedRanks(place, channel, self._send_to_rank_0)
+        self._rank_0 = Rank0Monitor(place, self._connected.state_of)
+        self._exit = RankExit(place.rank, self._report)
+        self._answers: dict[int, queue.SimpleQueue[protocol.MissingAnswer]] = {}
+        self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
-        self._told: dict[int, set[str]] = {}  # by operation number: the kinds of messages sent to rank 0
-        self._heard: dict[int, float] = {}  # by child rank: when its last message arrived
-        self._started = time.monotonic()
-        self._rounds: dict[int, tuple[float, set[int]]] = {}  # by collection: deadline, and ranks yet to answer
-        self._answer_due: Deadline | None = None  # deadline for rank 0's answer
-        self._orphaned: tuple[Deadline, str] | None = None  # deadline to act since the hub was lost, and the reason
-        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
-        self._term_at: float | None = None
-        self._heard_exit = threading.Event()
+        self._has_failed = False
+        self._term_at = math.inf  # when SIGTERM ends this process
+        self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
 
     # -- for other threads ---------------------------------------------------------------------------------------
 
@@ -150,8 +109,8 @@ class Watchdog:
 
         def establish() -> None:
             self._is_established = True
-            for event in self._early:
-                self._take(event)
+            for event in self._early_losses:
+                self._receive_loss(event)
 
         self._post(establish)
 
@@ -163,7 +122,12 @@ class Watchdog:
             waits: Whether the rank waits for the other ranks before its process ends.
             sends: Whether messages that this rank sent are still in flight.
         """
-        self._post(lambda: self._leave(status, is_stuck=is_stuck, waits=waits, sends=sends))
+
+        def leave() -> None:
+            self._operations.running()  # reports ended waits: this rank must not wait for ranks that have exited
+            self._exit.report(status, is_stuck=is_stuck, waits=waits, sends=sends)
+
+        self._post(leave)
 
     def wait_for_all_to_leave(self, meanwhile: Callable[[], Any], pause: float) -> bool:
         """Wait until every rank has reported its exit, and call `meanwhile` every `pause` seconds.
@@ -171,24 +135,23 @@ class Watchdog:
         Returns:
             Whether a rank has an operation that may never end.
         """
-        while not self._all_left.wait(pause) and self._thread.is_alive():
+        while not self._exit.all_exited.wait(pause) and self._thread.is_alive():
             meanwhile()
-        return self._is_stuck
+        return self._exit.is_stuck
 
     def take_down(self) -> None:
-        """Start the deadline for destroying a group: all ranks destroy theirs now, so none takes long."""
-        self._gone_by = Deadline(_TAKE_DOWN_SECONDS, _LONGEST_GAP)
+        """Start the deadline for destroying the process groups."""
+        self._exit.start_deadline()
 
     def fail(self) -> None:
         """Report that this rank has failed, and that it prints the error and aborts the job itself."""
-        self._post(lambda: self._tell({"kind": "failed", "rank": self.place.rank}))
+        self._post_report(protocol.RankFailed(self.place.rank))
 
     def exit_at_once(self, status: int) -> None:
         """Report that this rank is about to call `os._exit`, and wait up to 0.5 s for rank 0's confirmation."""
-        if self._is_ending or threading.current_thread() is self._thread:
-            return
-        self._post(lambda: self._tell({"kind": "exits", "rank": self.place.rank, "status": status}))
-        self._heard_exit.wait(_EXIT_SECONDS)
+        if self._exit_at == math.inf and threading.current_thread() is not self._thread:
+            self._post_report(protocol.ExitingAtOnce(self.place.rank, status))
+            self._is_acknowledged.wait(_EXIT_SECONDS)
 
     def missing(self, operation: flight_recorder.Operation) -> tuple[list[int], str]:
         """Ask rank 0 which ranks have not called an operation.
@@ -196,28 +159,20 @@ class Watchdog:
         Returns:
             The ranks and a table of where they are. If rank 0 does not respond, no ranks and the state of rank 0.
         """
-        answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._answers[operation.number] = answers
-        ask = {
-            "kind": "missing",
-            "rank": self.place.rank,
-            "number": operation.number,
-            "needs": hang_report.ranges(operation.needs),
-            "group": operation.group.name,
-            "sequence": operation.sequence or 0,
-        }
-        self._post(lambda: self._tell(ask))
+        answers = self._answers[operation.number] = queue.SimpleQueue()
+        info, needs = operation.describe(time.monotonic()), hang_report.ranges(operation.needs)
+        self._post_report(protocol.MissingQuery(self.place.rank, info, needs))
         try:
-            answer = answers.get(timeout=_SILENCE)
+            answer = answers.get(timeout=RESPONSE_SECONDS)
         except queue.Empty:
-            return [], f"{self._silent_hub(_SILENCE)}."
+            return [], f"{self._rank_0.describe_silence(RESPONSE_SECONDS)}."
         finally:
             self._answers.pop(operation.number, None)
-        return hang_report.parse_ranges(answer["missing"]), answer["table"]
+        return hang_report.parse_ranges(answer.ranks), answer.table
 
     def break_group(self, name: str, cause: str) -> None:
         """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
-        self._post(lambda: self._tell({"kind": "broken", "group": name, "cause": cause}))
+        self._post_report(protocol.GroupBroken(name, cause))
 
     def stop(self) -> None:
         """Stop the thread and close the channel."""
@@ -227,72 +182,43 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _post(self, call: Callable[[], None]) -> None:
-        self._inbox.put(call)
-        self._channel.wake()
-
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close the rank's descriptors in a forked child: a copy that stays open would hide the rank's death."""
         signals.unwatch()
-        self._channel.forget()
+        self._channel.close_in_child()
 
-    # -- actions of the coordinator ------------------------------------------------------------------------------
+    def _post(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        self._channel.wake()
 
-    def tell_all(self, message: Message) -> None:
-        """Send a message to every rank."""
-        self._take_from_above(message)
-
-    def tell(self, rank: int, message: Message) -> None:
-        """Send a message to one rank."""
-        if rank == self.place.rank:
-            self._take_from_above(message)
-        else:
-            hub = self.place.hubs[rank]
-            self._channel.send_to(rank if hub == self.place.rank else hub, {**message, "to": rank})
-
-    def speak(self, text: str) -> None:
-        """Print a report to stderr."""
-        exit_hooks.say(text.rstrip("\n") + "\n")
-
-    def end(self, status: int) -> None:
-        """Abort the job; if that fails, end this process, so that the launcher ends the job."""
-        with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
-            faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
-            self._kill_unresponsive_processes()
-            self._end_job(status)
-        os._exit(status)
+    def _post_report(self, message: Message) -> None:
+        self._post(lambda: self._report(message))
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._attempt(self._prepare)
         while not self._is_stopping:
-            self._turn_once()
+            self._run_once()
         self._channel.close()
 
-    def _turn_once(self) -> None:
-        pause, before = self._pause(), time.monotonic()
-        events = self._attempt(self._channel.poll, pause) or []
-        if time.monotonic() > before + pause + _LATE_SECONDS:
-            # Launchers wake stopped ranks to end them: handle SIGTERM before the connections that it has closed.
-            time.sleep(_TERM_SECONDS)
-            events += self._attempt(self._channel.poll, 0.0) or []
-        self._attempt(self._take_signals)
-        now = time.monotonic()
-        self._heard |= {event.rank: now for event in events if event.rank is not None}
-        for event in events:
-            self._attempt(self._take, event)
-        while not self._inbox.empty():
-            self._attempt(self._inbox.get())
+    def _run_once(self) -> None:
+        # 1. messages of other ranks, calls of other threads
+        for event in self._poll():
+            self._attempt(self._receive, event)
+        while not self._calls.empty():
+            self._attempt(self._calls.get())
+        # 2. checks once a second
         now = time.monotonic()
         if now >= self._next_tick:
-            self._forgive_a_pause(now)
-            self._next_tick = now + _TICK
-            self._attempt(self._look, now)
-        self._attempt(self._close_rounds, now)
+            self._extend_deadlines(now)
+            self._next_tick = now + protocol.HEARTBEAT_SECONDS
+            self._attempt(self._check_once_a_second, now)
+        # 3. steps that are due
+        self._attempt(self._connected.close_collections, now)
         if self._coordinator is not None:
             self._attempt(self._coordinator.tick, now)
-        self._attempt(self._act_for_rank_0, now)
+        self._attempt(self._check_end)
 
     def _attempt(self, step: Callable[..., T], *arguments: Any) -> T | None:
         """Run one step. An error in it must neither end the job nor keep the following steps from running."""
@@ -302,322 +228,187 @@ class Watchdog:
             if not self._has_failed:
                 self._has_failed = True
                 trace = traceback.format_exc()
-                self.speak(
+                self.print_report(
                     f"[mpicomm] the watchdog of rank {self.place.rank} caught an error and continues. "
                     f"Report it as a bug of mpicomm:\n{trace}"
                 )
             time.sleep(_ERROR_SECONDS)
             return None
 
-    def _forgive_a_pause(self, now: float) -> None:
+    def _poll(self) -> list[ChannelEvent]:
+        """Wait for messages, signals or the next step."""
+        is_busy = self._connected.is_collecting or self._term_at < math.inf
+        is_busy = is_busy or (self._coordinator is not None and self._coordinator.is_busy)
+        before = time.monotonic()
+        pause = _BUSY_SECONDS if is_busy else max(0.0, self._next_tick - before)
+        events = self._attempt(self._channel.poll, pause) or []
+        if time.monotonic() > before + pause + _LATE_SECONDS:
+            # Launchers wake stopped ranks to end them: handle SIGTERM before the connections that it has closed.
+            time.sleep(_TERM_SECONDS)
+            events += self._attempt(self._channel.poll, 0.0) or []
+        self._attempt(self._handle_signals)
+        return events
+
+    def _extend_deadlines(self, now: float) -> None:
         """Extend running operations' deadlines by the time in which this process was suspended or held the GIL."""
         late = now - self._next_tick
         if self._next_tick and late > _LATE_SECONDS:
             for operation in flight_recorder.running():
-                operation.forgive(late)
+                operation.extend_deadline(late)
 
-    def _pause(self) -> float:
-        is_busy = self._rounds or self._term_at or (self._coordinator is not None and self._coordinator.is_busy)
-        return 0.05 if is_busy else max(0.0, self._next_tick - time.monotonic())
+    def _check_once_a_second(self, now: float) -> None:
+        if self._coordinator is None:
+            self._channel.send_up(protocol.Heartbeat())
+        self._operations.check(now)
+        self._exit.check()
 
-    def _take(self, event: ChannelEvent) -> None:
-        if event.lost and not self._is_established:
-            self._early.append(event)
+    def _handle_signals(self) -> None:
+        numbers, self._channel.woken = self._channel.woken, bytearray()
+        now = time.monotonic()
+        if signals.deliver(bytes(numbers)) and self._term_at == math.inf:
+            # The launcher may have sent it because a rank has died, which rank 0 is about to report.
+            self._term_at = now + _TERM_SECONDS
+            if not self._exit.is_reported:
+                self._report(protocol.RankTerminated(self.place.rank))
+        if now >= self._term_at:
+            signals.end_by_sigterm()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _receive(self, event: ChannelEvent) -> None:
+        if event.message is None:
+            self._receive_loss(event)
         elif event.rank is None:
-            if event.message is not None:
-                self._take_from_above(event.message)
-            elif not self._all_left.is_set() and self._term_at is None:
-                self._orphaned = (Deadline(self._turn(), _LONGEST_GAP), event.lost)
-        elif event.message is not None:
-            self._take_from_below(event.message)
-        elif self._term_at is None:  # a launcher that sends SIGTERM sends it to the other ranks, too
-            self._tell({"kind": "died", "rank": event.rank, "why": _cause(event.lost)})
+            self.send(event.message)
+        else:
+            self._receive_from_child(event.message)
 
-    def _take_from_below(self, message: Message) -> None:
-        if message["kind"] == "beat":
+    def _receive_loss(self, event: ChannelEvent) -> None:
+        if not self._is_established:
+            self._early_losses.append(event)
+        elif self._term_at < math.inf:
+            return  # a launcher that sends SIGTERM sends it to the other ranks, too
+        elif event.rank is not None:
+            self._send_to_rank_0(protocol.RankDied(event.rank, cause_of_loss(event.lost)))
+        elif not self._exit.all_exited.is_set():
+            self._rank_0.record_loss(event.lost)
+
+    def _receive_from_child(self, message: Message) -> None:
+        if isinstance(message, protocol.Heartbeat):
             return
-        if message["kind"] == "status" and message["number"] in self._rounds:
-            self._rounds[message["number"]][1].discard(message["rank"])
-        self._tell(message)
+        if isinstance(message, protocol.StatusReport):
+            self._connected.record_status(message)
+        self._send_to_rank_0(message)
 
-    def _take_from_above(self, message: Message) -> None:
-        self._answer_due = None
-        to = message.get("to")
-        if to not in (None, self.place.rank):
-            self._channel.send_to(to, message)
-            return
-        if to is None:
-            self._channel.send_down(message)
-        kind = message["kind"]
-        if kind == "collect":
-            self._answer_collect(message)
-        elif kind == "answer" and message["number"] in self._answers:
-            self._answers[message["number"]].put(message)
-        elif kind == "broken":
-            flight_recorder.break_group(message["group"], message["cause"])
-        elif kind == "heard":
-            self._heard_exit.set()
-        elif kind == "all left":
-            self._is_stuck = message["is_stuck"]
-            self._all_left.set()
-        elif kind == "ending" and not self._is_ending:
-            self._is_ending = True
-            self._end_by = time.monotonic() + _ENDED_SECONDS
-            if message["files"]:
-                self._write_files()
-            self._kill_unresponsive_processes()
-
-    def _tell(self, message: Message) -> None:
+    def _send_to_rank_0(self, message: Message) -> None:
         if self._coordinator is not None:
-            self._coordinator.take(message, time.monotonic())
+            self._coordinator.receive(message, time.monotonic())
         else:
             self._channel.send_up(message)
 
-    # -- this rank -----------------------------------------------------------------------------------------------
+    def _report(self, message: Message) -> None:
+        """Send a message of this rank to rank 0."""
+        if isinstance(message, protocol.LateOperation):
+            self._rank_0.expect_response(message)
+        self._send_to_rank_0(message)
 
-    def _look(self, now: float) -> None:
-        """Check the operations for which this rank waits; runs once a second."""
-        if self._coordinator is None:
-            self._channel.send_up({"kind": "beat"})
-        flight_recorder.refresh_streams()
-        if self._gone_by is not None and flight_recorder.last() is not self._taken_down:
-            self._taken_down = flight_recorder.last()
-            self.take_down()
-        for operation in self._running():
-            self._look_at(operation, now)
-        if self._left is None and self._has_ended():
-            self._leave(exit_hooks.exit_status(), is_stuck=False, waits=True, sends=False)
+    def send(self, message: Message) -> None:
+        """Send a message of rank 0 to the rank that it names, or to every rank; each hub forwards it."""
+        self._rank_0.record_response()
+        if not isinstance(message, protocol.ToOneRank):
+            self._channel.send_down(message)
+            self._receive_from_rank_0(message)
+        elif message.to == self.place.rank:
+            self._receive_from_rank_0(message)
+        else:
+            hub = self.place.hubs[message.to]
+            self._channel.send_to(message.to if hub == self.place.rank else hub, message)
 
-    def _running(self) -> list[flight_recorder.Operation]:
-        """Return the operations for which this rank waits; tell rank 0 which reported operations have ended."""
-        running = list(flight_recorder.running())
-        for number in self._told.keys() - {each.number for each in running}:
-            del self._told[number]
-            self._tell({"kind": "goes on", "rank": self.place.rank, "number": number})
-        return running
+    def _receive_from_rank_0(self, message: Message) -> None:
+        match message:
+            case protocol.CollectStatus():
+                now = time.monotonic()
+                self._connected.start_collection(message.number, now)
+                if message.files:
+                    self._write_files()
+                status = self._operations.status(now)
+                self._report(protocol.StatusReport(self.place.rank, message.number, status))
+            case protocol.MissingAnswer():
+                if message.number in self._answers:
+                    self._answers[message.number].put(message)
+            case protocol.GroupBroken():
+                flight_recorder.break_group(message.group, message.cause)
+            case protocol.Acknowledgement():
+                self._is_acknowledged.set()
+            case protocol.AllExited():
+                self._exit.is_stuck = message.is_stuck
+                self._exit.all_exited.set()
+            case protocol.JobEnding():
+                self._end(message)
 
-    def _has_ended(self) -> bool:
-        """Return whether `sys.exit` with a status other than 0 ended the program while threads keep the process alive.
+    # -- the end of the job --------------------------------------------------------------------------------------
 
-        Without such a status, the threads may do the work of the program.
-        """
-        if threading.main_thread().is_alive() or not exit_hooks.exit_status():
-            return False
-        return not flight_recorder.is_used_by_a_thread() and not flight_recorder.has_open_collectives()
+    def _end(self, message: protocol.JobEnding) -> None:
+        if self._exit_at == math.inf:
+            self._exit_at = time.monotonic() + _ENDED_SECONDS
+            if message.files:
+                self._write_files()
+            self._kill_unresponsive_processes()
 
-    def _look_at(self, operation: flight_recorder.Operation, now: float) -> None:
-        waited = now - (operation.start or now)
-        timeout = operation.limit or operation.group.timeout
-        hang_seconds = self._limits.hang_seconds
-        if operation.limit is not None:  # otherwise TimeoutError is raised, and the program may continue after it
-            hang_seconds = min(hang_seconds, timeout / 2)
-        if waited <= min(WAIT_LIMIT, hang_seconds):
+    def _check_end(self) -> None:
+        """Exit if the launcher has not ended this process; act for rank 0 if it is dead or does not respond."""
+        if self._coordinator is None and time.monotonic() >= self._exit_at:
+            self._kill_unresponsive_processes()
+            os._exit(1)
+        is_late = self._exit.is_late(self._rank_0.turn)
+        if self._exit_at < math.inf:
             return
-        what = operation.describe(now)
-        ask = {
-            "rank": self.place.rank,
-            "number": operation.number,
-            "what": what,
-            "seconds": waited,
-            "timeout": timeout,
-            "raises": operation.limit is None,
-            "files": self._files_note(),
-        }
-        if waited > WAIT_LIMIT and self._is_news(operation, "waits"):
-            needs = hang_report.ranges(operation.needs)
-            name, sequence = operation.group.name, operation.sequence
-            self._tell(
-                {
-                    **ask,
-                    "kind": "waits",
-                    "number": operation.number,
-                    "needs": needs,
-                    "group": name,
-                    "sequence": sequence,
-                }
-            )
-        if waited > timeout and operation.limit is not None and self._is_news(operation, "deadline"):
-            self._ask({**ask, "kind": "deadline"})
-        elif waited > hang_seconds and self._is_news(operation, "hang"):
-            self._ask({**ask, "kind": "hang"})
-
-    def _ask(self, ask: Message) -> None:
-        self._answer_due = self._answer_due or Deadline(_SILENCE, _LONGEST_GAP)
-        self._asked = ask
-        self._tell(ask)
-
-    def _is_news(self, operation: flight_recorder.Operation, what: str) -> bool:
-        told = self._told.setdefault(operation.number, set())
-        is_news = what not in told
-        told.add(what)
-        return is_news
-
-    def _leave(self, status: int | None, *, is_stuck: bool, waits: bool, sends: bool) -> None:
-        if self._left is None:
-            self._running()  # reports ended waits: for rank 0, this rank must not wait for ranks that have exited
-            self._left = {
-                "kind": "left",
-                "rank": self.place.rank,
-                "status": status,
-                "is_stuck": is_stuck,
-                "waits": waits,
-                "sends": sends,
-                "sequences": flight_recorder.sequences(),
-            }
-            self._tell(self._left)
-
-    def _status(self, now: float) -> dict[str, Any]:
-        """Return the status of this rank: its operations, and where its main thread is."""
-        last = flight_recorder.last()
-        running = sorted(self._running(), key=lambda each: each.number)
-        return {
-            "running": [each.describe(now) for each in running[:_MAX_REPORTERS]],
-            "last": None if last is None else last.describe(now),
-            "main": flight_recorder.line_of_main_thread(),
-            "sequences": flight_recorder.sequences(),
-        }
-
-    def _answer_collect(self, message: Message) -> None:
-        now = time.monotonic()
-        if self._channel.children:
-            self._rounds[message["number"]] = (now + _HUBS_SECONDS, set(self._channel.children))
-        if message["files"]:
+        if is_late:
+            self._abort_alone("all ranks have exited, but destroying their process groups timed out")
+        if self._coordinator is not None or self._term_at < math.inf:
+            return
+        if cause := self._rank_0.cause_of_abort():
+            self._abort_alone(cause)
+        if cause := self._rank_0.cause_of_report():
+            self.print_report(f"[mpicomm] possible hang: {cause}.\n{self._own_row()}")
             self._write_files()
-        self._tell_status(message["number"], self.place.rank, self._status(now))
 
-    def _tell_status(self, number: int, rank: int, status: dict[str, Any]) -> None:
-        self._tell({"kind": "status", "number": number, "rank": rank, "status": status})
+    def _abort_alone(self, cause: str) -> None:
+        """Abort the job in place of rank 0; does not return."""
+        self._exit_at = time.monotonic() + _ENDED_SECONDS
+        self._write_files()
+        self._kill_unresponsive_processes()
+        if self.place.rank <= MAX_REPORTERS:
+            self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}")
+        time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
+        self.abort(1)
 
-    def _write_files(self) -> None:
-        if self._limits.directory is None:
-            return
-        # A blocked file system is a common reason for hangs: it must not block the watchdog as well.
-        errors: list[OSError] = []
-        writing = threading.Thread(target=self._write_files_here, args=(self._limits.directory, errors), daemon=True)
-        writing.start()
-        writing.join(_WRITE_SECONDS)
-        for error in errors:  # the report is printed all the same
-            self._tell({"kind": "no files", "rank": self.place.rank, "why": str(error)})
-
-    def _write_files_here(self, directory: Path, errors: list[OSError]) -> None:
-        about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
-        try:
-            dump.write(directory, self.place.rank, about, is_of_job=True)
-        except OSError as error:
-            errors.append(error)
-
-    def _files_note(self) -> str:
-        directory = self._limits.directory
-        return "" if directory is None else f"  operations and stacks of every rank: {directory}"
-
-    # -- other ranks ---------------------------------------------------------------------------------------------
-
-    def _close_rounds(self, now: float) -> None:
-        """Answer for the ranks of this hub that have not answered in time."""
-        for number, (deadline, silent) in list(self._rounds.items()):
-            if silent and now < deadline:
-                continue
-            del self._rounds[number]
-            for rank in silent & self._channel.children.keys():
-                seconds = now - self._heard.get(rank, self._started)
-                self._tell_status(number, rank, {"silent": seconds, "state": self._state(rank)})
-
-    def _state(self, rank: int) -> str:
-        """Return the state of a rank's process according to /proc; empty for a process on another host."""
-        process = self._local_processes().get(rank)
-        return "" if process is None else local_processes.state_of(process.pid)
-
-    def _local_processes(self) -> dict[int, LocalProcess]:
-        """Return the processes of this host whose pid is known, by rank."""
-        here = self.place.nodes[self.place.rank]
-        return {rank: each for rank, each in self._channel.processes.items() if self.place.nodes[rank] == here}
+    def abort(self, status: int) -> None:
+        """Abort the job; if that fails, end this process, so that the launcher ends the job."""
+        with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
+            faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
+            self._kill_unresponsive_processes()
+            self._end_job(status)
+        os._exit(status)
 
     def _kill_unresponsive_processes(self) -> None:
         """Kill ranks of this host that cannot end themselves when the job ends, if the launcher would wait for them."""
-        if not self._limits.ends_local_processes:
-            return
-        latest = time.monotonic() - COLLECT_SECONDS
-        silent = {rank for rank in self._channel.children if self._heard.get(rank, self._started) < latest}
-        if self._answer_due is not None and self._answer_due.passed() > COLLECT_SECONDS:
-            silent.add(self.place.hub)
-        for rank, process in self._local_processes().items():
-            if rank in silent or local_processes.is_stopped(process.pid):
-                local_processes.kill(process)
+        if self._limits.ends_local_processes:
+            self._connected.kill_unresponsive(with_hub=self._rank_0.is_silent)
 
-    def _act_for_rank_0(self, now: float) -> None:
-        """Report and abort in place of rank 0, if it is dead, unreachable or not responding."""
-        # 1. the job is ending
-        if self._is_ending and self._coordinator is None and now >= self._end_by:
-            self._kill_unresponsive_processes()
-            os._exit(1)  # the launcher has not ended this rank
-        if self._gone_by is not None and self._gone_by.left() <= -self._turn() and not self._is_ending:
-            self._end_alone("all ranks have exited, but destroying their process groups timed out")
-        if self._is_ending or self._coordinator is not None or self._term_at is not None:
-            return
-        # 2. the connection to the hub is lost
-        if self._orphaned is not None:
-            own_turn, why = self._orphaned
-            if own_turn.left() <= 0:
-                self._end_alone(f"{self._called_hub()} died: {_cause(why)}")
-        # 3. rank 0 does not respond
-        elif self._answer_due is not None and (left := self._answer_due.left()) <= 0:
-            silent = self._silent_hub(_SILENCE - left)
-            if self._asked["kind"] == "deadline" and left <= -self._turn():
-                self._end_alone(silent)
-            elif self._asked["kind"] == "hang":
-                self._answer_due = None
-                if self.place.rank == 1:
-                    self.speak(f"[mpicomm] possible hang: {silent}.\n{self._own_row(now)}")
-                    self._write_files()
+    def print_report(self, text: str) -> None:
+        """Print a report to stderr."""
+        exit_hooks.print_stderr(text.rstrip("\n") + "\n")
 
-    def _silent_hub(self, seconds: float) -> str:
-        state = self._state(self.place.hub)
-        return f"{self._called_hub()} has not responded for {seconds:.0f} s{': ' if state else ''}{state}"
+    def _own_row(self) -> str:
+        return hang_report.table({self.place.rank: self._operations.status(time.monotonic())}, self.place.hosts)
 
-    def _turn(self) -> float:
-        """Return how many seconds this rank waits for other ranks to report in place of rank 0."""
-        behind = 0.0 if self.place.hub == 0 else COLLECT_SECONDS
-        return turn_of(self.place.rank) + behind
-
-    def _end_alone(self, cause: str) -> None:
-        self._is_ending = True
-        self._write_files()
-        self._kill_unresponsive_processes()
-        if self.place.rank <= _MAX_REPORTERS:
-            self.speak(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row(time.monotonic())}")
-        time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
-        self.end(1)
-
-    def _own_row(self, now: float) -> str:
-        return hang_report.table({self.place.rank: self._status(now)}, self.place.hosts)
-
-    def _called_hub(self) -> str:
-        hub = self.place.hub
-        return f"rank {hub} of {self.place.size} on {self.place.hosts[hub]}"
-
-    # -- signals -------------------------------------------------------------------------------------------------
-
-    def _take_signals(self) -> None:
-        numbers, self._channel.woken = self._channel.woken, bytearray()
-        now = time.monotonic()
-        if signals.deliver(bytes(numbers)) and self._term_at is None:
-            # The launcher may have sent it because a rank has died, which rank 0 is about to report.
-            self._term_at = now + _TERM_SECONDS
-            if self._left is None:
-                self._tell({"kind": "terminated", "rank": self.place.rank})
-        if self._term_at is not None and now >= self._term_at:
-            signals.end_by_sigterm()
-
-
-def turn_of(rank: int) -> float:
-    """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
-    return _TURN_SECONDS * min(max(rank - 1, 0), _MAX_REPORTERS)
-
-
-def _cause(lost: str) -> str:
-    if lost in _UNREACHABLE:
-        return f"its host is unreachable ({lost})"
-    return "its process ended without reporting an error (killed, crashed, os._exit or MPI_Abort)"
+    def _write_files(self) -> None:
+        if self._limits.directory is not None:
+            about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
+            problem = dump.try_write(self._limits.directory, self.place.rank, about, _WRITE_SECONDS)
+            if problem:  # the report is printed all the same
+                self._report(protocol.DumpFailed(self.place.rank, problem))
 
 
 _current: Watchdog | None = None
@@ -634,10 +425,10 @@ def set_current(watchdog: Watchdog | None) -> None:
     _current = watchdog
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     if _current is not None:
-        _current.forget()
+        _current.close_in_child()
         set_current(None)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -14,13 +14,14 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Sequence
 
 from mpicomm.durations import Deadline
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
 from mpicomm.watchdog import local_processes
-from mpicomm.watchdog.connection import Connection, Message
-from mpicomm.watchdog.local_processes import LocalProcess
+from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.protocol import Challenge, LocalProcess, Message, Proof, Welcome
 
 TOKEN_BYTES = 32
 
@@ -33,15 +34,32 @@ _MAX_UNAUTHENTICATED = 128  # connections that have not authenticated, besides t
 
 
 @dataclasses.dataclass(frozen=True)
+class RankInfo:
+    """The rank's position in the tree of the out-of-band channel."""
+
+    rank: int
+    hosts: Sequence[str]  # of every rank
+    nodes: Sequence[int]  # of every rank
+    hubs: Sequence[int]  # of every rank: the first rank of its node; for these first ranks, rank 0
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the job."""
+        return len(self.hosts)
+
+    @property
+    def hub(self) -> int:
+        """The rank to which this rank connects."""
+        return self.hubs[self.rank]
+
+
+@dataclasses.dataclass(frozen=True)
 class ChannelEvent:
     """A message or a lost connection, as `Channel.poll` returns it."""
 
-    rank: int | None
-    """The rank at the other end; None for the connection to this rank's hub."""
-
+    rank: int | None  # at the other end; None for the connection to this rank's hub
     message: Message | None = None
-    lost: str = ""
-    """Why the connection ended; empty for a message."""
+    lost: str = ""  # why the connection ended; empty for a message
 
 
 class Channel:
@@ -103,12 +121,13 @@ class Channel:
         try:
             connection.is_trusted = True  # MPI transferred its port
             challenge, *_ = _next_messages(connection, deadline)
-            nonce, hub = bytes.fromhex(challenge["nonce"]), int(challenge["rank"])
-            self.processes[hub] = LocalProcess(int(challenge["pid"]), str(challenge["start_time"]))
-            proof = _proof(self._token, nonce, self.rank)
-            connection.send({**self._introduction(), "proof": proof})
+            if not isinstance(challenge, Challenge):
+                raise ValueError(f"the hub sent {challenge}; expected a challenge")
+            self.processes[challenge.rank] = challenge.process
+            proof = _proof(self._token, bytes.fromhex(challenge.nonce), self.rank)
+            connection.send(Proof(self.rank, local_processes.this_process(), proof))
             _welcome, *self._unread = _next_messages(connection, deadline)
-        except (OSError, KeyError, ValueError):
+        except (OSError, ValueError):
             connection.close()
             raise
         self._up = connection
@@ -150,33 +169,33 @@ class Channel:
                 self._accept()
             elif isinstance(key.fileobj, Connection):
                 if mask & selectors.EVENT_WRITE:
-                    self._flush(key.fileobj)
+                    self._send(key.fileobj)
                 if mask & selectors.EVENT_READ:
                     events += self._receive(key.fileobj)
-        self._drop_late_strangers()
+        self._drop_unauthenticated()
         return events
 
     def close(self) -> None:
         """Close all connections."""
         self._stop_listening()
-        for connection in [*self.children.values(), *self._unauthenticated, *filter(None, [self._up])]:
+        for connection in self._connections():
             self._drop(connection)
-        self.children.clear()
-        self._unauthenticated.clear()
-        self._up = None
         self._selector.close()
         self._waker.close()
         self._woken.close()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
-        for connection in [*self.children.values(), *self._unauthenticated, *filter(None, [self._up])]:
+        for connection in self._connections():
             connection.close()
         if self._listener is not None:
             self._listener.close()
         self._selector.close()  # without unregistering: the entries belong to the rank, too
         self._waker.close()
         self._woken.close()
+
+    def _connections(self) -> list[Connection]:
+        return [*self.children.values(), *self._unauthenticated, *filter(None, [self._up])]
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -187,86 +206,68 @@ class Channel:
         else:
             # The job's own ranks authenticate quickly, so the oldest connection is dropped.
             if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED + len(self._expected):
-                oldest = next(iter(self._unauthenticated))
-                del self._unauthenticated[oldest]
-                self._drop(oldest)
+                self._drop(next(iter(self._unauthenticated)))
             nonce = secrets.token_bytes(_NONCE_BYTES)
             self._unauthenticated[connection] = (nonce, time.monotonic() + _AUTHENTICATION_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._send(connection, {**self._introduction(), "nonce": nonce.hex()})
+            self._send(connection, Challenge(self.rank, local_processes.this_process(), nonce.hex()))
 
     def _receive(self, connection: Connection) -> list[ChannelEvent]:
         messages, lost = connection.receive()
         if connection in self._unauthenticated:
             if lost or (messages and not self._admit(connection, messages.pop(0))):
-                self._unauthenticated.pop(connection, None)
                 self._drop(connection)
                 return []
             if connection in self._unauthenticated:
                 return []
         events = [ChannelEvent(connection.rank, message) for message in messages]
         if lost:
-            self._lose(connection)
+            self._drop(connection)
             events.append(ChannelEvent(connection.rank, lost=lost))
         return events
 
-    def _introduction(self) -> Message:
-        own = local_processes.this_process()
-        return {"rank": self.rank, "pid": own.pid, "start_time": own.start_time}
-
     def _admit(self, connection: Connection, message: Message) -> bool:
-        """Accept a connection whose proof is valid, as that of the rank that its message gives."""
+        """Accept a connection whose proof is valid, as that of the rank that the proof gives."""
+        if not (isinstance(message, Proof) and message.proof.isascii()):
+            return False
         nonce, _ = self._unauthenticated[connection]
-        rank, pid, start_time, proof = (message.get(name) for name in ("rank", "pid", "start_time", "proof"))
-        if not (isinstance(rank, int) and isinstance(pid, int) and isinstance(start_time, str)):
-            return False
-        if not (isinstance(proof, str) and proof.isascii()):
-            return False
-        if not hmac.compare_digest(proof, _proof(self._token, nonce, rank)) or rank not in self._expected:
+        rank = message.rank
+        if not hmac.compare_digest(message.proof, _proof(self._token, nonce, rank)) or rank not in self._expected:
             return False
         del self._unauthenticated[connection]
         self._expected.remove(rank)
         connection.is_trusted = True
         connection.rank = rank
         self.children[rank] = connection
-        self.processes[rank] = LocalProcess(pid, start_time)
-        self._send(connection, {"welcome": rank})
+        self.processes[rank] = message.process
+        self._send(connection, Welcome())
         if not self._expected:
             self._stop_listening()
         return True
 
-    def _lose(self, connection: Connection) -> None:
-        if connection.rank is None:
-            self._up = None
-        else:
-            del self.children[connection.rank]
-        self._drop(connection)
-
-    def _send(self, connection: Connection, message: Message) -> None:
-        # Reading a lost connection fails, too: it is dropped there.
-        with contextlib.suppress(OSError):
-            connection.send(message)
-        self._await_capacity(connection)
-
-    def _flush(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError):
-            connection.flush()
-        self._await_capacity(connection)
-
-    def _await_capacity(self, connection: Connection) -> None:
+    def _send(self, connection: Connection, message: Message | None = None) -> None:
+        """Send a message, or the rest of earlier messages, as far as the socket accepts it."""
+        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
+            if message is None:
+                connection.flush()
+            else:
+                connection.send(message)
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
         with contextlib.suppress(KeyError, ValueError):  # dropped meanwhile
             self._selector.modify(connection, mask)
 
     def _drop(self, connection: Connection) -> None:
+        if connection is self._up:
+            self._up = None
+        elif self._unauthenticated.pop(connection, None) is None and connection.rank is not None:
+            del self.children[connection.rank]
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
         connection.close()
 
-    def _drop_late_strangers(self) -> None:
+    def _drop_unauthenticated(self) -> None:
         now = time.monotonic()
         for connection in [each for each, (_, deadline) in self._unauthenticated.items() if deadline < now]:
-            del self._unauthenticated[connection]
             self._drop(connection)
 
     def _stop_listening(self) -> None:

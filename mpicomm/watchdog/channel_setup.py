@@ -8,8 +8,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog.agent import RankInfo
-from mpicomm.watchdog.channel import TOKEN_BYTES, Channel
+from mpicomm.watchdog.channel import TOKEN_BYTES, Channel, RankInfo
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -63,7 +62,7 @@ class ChannelSetup:
             return f"rank {hub} on {self._place.hosts[hub]} could not listen"
         try:
             self.channel.connect(*there, CONNECT_SECONDS)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, ValueError) as error:
             return f"rank {hub} at {there[0]} port {there[1]}: {error}"
         return ""
 

@@ -1,15 +1,14 @@
-"""Messages over a socket: a length, then JSON. Calls never block, and all input is validated."""
+"""Messages over a socket: a length, then the message. Calls never block, and all input is validated."""
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
-from typing import Any
+import time
 
 from mpicomm.settings import HOST_TIMEOUT
-
-Message = dict[str, Any]
+from mpicomm.watchdog import protocol
+from mpicomm.watchdog.protocol import Message
 
 _LENGTH = struct.Struct("!I")
 _LIMIT = 1 << 20  # bytes of a message on an authenticated connection
@@ -30,11 +29,14 @@ class Connection:
         """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _expect_answers(sock, host_timeout)
+        _set_timeout(sock, host_timeout)
         self.socket = sock
         self.is_trusted = False
         self.rank: int | None = None
         """The rank at the other end, if this rank is its hub."""
+
+        self.received_at = time.monotonic()
+        """When the last data arrived."""
 
         self._incoming = bytearray()
         self._outgoing = bytearray()
@@ -54,7 +56,7 @@ class Connection:
         Raises:
             OSError: If the connection is lost.
         """
-        text = json.dumps(message, separators=(",", ":")).encode()
+        text = protocol.encode(message)
         self._outgoing += _LENGTH.pack(len(text)) + text
         self.flush()
 
@@ -75,7 +77,7 @@ class Connection:
         """Receive the data that has arrived.
 
         Returns:
-            The complete messages, and the reason why the connection is lost; empty if it is not lost.
+            The complete and valid messages, and the reason why the connection is lost; empty if it is not lost.
         """
         lost = ""
         while not lost:
@@ -87,18 +89,19 @@ class Connection:
                 lost = error.strerror or str(error)
                 break
             self._incoming += part
+            self.received_at = time.monotonic()
             if not part:
                 lost = "closed"
             if len(self._incoming) > 2 * _LIMIT:
                 break
-        messages, garbage = self._take()
-        return messages, lost or garbage
+        messages, invalid = self._split()
+        return messages, lost or invalid
 
     def close(self) -> None:
         """Close the socket; unsent data is lost."""
         self.socket.close()
 
-    def _take(self) -> tuple[list[Message], str]:
+    def _split(self) -> tuple[list[Message], str]:
         messages: list[Message] = []
         limit = _LIMIT if self.is_trusted else _UNAUTHENTICATED_LIMIT
         while len(self._incoming) >= _LENGTH.size:
@@ -110,16 +113,17 @@ class Connection:
             text = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
             del self._incoming[: _LENGTH.size + length]
             try:
-                message = json.loads(text)
+                message = protocol.decode(text)
             except (ValueError, RecursionError):
-                return messages, "sent invalid JSON"
-            if not isinstance(message, dict):
-                return messages, "sent JSON that is not an object"
-            messages.append(message)
+                return messages, "sent data that is not a JSON object"
+            if message is not None:
+                messages.append(message)
+            elif not self.is_trusted:
+                return messages, "sent an unknown message"
         return messages, ""
 
 
-def _expect_answers(sock: socket.socket, seconds: int) -> None:
+def _set_timeout(sock: socket.socket, seconds: int) -> None:
     """Set the socket options that make a connection fail after so many seconds without an answer of the other host.
 
     A host that fails does not close its connections. The kernels send the keepalive probes, after a third of the time

@@ -8,39 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
-from mpicomm.watchdog import hang_report
-from mpicomm.watchdog.connection import Message
-
-COLLECT_SECONDS = 4.0
-"""Time limit for the ranks' status reports. Hubs use a shorter one, to report ranks that do not answer them."""
+from mpicomm.watchdog import hang_report, protocol
+from mpicomm.watchdog.hang_report import ExitedRank, Row
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, Message, NotResponding, RankStatus, Status
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
 _SENDING_SECONDS = 60.0  # or this long (at most the hang limit) if the sender had sends in flight
 _LAUNCHER_SECONDS = 2.0  # time for the launcher to end the job itself, with the dead rank's own status
-_TELLER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
-_END_SECONDS = 0.5  # time for the ranks to write their dump files
+_REPORTER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
+_DUMP_SECONDS = 0.5  # time for the ranks to write their dump files
 
 
 class Actions(Protocol):
     """The actions that the coordinator can request."""
 
-    def tell_all(self, message: Message) -> None:
-        """Send a message to every rank, this one included."""
+    def send(self, message: Message) -> None:
+        """Send a message to the rank that it names, or to every rank, this one included."""
 
-    def tell(self, rank: int, message: Message) -> None:
-        """Send a message to one rank."""
-
-    def speak(self, text: str) -> None:
+    def print_report(self, text: str) -> None:
         """Print a report, on rank 0 only."""
 
     def claim(self) -> bool:
         """Claim the right to report the cause of the job's end; False if another rank has it."""
 
-    def end(self, status: int) -> None:
+    def abort(self, status: int) -> None:
         """Abort the job with an exit status."""
 
 
@@ -50,10 +45,10 @@ class _Collection:
 
     number: int
     deadline: float
-    asks: dict[tuple[str, int, int], Message] = dataclasses.field(default_factory=dict)
-    """The requests that the collection answers, by kind, rank and operation number."""
-
-    statuses: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    # The requests that the collection answers, by type, rank and operation number.
+    requests: dict[tuple[type[Message], int, int], protocol.LateOperation | protocol.MissingQuery]
+    is_for_exits: bool = False  # ranks wait for ranks that have exited
+    statuses: dict[int, Status] = dataclasses.field(default_factory=dict)
 
 
 class Coordinator:
@@ -72,268 +67,250 @@ class Coordinator:
         self._hubs = hubs
         self._hang_seconds = hang_seconds
         self._actions = actions
-        self._left: dict[int, dict[str, Any]] = {}
-        self._died: dict[int, str] = {}
+        self._exits: dict[int, protocol.RankExited] = {}
+        self._exit_times: dict[int, float] = {}
         self._terminated: set[int] = set()
-        self._waits: dict[tuple[int, int], Message] = {}
+        self._waits: dict[tuple[int, int], protocol.WaitStarted] = {}
         self._collection: _Collection | None = None
         self._collections = 0
         self._next_report = 0.0
         self._has_files = False
         self._has_warned_of_files = False
-        self._check_at: float | None = None
-        self._end_at: float | None = None
+        self._check_exits_at = math.inf
+        self._abort_at = math.inf
         self._status = 1
 
     @property
     def is_ending(self) -> bool:
         """Whether the coordinator has decided to abort the job."""
-        return self._end_at is not None
+        return self._abort_at < math.inf
 
     @property
     def is_busy(self) -> bool:
         """Whether a step is due soon, so that `tick` must be called often."""
-        return any(each is not None for each in (self._collection, self._check_at, self._end_at))
+        return self._collection is not None or min(self._check_exits_at, self._abort_at) < math.inf
 
-    # -- messages ------------------------------------------------------------------------------------------------
-
-    def take(self, message: Message, now: float) -> None:
+    def receive(self, message: Message, now: float) -> None:
         """Process a message of a rank."""
-        kind = message["kind"]
-        if kind == "status":
-            self._take_status(message)
-        elif kind == "left":
-            self._take_left(message, now)
-        elif kind == "waits":
-            self._waits[message["rank"], message["number"]] = message
-            self._look_for_leavers(now)
-        elif kind == "goes on":
-            self._waits.pop((message["rank"], message["number"]), None)
-            self._drop_asks(message)
-        elif kind == "died":
-            self.lose(message["rank"], message["why"], now)
-        elif kind == "failed":
-            self._prepare_end(now + _TELLER_SECONDS, files=False)
-        elif kind == "terminated":
-            self._terminated.add(message["rank"])
-        elif kind == "broken":
-            self._actions.tell_all(message)
-        elif kind == "no files":
-            self._warn_of_files(message)
-        elif kind == "exits":
-            self._prepare_cause(message["rank"], f"called os._exit({message['status']})", now)
-            self._actions.tell(message["rank"], {"kind": "heard"})
-        elif kind in ("hang", "deadline", "missing"):
-            self._actions.tell(message["rank"], {"kind": "heard"})
-            self._ask(message, now)
-
-    def lose(self, rank: int, why: str, now: float) -> None:
-        """Process the loss of the connection to a rank."""
-        has_gone = rank in self._left and (len(self._left) == self.size or not self._left[rank]["waits"])
-        if has_gone or rank in self._died:
-            return
-        self._died[rank] = why
-        what = "was terminated by SIGTERM, which rank 0 did not receive" if rank in self._terminated else f"died: {why}"
-        self._prepare_cause(rank, what, now)
+        match message:
+            case protocol.StatusReport():
+                if self._collection is not None and message.number == self._collection.number:
+                    self._collection.statuses[message.rank] = message.status
+            case protocol.WaitStarted():
+                self._waits[message.rank, message.operation.number] = message
+                self._expect_check_of_exits(now)
+            case protocol.WaitEnded():
+                self._end_wait(message)
+            case protocol.PossibleHang() | protocol.TimedOut() | protocol.MissingQuery():
+                self._actions.send(protocol.Acknowledgement(message.rank))
+                self._collect(message, now)
+            case protocol.RankExited():
+                self._receive_exit(message, now)
+            case protocol.ExitingAtOnce():
+                text = f"{self._name([message.rank])} called os._exit({message.status})"
+                self._abort(text, _LAUNCHER_SECONDS, now)
+                self._actions.send(protocol.Acknowledgement(message.rank))
+            case protocol.RankTerminated():
+                self._terminated.add(message.rank)
+            case protocol.RankDied():
+                self._receive_death(message, now)
+            case protocol.RankFailed():
+                self._schedule_abort(now + _REPORTER_SECONDS, files=False)
+            case protocol.DumpFailed():
+                self._warn_of_files(message)
+            case protocol.GroupBroken():
+                self._actions.send(message)
 
     def tick(self, now: float) -> None:
         """Carry out the steps that are due at the time `now`."""
-        if self._end_at is not None:
-            if now >= self._end_at:
-                self._end_at = now + _TELLER_SECONDS
-                self._actions.end(self._status)
+        if self.is_ending:
+            if now >= self._abort_at:
+                self._abort_at = now + _REPORTER_SECONDS
+                self._actions.abort(self._status)
             return
-        if self._collection is not None and (now >= self._collection.deadline or self._is_complete()):
-            self._close_collection(now)
-        if self._check_at is not None and now >= self._check_at:
-            self._check_at = None
-            self._check_exited_ranks(now)
+        collection = self._collection
+        if collection is not None and (now >= collection.deadline or len(collection.statuses) == self.size):
+            self._collection = None
+            self._evaluate(collection, now)
+        if now >= self._check_exits_at:
+            self._check_exits_at = math.inf
+            self._check_exits(now)
 
-    def _warn_of_files(self, message: Message) -> None:
+    def _warn_of_files(self, message: protocol.DumpFailed) -> None:
         """Print why files cannot be written: once, since the reason is usually the same on all ranks."""
         if not self._has_warned_of_files:
             self._has_warned_of_files = True
-            rank = message["rank"]
-            who = f"rank {rank} on {self._hosts[rank]}"
-            self._actions.speak(f"[mpicomm] {who} cannot write its operations and stacks: {message['why']}")
+            name = f"rank {message.rank} on {self._hosts[message.rank]}"
+            self._actions.print_report(f"[mpicomm] {name} cannot write its operations and stacks: {message.reason}")
 
     # -- ranks that have exited ----------------------------------------------------------------------------------
 
-    def _take_left(self, message: Message, now: float) -> None:
-        self._left[message["rank"]] = {**message, "moment": now}
-        if len(self._left) == self.size:
-            is_stuck = any(each["is_stuck"] for each in self._left.values())
-            self._actions.tell_all({"kind": "all left", "is_stuck": is_stuck})
+    def _receive_exit(self, message: protocol.RankExited, now: float) -> None:
+        self._exits[message.rank] = message
+        self._exit_times[message.rank] = now
+        if len(self._exits) == self.size:
+            self._actions.send(protocol.AllExited(any(each.is_stuck for each in self._exits.values())))
         else:
-            self._look_for_leavers(now)
+            self._expect_check_of_exits(now)
 
-    def _look_for_leavers(self, now: float) -> None:
-        if self._waits and self._left:
-            self._check_at = min(self._check_at or math.inf, now + _GATHER_SECONDS)
+    def _expect_check_of_exits(self, now: float) -> None:
+        if self._waits and self._exits:
+            self._check_exits_at = min(self._check_exits_at, now + _GATHER_SECONDS)
 
-    def _check_exited_ranks(self, now: float) -> None:
-        if self._find_culprits(self._waits.values(), now):
-            self._ask({"kind": "left"}, now)
-        elif self._waits and (soon := [each for each in map(self._missed_at, self._left) if each > now]):
-            self._check_at = min(soon)
+    def _check_exits(self, now: float) -> None:
+        if self._find_absent(self._waits.values(), now):
+            self._collect(None, now)
+        elif self._waits:
+            later = [each for each in map(self._last_arrival, self._exits) if each > now]
+            self._check_exits_at = min(later, default=math.inf)
 
-    def _find_culprits(self, waits: Iterable[Message], now: float) -> list[int]:
-        waits = [wait for wait in waits if not self._is_at_its_end(wait["rank"])]
-        return sorted({rank for key in _distinct(waits) for rank in self._culprits(*key, now)})
-
-    def _is_at_its_end(self, rank: int) -> bool:
-        """Return whether a rank only destroys its groups, for which it waits together with all other ranks."""
-        return rank in self._left and not self._left[rank]["is_stuck"]
-
-    def _culprits(self, needs: str, group: str, sequence: int | None, waiter: int | None, now: float) -> list[int]:
+    def _find_absent(self, waits: Iterable[protocol.WaitStarted], now: float) -> list[int]:
         """Return the ranks that have exited without calling an operation for which another rank waits."""
-        if sequence is None:
-            others = [rank for rank in hang_report.parse_ranges(needs) if rank != waiter]
-            have_gone = all(rank in self._left and now >= self._missed_at(rank) for rank in others)
-            return others if others and have_gone else []
-        needed = set(hang_report.parse_ranges(needs))
-        return [
-            rank
-            for rank, leave in self._left.items()
-            if rank in needed and leave["sequences"].get(group, -1) < sequence
-        ]
+        # 1. the distinct waits: thousands of ranks usually wait for the same ranks
+        collectives: set[tuple[str, str, int]] = set()
+        messages: set[tuple[str, int]] = set()
+        for wait in waits:
+            if wait.rank in self._exits and not self._exits[wait.rank].is_stuck:
+                continue  # it only destroys its groups, for which it waits together with all other ranks
+            if wait.operation.sequence is None:
+                messages.add((wait.needs, wait.rank))
+            else:
+                collectives.add((wait.needs, wait.operation.group, wait.operation.sequence))
+        # 2. the ranks that have exited before the collective, or before they sent the message
+        absent: set[int] = set()
+        for needs, group, sequence in collectives:
+            needed = set(hang_report.parse_ranges(needs))
+            exits = [self._exits[rank] for rank in self._exits.keys() & needed]
+            absent.update(each.rank for each in exits if each.sequences.get(group, -1) < sequence)
+        for needs, receiver in messages:
+            senders = set(hang_report.parse_ranges(needs)) - {receiver}
+            if all(rank in self._exits and now >= self._last_arrival(rank) for rank in senders):
+                absent |= senders
+        return sorted(absent)
 
-    def _missed_at(self, rank: int) -> float:
+    def _last_arrival(self, rank: int) -> float:
         """Return the time after which no message can arrive that a rank sent before it exited."""
-        leave = self._left[rank]
-        moment: float = leave["moment"]
-        return moment + (min(self._hang_seconds, _SENDING_SECONDS) if leave["sends"] else _TRANSIT_SECONDS)
+        sends = self._exits[rank].sends
+        return self._exit_times[rank] + (min(self._hang_seconds, _SENDING_SECONDS) if sends else _TRANSIT_SECONDS)
 
     # -- the status of all ranks ---------------------------------------------------------------------------------
 
-    def _ask(self, ask: Message, now: float) -> None:
-        if self.is_ending or (ask["kind"] == "hang" and now < self._next_report):
+    def _collect(self, request: protocol.LateOperation | protocol.MissingQuery | None, now: float) -> None:
+        """Collect the status of all ranks for a request; None to look for ranks that have exited."""
+        if self.is_ending or (isinstance(request, protocol.PossibleHang) and now < self._next_report):
             return
         is_new = self._collection is None
         if self._collection is None:
             self._collections += 1
-            self._collection = _Collection(self._collections, now + COLLECT_SECONDS)
-        self._collection.asks[ask["kind"], ask.get("rank", -1), ask.get("number", -1)] = ask
+            self._collection = _Collection(self._collections, now + COLLECT_SECONDS, {})
+        if request is None:
+            self._collection.is_for_exits = True
+        else:
+            self._collection.requests[type(request), request.rank, request.operation.number] = request
         if is_new:  # rank 0 answers inside this call, and may report that its operation has ended
             # A slow checkpoint looks like a hang: write one set of files, and no other until the job ends.
-            wants_files = ask["kind"] == "deadline" or (ask["kind"] in ("left", "hang") and not self._has_files)
+            is_for_job = not isinstance(request, protocol.MissingQuery)
+            wants_files = isinstance(request, protocol.TimedOut) or (is_for_job and not self._has_files)
             self._has_files = self._has_files or wants_files
-            self._actions.tell_all({"kind": "collect", "number": self._collections, "files": wants_files})
+            self._actions.send(protocol.CollectStatus(self._collections, wants_files))
 
-    def _drop_asks(self, message: Message) -> None:
-        """Drop the requests for an operation that has ended in the meantime."""
+    def _end_wait(self, message: protocol.WaitEnded) -> None:
+        self._waits.pop((message.rank, message.number), None)
         if self._collection is not None:
-            for kind in ("hang", "deadline"):
-                self._collection.asks.pop((kind, message["rank"], message["number"]), None)
+            for kind in (protocol.PossibleHang, protocol.TimedOut):
+                self._collection.requests.pop((kind, message.rank, message.number), None)
 
-    def _take_status(self, message: Message) -> None:
-        if self._collection is not None and message["number"] == self._collection.number:
-            self._collection.statuses[message["rank"]] = message["status"]
-
-    def _is_complete(self) -> bool:
-        assert self._collection is not None
-        return len(self._collection.statuses) + len(self._died) >= self.size
-
-    def _close_collection(self, now: float) -> None:
-        assert self._collection is not None
+    def _evaluate(self, collection: _Collection, now: float) -> None:
         # 1. complete the status table
-        asks, statuses = list(self._collection.asks.values()), self._collection.statuses
-        self._collection = None
+        statuses = collection.statuses
         # A rank that answers has reported its ended waits before. The waits of any other rank may have ended, too.
-        still = {rank for rank, status in statuses.items() if "silent" not in status}
-        culprits = self._find_culprits([wait for wait in self._waits.values() if wait["rank"] in still], now)
-        for rank in range(self.size):
-            statuses[rank] = self._complete(rank, statuses.get(rank), now)
+        waits = [each for each in self._waits.values() if isinstance(statuses.get(each.rank), RankStatus)]
+        absent = self._find_absent(waits, now)
+        rows = {rank: self._row(rank, statuses.get(rank), now) for rank in range(self.size)}
         # 2. answer the ranks that asked which ranks are missing
-        for ask in asks:
-            if ask["kind"] == "missing":
-                self._answer(ask, statuses)
+        requests = list(collection.requests.values())
+        for request in requests:
+            if isinstance(request, protocol.MissingQuery):
+                self._answer(request, statuses, rows)
         # 3. abort for ranks that have exited, abort at a timeout, or report a possible hang
-        kinds = {ask["kind"] for ask in asks}
-        if "left" in kinds and culprits:
-            self._end_by_leavers(culprits, statuses, now)
+        if collection.is_for_exits and absent:
+            self._abort_for_exits(absent, rows, now)
             return
-        if "left" in kinds and self._waits:
-            self._check_at = min(self._check_at or math.inf, now + _TRANSIT_SECONDS)  # a waiting rank may be silent
-        if "deadline" in kinds:
-            self._end_by_deadline(next(ask for ask in asks if ask["kind"] == "deadline"), statuses, now)
-        elif "hang" in kinds:
+        if collection.is_for_exits and self._waits:  # a waiting rank may be silent
+            self._check_exits_at = min(self._check_exits_at, now + _TRANSIT_SECONDS)
+        timeouts = [each for each in requests if isinstance(each, protocol.TimedOut)]
+        hangs = [each for each in requests if isinstance(each, protocol.PossibleHang)]
+        if timeouts:
+            self._abort_for_timeout(timeouts[0], rows, now)
+        elif hangs:
             self._next_report = now + self._hang_seconds
-            first = next(ask for ask in asks if ask["kind"] == "hang")
-            waited = f"{hang_report.called([first['rank']])} has waited {first['seconds']:.0f} s"
-            then = "raising TimeoutError" if first["raises"] else "aborting"
-            text = f"[mpicomm] possible hang: {waited}; {then} at the {first['timeout']:.0f} s timeout"
-            self._actions.speak("\n".join([text, hang_report.table(statuses, self._hosts), first["files"]]))
+            self._actions.print_report(f"{_describe(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}")
 
-    def _complete(self, rank: int, status: dict[str, Any] | None, now: float) -> dict[str, Any]:
-        if rank in self._died:
-            return {"died": self._died[rank]}
+    def _row(self, rank: int, status: Status | None, now: float) -> Row:
         if status is None:
             hub = self._hubs[rank]
-            state = f"its hub, rank {hub}, does not respond" if hub not in (rank, 0) else ""
-            status = {"silent": COLLECT_SECONDS, "state": state}
-        if rank in self._left:
-            leave = self._left[rank]
-            return {**status, "left": {"status": leave["status"], "seconds": now - leave["moment"]}}
+            return NotResponding(COLLECT_SECONDS, "" if hub in (rank, 0) else f"its hub, rank {hub}, does not respond")
+        if rank in self._exits and isinstance(status, RankStatus):
+            return ExitedRank(self._exits[rank].status, now - self._exit_times[rank])
         return status
 
-    def _answer(self, ask: Message, statuses: dict[int, dict[str, Any]]) -> None:
-        missing = {
-            rank: statuses[rank]
-            for rank in hang_report.parse_ranges(ask["needs"])
-            if statuses[rank].get("sequences", {}).get(ask["group"], -1) < ask["sequence"]
-        }
-        self._actions.tell(
-            ask["rank"],
-            {
-                "kind": "answer",
-                "number": ask["number"],
-                "missing": hang_report.ranges(missing),
-                "table": hang_report.table(missing, self._hosts),
-            },
-        )
+    def _answer(self, query: protocol.MissingQuery, statuses: Mapping[int, Status], rows: Mapping[int, Row]) -> None:
+        missing = {}
+        group, sequence = query.operation.group, query.operation.sequence or 0
+        for rank in hang_report.parse_ranges(query.needs):
+            status = statuses.get(rank)
+            if not isinstance(status, RankStatus) or status.sequences.get(group, -1) < sequence:
+                missing[rank] = rows[rank]
+        number, table = query.operation.number, self._table(missing)
+        self._actions.send(protocol.MissingAnswer(query.rank, number, hang_report.ranges(missing), table))
 
     # -- aborting the job ----------------------------------------------------------------------------------------
 
-    def _end_by_leavers(self, culprits: list[int], statuses: dict[int, dict[str, Any]], now: float) -> None:
-        first = culprits[0]
-        phrase = "has exited, but other ranks wait" if len(culprits) == 1 else "have exited, but other ranks wait"
-        pronoun = "it" if len(culprits) == 1 else "them"
-        status = self._left[first]["status"]
-        text = f"{self._name(culprits)} {phrase} for {pronoun}; aborting the job"
-        self._end(f"[mpicomm] {text}\n{hang_report.table(statuses, self._hosts)}", now + _END_SECONDS, now, status or 1)
+    def _receive_death(self, message: protocol.RankDied, now: float) -> None:
+        report = self._exits.get(message.rank)
+        if report is not None and (len(self._exits) == self.size or not report.waits):
+            return
+        what = f"died: {message.reason}"
+        if message.rank in self._terminated:
+            what = "was terminated by SIGTERM, which rank 0 did not receive"
+        self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now)
 
-    def _end_by_deadline(self, ask: Message, statuses: dict[int, dict[str, Any]], now: float) -> None:
-        what = hang_report.operation(ask["what"])
-        text = f"{self._name([ask['rank']])} timed out after {ask['timeout']:g} s in {what}; aborting the job"
-        table = hang_report.table(statuses, self._hosts)
-        self._end(f"[mpicomm] {text}\n{table}\n{ask['files']}", now + _END_SECONDS, now, 1)
+    def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:
+        is_one = len(absent) == 1
+        phrase = f"{'has' if is_one else 'have'} exited, but other ranks wait for {'it' if is_one else 'them'}"
+        status = self._exits[absent[0]].status
+        text = f"{self._name(absent)} {phrase}; aborting the job\n{self._table(rows)}"
+        self._abort(text, _DUMP_SECONDS, now, status or 1)
 
-    def _prepare_cause(self, rank: int, what: str, now: float) -> None:
-        if not self.is_ending:
-            self._end(f"[mpicomm] {self._name([rank])} {what}", now + _LAUNCHER_SECONDS, now, 1)
+    def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Row], now: float) -> None:
+        what = f"timed out after {late.timeout:g} s in {hang_report.operation(late.operation)}"
+        table = self._table(rows)
+        self._abort(f"{self._name([late.rank])} {what}; aborting the job\n{table}\n{late.files}", _DUMP_SECONDS, now)
 
-    def _name(self, ranks: list[int]) -> str:
-        hosts = sorted({self._hosts[rank] for rank in ranks})
-        return f"{hang_report.called(ranks)} of {self.size} on {', '.join(hosts[:4])}{' ...' if len(hosts) > 4 else ''}"
-
-    def _end(self, text: str, end_at: float, now: float, status: int) -> None:
+    def _abort(self, cause: str, seconds: float, now: float, status: int = 1) -> None:
+        """Print the cause, and abort the job after some seconds; the first cause counts."""
+        if self.is_ending:
+            return
         self._status = status
         if self._actions.claim():
-            self._actions.speak(text)
-            self._prepare_end(end_at, files=True)
+            self._actions.print_report(f"[mpicomm] {cause}")
+            self._schedule_abort(now + seconds, files=True)
         else:
-            self._prepare_end(now + _TELLER_SECONDS, files=False)  # another rank reports the cause and aborts
+            self._schedule_abort(now + _REPORTER_SECONDS, files=False)  # another rank reports the cause and aborts
 
-    def _prepare_end(self, end_at: float, *, files: bool) -> None:
-        if self._end_at is None:
-            self._end_at = end_at
-            self._actions.tell_all({"kind": "ending", "files": files})
+    def _schedule_abort(self, abort_at: float, *, files: bool) -> None:
+        if not self.is_ending:
+            self._abort_at = abort_at
+            self._actions.send(protocol.JobEnding(files))
+
+    def _table(self, rows: Mapping[int, Row]) -> str:
+        return hang_report.table(rows, self._hosts)
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        return hang_report.full_name(ranks, self._hosts)
 
 
-def _distinct(waits: Iterable[Message]) -> set[tuple[str, str, int | None, int | None]]:
-    """Return the distinct waits; thousands of ranks usually wait for the same ranks."""
-    return {
-        (wait["needs"], wait["group"], wait["sequence"], wait["rank"] if wait["sequence"] is None else None)
-        for wait in waits
-    }
+def _describe(late: protocol.PossibleHang) -> str:
+    then = "raising TimeoutError" if late.raises else "aborting"
+    waited = f"rank {late.rank} has waited {late.operation.seconds or 0.0:.0f} s"
+    return f"[mpicomm] possible hang: {waited}; {then} at the {late.timeout:.0f} s timeout"

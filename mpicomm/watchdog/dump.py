@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,9 +34,7 @@ def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *
     """
     folder = Path(directory)
     now, wall = time.monotonic(), time.time()
-    operations = [
-        {"number": each.number, **each.describe(now), **_times(each, now, wall)} for each in flight_recorder.recorded()
-    ]
+    operations = [{**vars(each.describe(now)), **_times(each, now, wall)} for each in flight_recorder.recorded()]
     content = {"rank": rank, **about, "written": wall, "operations": operations}
     with _opened(folder, is_of_job=is_of_job) as handle:
         owner = os.fstat(handle).st_uid if is_of_job else None
@@ -43,6 +42,27 @@ def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *
         _write(handle, path, lambda file: json.dump(content, file, indent=1), owner)
         _write(handle, path.with_suffix(".stacks.txt"), faulthandler.dump_traceback, owner)
     return path
+
+
+def try_write(directory: Path, rank: int, about: dict[str, Any], seconds: float) -> str:
+    """Write the files to the job's directory, and wait for at most some seconds.
+
+    Returns:
+        Why the files cannot be written; empty on success, and while they are being written.
+    """
+    errors: list[OSError] = []
+
+    def run() -> None:
+        try:
+            write(directory, rank, about, is_of_job=True)
+        except OSError as error:
+            errors.append(error)
+
+    # A blocked file system is a common reason for hangs: it must not block the caller as well.
+    writing = threading.Thread(target=run, daemon=True)
+    writing.start()
+    writing.join(seconds)
+    return str(errors[0]) if errors else ""
 
 
 @contextlib.contextmanager

@@ -52,8 +52,8 @@ class Hook:
 
     def of_thread(self, args: threading.ExceptHookArgs) -> None:
         """Handle an exception that ends a thread: other ranks may wait for the operations of that thread."""
-        is_theirs = args.exc_value is None or args.exc_type is SystemExit or _is_aside(args.thread)
-        if self is not _current or os.getpid() != self.pid or is_theirs or sys.is_finalizing():
+        is_ignored = args.exc_value is None or args.exc_type is SystemExit or _is_helper(args.thread)
+        if self is not _current or os.getpid() != self.pid or is_ignored or sys.is_finalizing():
             self.previous_of_threads(args)
         else:
             assert args.exc_value is not None
@@ -61,7 +61,7 @@ class Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         """Print the exception, once per job, and abort the job, if the exception ends this process."""
-        if self is not _current or os.getpid() != self.pid or _goes_on():  # after the job, or in a forked child
+        if self is not _current or os.getpid() != self.pid or _continues():  # after the job, or in a forked child
             self.previous(kind, error, trace)
         else:
             self._fail(kind, error, trace)
@@ -69,46 +69,46 @@ class Hook:
     def _fail(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         is_on_all_ranks = isinstance(error, MpicommError) and error.is_on_all_ranks
         if is_on_all_ranks or isinstance(error, LaunchError):  # no traceback: the cause is not a bug in the program
-            self._tell_message(error, is_on_all_ranks)
+            self._print_message(error, is_on_all_ranks)
         else:
-            self._tell(kind, error, trace)
+            self._print_error(kind, error, trace)
         # An error on all ranks ends each of them without an abort, unless it is that some ranks have not arrived.
         if not is_on_all_ranks or isinstance(error, RendezvousError):
             if is_on_all_ranks and self.rank != 0:
                 time.sleep(_LATER_FAILURE_WAIT)  # rank 0 prints first
             self._end()
 
-    def _tell_message(self, error: BaseException, is_on_all_ranks: bool) -> None:
+    def _print_message(self, error: BaseException, is_on_all_ranks: bool) -> None:
         if self.rank == 0:
-            say(f"mpicomm.{type(error).__name__}: {error}\n")
+            print_stderr(f"mpicomm.{type(error).__name__}: {error}\n")
         elif isinstance(error, LaunchError) and not is_on_all_ranks and self.rank < _BRIEF_RANKS:
             # Usually rank 0 has the same error, and the launcher ends this rank before it prints.
             time.sleep(_LATER_FAILURE_WAIT)
-            say(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
+            print_stderr(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
 
     def _end(self) -> None:
         if self.abort is not None and self.size > 1:
             time.sleep(_PRINTING_SECONDS)
             self.abort(1)
 
-    def _tell(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def _print_error(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         where = f"rank {self.rank} of {self.size} on {self.hostname}"
         if threading.current_thread() is not threading.main_thread():
             where += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
             time.sleep(_LATER_FAILURE_WAIT)
-            say(f"[mpicomm] {where} also failed: {traceback.format_exception_only(kind, error)[-1]}")
+            print_stderr(f"[mpicomm] {where} also failed: {traceback.format_exception_only(kind, error)[-1]}")
         elif self.previous is not sys.__excepthook__:
-            say(f"[mpicomm] {where} failed:\n")
+            print_stderr(f"[mpicomm] {where} failed:\n")
             self.previous(kind, error, trace)
         elif self.size == 1:
             self.previous(kind, error, trace)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            say(f"[mpicomm] {where} failed; aborting the job:\n{text}")
+            print_stderr(f"[mpicomm] {where} failed; aborting the job:\n{text}")
 
 
-def _goes_on() -> bool:
+def _continues() -> bool:
     """Return whether the program called `sys.excepthook` and continues, as `code.interact` does to print an error.
 
     Python calls the hook after the program's last frame has ended: then the outermost frame is the hook's own, or that
@@ -125,7 +125,7 @@ def _is_at_prompt() -> bool:
     return hasattr(sys, "ps1") and bool(sys.flags.interactive or not sys.argv[0])
 
 
-def _is_aside(thread: threading.Thread | None) -> bool:
+def _is_helper(thread: threading.Thread | None) -> bool:
     """Return whether a thread is, like a progress bar's, a daemon that has called no operations."""
     return thread is None or (thread.daemon and not flight_recorder.is_used_by(thread))
 
@@ -194,17 +194,17 @@ def _as_number(status: Any) -> int:
 
 
 _exit_status: int | None = None  # the status with which sys.exit ends the process
-_tell_exit_at_once: Callable[[int], Any] | None = None
+_on_exit_at_once: Callable[[int], Any] | None = None
 
 
-def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
+def watch_exits(on_exit_at_once: Callable[[int], Any]) -> None:
     """Wrap `sys.exit` to record its status, and `os._exit`, for which Python has no hook, to report its call.
 
     Args:
-        tell_exit_at_once: Called with the status of `os._exit`; not called in forked children.
+        on_exit_at_once: Called with the status of `os._exit`; not called in forked children.
     """
-    global _tell_exit_at_once  # noqa: PLW0603  a process ends once
-    _tell_exit_at_once = tell_exit_at_once
+    global _on_exit_at_once  # noqa: PLW0603  a process ends once
+    _on_exit_at_once = on_exit_at_once
     if hasattr(sys.exit, "__wrapped__"):
         return
     python_exit, python_exit_at_once, pid = sys.exit, os._exit, os.getpid()
@@ -218,8 +218,8 @@ def watch_exits(tell_exit_at_once: Callable[[int], Any]) -> None:
 
     @functools.wraps(python_exit_at_once)
     def os_exit(status: int) -> NoReturn:
-        if _tell_exit_at_once is not None and os.getpid() == pid:
-            _tell_exit_at_once(status)
+        if _on_exit_at_once is not None and os.getpid() == pid:
+            _on_exit_at_once(status)
         python_exit_at_once(status)
 
     sys.exit, os._exit = sys_exit, os_exit
@@ -229,9 +229,9 @@ def exit_status() -> int | None:
     """Return the status with which this process is about to end; None if it is unknown."""
     if _ends_by(getattr(sys, "last_value", None)):
         return 1
-    on_its_way = sys.exc_info()[1]  # for example in a `finally`
-    if isinstance(on_its_way, SystemExit) and threading.current_thread() is threading.main_thread():
-        return _as_number(on_its_way.code)
+    handled = sys.exc_info()[1]  # for example in a `finally`
+    if isinstance(handled, SystemExit) and threading.current_thread() is threading.main_thread():
+        return _as_number(handled.code)
     return _exit_status
 
 
@@ -241,7 +241,7 @@ def _ends_by(printed: BaseException | None) -> bool:
     return trace is not None and trace.tb_frame.f_back is None and not _is_at_prompt()
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write to stderr in one piece, so that the lines of several ranks do not interleave."""
     with contextlib.suppress(Exception):  # a failing stream must not keep the rank from aborting the job
         sys.stdout.flush()

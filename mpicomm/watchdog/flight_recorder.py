@@ -7,6 +7,7 @@ number costs microseconds in a long function, so it is computed only when a repo
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from mpicomm.errors import MpicommError
 from mpicomm.watchdog import hang_report
+from mpicomm.watchdog.protocol import OperationInfo
 
 RING = 1024
 """The capacity of the ring buffer, in operations."""
@@ -93,25 +95,9 @@ class Group:
         _forget_closed_groups()
 
 
+@dataclasses.dataclass(init=False, eq=False, slots=True)  # `note` sets the fields
 class Operation:
     """One call of an operation on this rank."""
-
-    __slots__ = (
-        "called",
-        "code",
-        "count",
-        "dtype",
-        "end",
-        "group",
-        "instruction",
-        "is_message",
-        "limit",
-        "name",
-        "number",
-        "peer",
-        "sequence",
-        "start",
-    )
 
     code: types.CodeType | None
     instruction: int
@@ -149,7 +135,7 @@ class Operation:
         else:
             _running.pop(self.number, None)
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadline(self, seconds: float) -> None:
         """Extend the deadline by the seconds in which this process was suspended."""
         if self.start is not None:
             self.start += seconds
@@ -175,22 +161,23 @@ class Operation:
             return line_of_main_thread() or "an unknown place"
         return line_of(self.code, self.instruction)
 
-    def describe(self, now: float) -> dict[str, Any]:
+    def describe(self, now: float) -> OperationInfo:
         """Return the fields of the operation for other ranks and for dump files."""
-        return {
-            "name": self.name,
-            "group": self.group.name,
-            "members": "" if self.group.is_world else hang_report.ranges(self.group.ranks),
-            "sequence": self.sequence,
-            "is_message": self.is_message,
-            "dtype": "" if self.dtype is None else str(self.dtype).removeprefix("torch."),
-            "count": self.count,
-            "peer": None if self.peer is None else self.group.ranks[self.peer],
-            "where": self.where,
-            "called": round(now - self.called, 6),
-            "seconds": None if self.start is None else round((self.end or now) - self.start, 6),
-            "is_over": self.end is not None,
-        }
+        return OperationInfo(
+            number=self.number,
+            name=self.name,
+            group=self.group.name,
+            members="" if self.group.is_world else hang_report.ranges(self.group.ranks),
+            sequence=self.sequence,
+            is_message=self.is_message,
+            dtype="" if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            count=self.count,
+            peer=None if self.peer is None else self.group.ranks[self.peer],
+            where=self.where,
+            called=round(now - self.called, 6),
+            seconds=None if self.start is None else round((self.end or now) - self.start, 6),
+            is_over=self.end is not None,
+        )
 
 
 def note(

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
-Status = Mapping[str, Any]
-"""The status of one rank, as the rank reports it (`agent.Watchdog._status`), or its hub if it does not respond."""
+from mpicomm.watchdog.protocol import NotResponding, OperationInfo, RankStatus
 
 _NAMED = 16  # the most ranges of ranks in a row
 _ROWS = 32  # the most rows of a table
 
 
+@dataclasses.dataclass(frozen=True)
+class ExitedRank:
+    """The state of a rank that has exited."""
+
+    status: int | None  # None at the end of its program
+    seconds: float  # since its exit
+
+
+Row: TypeAlias = RankStatus | NotResponding | ExitedRank
+
+
 def ranges(ranks: Iterable[int]) -> str:
     """Return ranks as `0-3, 7`; runs of two are listed."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    texts = []
-    for part in parts:
-        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else [str(rank) for rank in part]
+    texts: list[str] = []
+    # Within a range, rank and index differ by the same number.
+    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        part = [rank for _, rank in pairs]
+        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else map(str, part)
     return ", ".join(texts)
 
 
@@ -44,22 +52,32 @@ def called(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def operation(what: Mapping[str, Any]) -> str:
-    """Return `all_reduce #42, float32[1024]`, from the fields of `flight_recorder.Operation.describe`."""
-    text = str(what["name"])
-    if what["sequence"] is not None:
-        text += f" #{what['sequence']}"
-    elif not what["is_message"]:
+def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return `rank 2 of 4 on node0`.
+
+    Args:
+        hosts: The host of every rank.
+    """
+    names = sorted({hosts[rank] for rank in ranks})
+    return f"{called(ranks)} of {len(hosts)} on {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
+
+
+def operation(info: OperationInfo) -> str:
+    """Return `all_reduce #42, float32[1024]`."""
+    text = info.name
+    if info.sequence is not None:
+        text += f" #{info.sequence}"
+    elif not info.is_message:
         text += " (queued)"
-    if what["peer"] is not None:
-        direction = {"send": " to", "recv": " from"}.get(what["name"], ", root")
-        text += f"{direction} rank {what['peer']}"
-    elif what["name"] == "recv":
+    if info.peer is not None:
+        direction = {"send": " to", "recv": " from"}.get(info.name, ", root")
+        text += f"{direction} rank {info.peer}"
+    elif info.name == "recv":
         text += " from any rank"
-    if what["dtype"]:
-        text += f", {what['dtype']}[{what['count']}]"
-    if what["members"]:
-        text += f", in the group of {_members(what['members'])}"
+    if info.dtype:
+        text += f", {info.dtype}[{info.count}]"
+    if info.members:
+        text += f", in the group of {_members(info.members)}"
     return text
 
 
@@ -68,19 +86,17 @@ def _members(text: str) -> str:
     return called(parse_ranges(text))
 
 
-def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
-    """Return one row for all ranks with the same position; rows of more ranks first."""
-    rows: dict[str, list[int]] = {}
-    seconds: dict[str, float] = {}
-    for rank, status in sorted(statuses.items()):
-        text, for_seconds = _place(status)
-        if "silent" in status or status.get("died"):
-            text = text.replace(_ON_HOST, f" on {hosts[rank]}")
-        rows.setdefault(text, []).append(rank)
-        seconds[text] = max(seconds.get(text, 0.0), for_seconds)
-    ordered = sorted(rows, key=lambda text: -len(rows[text]))
-    names = [called(rows[text]) for text in ordered]
-    width = max((len(name) for name in names), default=0)
+def table(rows: Mapping[int, Row], hosts: Sequence[str]) -> str:
+    """Return one line for all ranks with the same position; lines of more ranks first."""
+    ranks: dict[str, list[int]] = {}
+    seconds: dict[str, float] = {}  # the most of a line's ranks
+    for rank, row in sorted(rows.items()):
+        text, of_rank = _position(row, hosts[rank])
+        ranks.setdefault(text, []).append(rank)
+        seconds[text] = max(seconds.get(text, 0.0), of_rank)
+    ordered = sorted(ranks, key=lambda text: -len(ranks[text]))
+    names = [called(ranks[text]) for text in ordered]
+    width = max(map(len, names), default=0)
     lines = [
         f"  {name:{width}}  {text.replace(_SECONDS, f'{seconds[text]:.0f} s')}"
         for name, text in zip(names[:_ROWS], ordered, strict=False)
@@ -90,31 +106,24 @@ def table(statuses: Mapping[int, Status], hosts: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-_ON_HOST = " on its host"
-_SECONDS = "\0"  # placeholder for the seconds in a row: ranks with the same position share a row whatever their seconds
+_SECONDS = "\0"  # placeholder for the seconds: ranks with the same position share a line whatever their seconds
 
 
-def _place(status: Status) -> tuple[str, float]:
-    """Return the place of a rank, and the seconds for `_SECONDS`."""
-    if status.get("died"):
-        return f"died{_ON_HOST}: {status['died']}", 0.0
-    if "silent" in status:
-        state = f": {status['state']}" if status.get("state") else ""
-        return f"not responding for {_SECONDS}{_ON_HOST}{state}", status["silent"]
-    if status.get("left"):
-        return f"exited {_SECONDS} ago {left(status['left'])}", status["left"]["seconds"]
-    if status["running"]:
-        longest = max(status["running"], key=lambda each: each["seconds"])
-        more = len(status["running"]) - 1
+def _position(row: Row, host: str) -> tuple[str, float]:
+    """Return the position of a rank, and the seconds for `_SECONDS`."""
+    if isinstance(row, NotResponding):
+        state = f": {row.state}" if row.state else ""
+        return f"not responding for {_SECONDS} on {host}{state}", row.seconds
+    if isinstance(row, ExitedRank):
+        how = "at the end of its program" if row.status is None else f"with status {row.status}"
+        return f"exited {_SECONDS} ago {how}", row.seconds
+    if row.running:
+        longest = max(row.running, key=lambda each: each.seconds or 0.0)
+        more = len(row.running) - 1
         beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
-        return f"in {operation(longest)}, at {longest['where']}, for {_SECONDS}{beside}", longest["seconds"]
-    at = f"at {status['main']}" if status["main"] else "its main thread has ended, other threads are running"
-    last = status["last"]
-    if last is None:
+        return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0
+    at = f"at {row.main}" if row.main else "its main thread has ended, other threads are running"
+    if row.last is None:
         return f"in no operation, none called yet; {at}", 0.0
-    return f"in no operation; {at}; last called {_SECONDS} ago: {operation(last)}, at {last['where']}", last["called"]
-
-
-def left(leave: Mapping[str, Any]) -> str:
-    """Return how a rank exited: `with status 3`, or `at the end of its program`."""
-    return "at the end of its program" if leave["status"] is None else f"with status {leave['status']}"
+    last = f"last called {_SECONDS} ago: {operation(row.last)}, at {row.last.where}"
+    return f"in no operation; {at}; {last}", row.last.called

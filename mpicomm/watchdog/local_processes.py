@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 from pathlib import Path
+
+from mpicomm.watchdog.protocol import LocalProcess
 
 _STATES = {
     "T": "stopped by a signal (SIGSTOP); resume it with SIGCONT",
@@ -16,15 +17,6 @@ _STATES = {
     "S": "sleeping in code that holds the GIL",
 }
 _START = 19  # index of the start time among the fields after the name in /proc/<pid>/stat, proc(5)
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalProcess:
-    """A process, identified by its pid and its start time."""
-
-    pid: int
-    start_time: str = ""
-    """Its start time and pid namespace: together with the pid they are unique on this host."""
 
 
 def this_process() -> LocalProcess:
@@ -42,18 +34,12 @@ def start_time_of(pid: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process of this host."""
-    try:
-        return _fields(pid)[0] == "T"
-    except OSError:
-        return False
+    return _state_code(pid) == "T"
 
 
 def state_of(pid: int) -> str:
     """Describe the state of a process that does not respond; empty if it is unknown."""
-    try:
-        state = _STATES.get(_fields(pid)[0])
-    except OSError:
-        return ""
+    state = _STATES.get(_state_code(pid))
     return f"process {pid} is {state}" if state else ""
 
 
@@ -68,6 +54,13 @@ def kill(process: LocalProcess) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
+
+
+def _state_code(pid: int) -> str:
+    try:
+        return _fields(pid)[0]
+    except OSError:
+        return ""
 
 
 def _fields(pid: int) -> list[str]:

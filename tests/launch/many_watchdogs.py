@@ -27,10 +27,11 @@ from typing import Any, NoReturn
 from mpicomm.durations import Deadline
 from mpicomm.startup import open_files
 from mpicomm.watchdog import channel as channels
-from mpicomm.watchdog import flight_recorder, local_processes
-from mpicomm.watchdog.agent import Limits, RankInfo, Watchdog
-from mpicomm.watchdog.channel import TOKEN_BYTES, Channel
+from mpicomm.watchdog import flight_recorder, local_processes, protocol
+from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.channel import TOKEN_BYTES, Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.protocol import Message, OperationInfo
 
 HOST = "127.0.0.1"
 CONNECT_SECONDS = 60.0
@@ -104,12 +105,13 @@ class Noted(Watchdog):
         super().__init__(RankInfo(rank, job.hosts, job.nodes, job.hubs), channel, Limits(seconds, None), end, claim)
         self._job = job
 
-    def speak(self, text: str) -> None:
+    def print_report(self, text: str) -> None:
         self._job.note("said", rank=self.place.rank, text=text)
 
-    def _ask(self, ask: dict[str, Any]) -> None:
-        self._job.note("asked", rank=self.place.rank)
-        super()._ask(ask)
+    def _report(self, message: Message) -> None:
+        if isinstance(message, protocol.LateOperation):
+            self._job.note("asked", rank=self.place.rank)
+        super()._report(message)
 
 
 def be_a_rank(job: Job, rank: int) -> NoReturn:
@@ -162,9 +164,9 @@ class Children:
             connection = Connection(socket.create_connection((HOST, port)))
             connection.is_trusted = True
             (challenge,) = channels._next_messages(connection, deadline)
-            proof = channels._proof(self.job.token, bytes.fromhex(challenge["nonce"]), rank)
-            own = local_processes.this_process()
-            connection.send({"rank": rank, "pid": own.pid, "start_time": own.start_time, "proof": proof})
+            assert isinstance(challenge, protocol.Challenge)
+            proof = channels._proof(self.job.token, bytes.fromhex(challenge.nonce), rank)
+            connection.send(protocol.Proof(rank, local_processes.this_process(), proof))
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
 
@@ -175,52 +177,48 @@ class Children:
             for key, _ in self._selector.select(0.002):
                 assert isinstance(key.fileobj, Connection)
                 for message in key.fileobj.receive()[0]:
-                    if message.get("kind") == "collect":
-                        self._answer(key.data, message["number"])
+                    if isinstance(message, protocol.CollectStatus):
+                        self._answer(key.data, message.number)
             for connection in list(self.connections.values()):
                 connection.flush()
             while start + beats[0][0] * pause <= time.monotonic():
                 number, connection = beats.popleft()
-                connection.send({"kind": "beat"})
+                connection.send(protocol.Heartbeat())
                 beats.append((number + len(self.connections), connection))
 
     def _answer(self, child: int, number: int) -> None:
         for rank in self.behind[child]:
-            status = {"running": [WHAT], "last": WHAT, "main": "train.py:88 (step)", "sequences": {"0": 42}}
-            answer = {"kind": "status", "number": number, "rank": rank, "status": status}
-            self.connections[child].send(answer)
+            status = protocol.RankStatus([OPERATION], OPERATION, "train.py:88 (step)", {"0": 42})
+            self.connections[child].send(protocol.StatusReport(rank, number, status))
 
     def ask(self, number: int, frame: object) -> None:
         self.job.note("asked", rank=1)
-        self.connections[1].send({"kind": "hang", "rank": 1, "number": 41, **self._ask()})
+        self.connections[1].send(protocol.PossibleHang(1, OPERATION, "1", 1800.0, False, ""))
 
     def wait(self, number: int, frame: object) -> None:
         """Report that all ranks wait in the same operation."""
         needs = f"0-{self.job.size - 1}"
         for child, ranks in self.behind.items():
             for rank in ranks:
-                what = {"number": 41, "needs": needs, "group": "0", "sequence": 42}
-                self.connections[child].send({"kind": "waits", "rank": rank, **what, **self._ask()})
+                self.connections[child].send(protocol.WaitStarted(rank, OPERATION, needs))
         self.job.note("told")
 
-    def _ask(self) -> dict[str, Any]:
-        return {"what": WHAT, "seconds": 61.0, "timeout": 1800.0, "raises": False, "files": ""}
 
-
-WHAT = {
-    "name": "all_reduce",
-    "group": "0",
-    "members": "",
-    "sequence": 42,
-    "is_message": False,
-    "dtype": "float32",
-    "count": 1024,
-    "peer": None,
-    "where": "train.py:88 (step)",
-    "called": 61.0,
-    "seconds": 61.0,
-    "is_over": False,
-}
+OPERATION = OperationInfo(
+    number=41,
+    name="all_reduce",
+    group="0",
+    members="",
+    sequence=42,
+    is_message=False,
+    dtype="float32",
+    count=1024,
+    peer=None,
+    where="train.py:88 (step)",
+    called=61.0,
+    seconds=61.0,
+    is_over=False,
+)
 
 
 def be_the_children(job: Job) -> NoReturn:

@@ -46,8 +46,8 @@ dist.new_group(list(range(world.size)))
 """
 
 CAUGHT_EXIT = """
-from mpicomm.watchdog import agent
-agent.WAIT_LIMIT = 1.0
+from mpicomm.watchdog import operation_monitor
+operation_monitor.WAIT_LIMIT = 1.0
 world = mpicomm.bootstrap(timeout=60)
 if world.rank == 0:
     dist.all_reduce(torch.ones(1))
@@ -105,8 +105,8 @@ sys.stdout.write(f"done {world.rank}\\n")
 
 # After the end of the program, its threads continue; the first operation starts only 2.5 s later.
 THREADS = """
-from mpicomm.watchdog import agent
-agent.WAIT_LIMIT = 1.0
+from mpicomm.watchdog import operation_monitor
+operation_monitor.WAIT_LIMIT = 1.0
 world = mpicomm.bootstrap()
 def train():
     time.sleep(2.5 + world.rank)
@@ -120,8 +120,8 @@ threading.Thread(target=train).start()
 UNFINISHED = """
 import warnings
 from mpicomm.backend import executor
-from mpicomm.watchdog import agent
-executor._LAST_MESSAGES_SECONDS, agent._TAKE_DOWN_SECONDS = 0.5, 2.0
+from mpicomm.watchdog import rank_exit
+executor._LAST_MESSAGES_SECONDS, rank_exit._TAKE_DOWN_SECONDS = 0.5, 2.0
 warnings.simplefilter("ignore")
 world = mpicomm.bootstrap()
 works = [dist.irecv(torch.ones(1), (world.rank + 1) % 3, group=dist.new_group()) for _ in range(8)]

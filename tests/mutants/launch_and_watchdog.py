@@ -8,16 +8,16 @@ MUTANTS = [
     # -- watchdog -------------------------------------------------------------------------------------------
     Mutant(
         "watchdog/coordinator.py",
-        old='elif kind in ("hang", "deadline", "missing"):',
-        new='elif kind in ("hang", "missing"):',
+        old="case protocol.PossibleHang() | protocol.TimedOut() | protocol.MissingQuery():",
+        new="case protocol.PossibleHang() | protocol.MissingQuery():",
         fault="Rank 0 ignores the message that an operation has passed its timeout, so the job never ends.",
         tests="tests/unit/test_coordinator.py -k test_a_deadline_ends_the_job",
         ranks=0,
     ),
     Mutant(
         "watchdog/coordinator.py",
-        old="now + _END_SECONDS, now, status or 1)",
-        new="now + _END_SECONDS, now, 1)",
+        old="_DUMP_SECONDS, now, status or 1)",
+        new="_DUMP_SECONDS, now, 1)",
         fault="A job that ends because a rank has exited ends with status 1, not with the status of that rank.",
         tests="tests/unit/test_coordinator.py -k test_the_job_ends_with_the_status_of_the_leaver",
         ranks=0,
@@ -31,17 +31,17 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "watchdog/agent.py",
-        old="return turn_of(self.place.rank) + behind",
-        new="return turn_of(self.place.hub) + behind",
+        "watchdog/rank_0_monitor.py",
+        old="return turn_of(self._place.rank) + behind",
+        new="return turn_of(self._place.hub) + behind",
         fault="All ranks of a hub use the same delay to report in place of rank 0, so several ranks print the cause.",
         tests="tests/launch/test_many_watchdogs.py -k test_rank_1_speaks_for_rank_0",
         ranks=0,
     ),
     Mutant(
         "watchdog/agent.py",
-        old="dump.write(directory, self.place.rank, about, ",
-        new="dump.write(directory, self.place.hub, about, ",
+        old="dump.try_write(self._limits.directory, self.place.rank, about, ",
+        new="dump.try_write(self._limits.directory, self.place.hub, about, ",
         fault="A rank writes its operations and stacks into the dump files of its hub.",
         tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
         ranks=0,
@@ -50,7 +50,7 @@ MUTANTS = [
         "watchdog/agent.py",
         old="""\
             for operation in flight_recorder.running():
-                operation.forgive(late)""",
+                operation.extend_deadline(late)""",
         new="""\
             pass""",
         fault="The time for which a process is suspended counts toward the timeout of its operations.",
@@ -67,8 +67,8 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/exit_hooks.py",
-        old="if self is not _current or os.getpid() != self.pid or _goes_on():",
-        new="if self is not _current or _goes_on():",
+        old="if self is not _current or os.getpid() != self.pid or _continues():",
+        new="if self is not _current or _continues():",
         fault="An exception in a forked child of a rank ends the whole job.",
         tests="tests/launch/test_children.py -k fork",
         ranks=0,

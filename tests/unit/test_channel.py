@@ -19,9 +19,10 @@ import pytest
 
 from mpicomm.watchdog import channel as channels
 from mpicomm.watchdog import connection as connections
-from mpicomm.watchdog import local_processes
+from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import Channel, ChannelEvent
-from mpicomm.watchdog.connection import Connection, Message
+from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, Message, RankFailed
 
 TOKEN = bytes(range(channels.TOKEN_BYTES))
 HOST = "127.0.0.1"
@@ -53,19 +54,27 @@ def take(channel: Channel, number: int, *others: Channel) -> list[ChannelEvent]:
     return events
 
 
-def message_of(size: int) -> Message:
+def message_of(size: int, number: int = 0) -> DumpFailed:
     """Return a message whose JSON text has `size` bytes."""
-    return {"x": "a" * (size - len('{"x":""}'))}
+    return DumpFailed(number, "a" * (size - len(protocol.encode(DumpFailed(number, "")))))
 
 
 def frame(text: bytes) -> bytes:
     return struct.pack("!I", len(text)) + text
 
 
-def read_frame(sock: socket.socket) -> Message:
+MESSAGE = RankFailed(7)
+FRAME = frame(protocol.encode(MESSAGE))
+
+
+def numbers_of(messages: list[Any]) -> list[int]:
+    return [message.number if isinstance(message, CollectStatus) else message.rank for message in messages]
+
+
+def read_frame(sock: socket.socket) -> dict[str, Any]:
     (length,) = struct.unpack("!I", _exactly(sock, 4))
-    message: Message = json.loads(_exactly(sock, length))
-    return message
+    values: dict[str, Any] = json.loads(_exactly(sock, length))
+    return values
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
@@ -131,7 +140,7 @@ class Office:
         self.hub.expect(set(expected))
         self._sockets: list[socket.socket] = []
 
-    def stranger(self) -> tuple[socket.socket, Message]:
+    def stranger(self) -> tuple[socket.socket, dict[str, Any]]:
         """Connect without sending anything, and return the socket and the hub's first message."""
         sock = self.call()
         pump(lambda: select.select([sock], [], [], 0)[0], self.hub)
@@ -147,7 +156,7 @@ class Office:
         sock, challenge = self.stranger()
         sock.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), rank)))
         pump(lambda: rank in self.hub.children, self.hub)
-        assert read_frame(sock) == {"welcome": rank}
+        assert read_frame(sock) == {"$class": "Welcome"}
         return sock
 
     def refuses(self, sock: socket.socket) -> bool:
@@ -162,7 +171,14 @@ class Office:
 
 def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
     proof = channels._proof(token, nonce, rank)
-    return json.dumps({"rank": rank, "pid": os.getpid(), "start_time": "", "proof": proof}).encode()
+    return protocol.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof))
+
+
+def change(text: bytes, **values: Any) -> dict[str, Any]:
+    """Change values of the process in a proof."""
+    proof: dict[str, Any] = json.loads(text)
+    proof["process"] |= values
+    return proof
 
 
 @contextlib.contextmanager
@@ -214,9 +230,9 @@ def receive_all(sender: Connection, receiver: Connection, number: int) -> tuple[
 def test_messages_come_in_order(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     for number in range(1000):
-        here.send({"number": number})
+        here.send(RankFailed(number))
     messages, lost = receive_all(here, there, 1000)
-    assert ([message["number"] for message in messages], lost) == (list(range(1000)), "")
+    assert (numbers_of(messages), lost) == (list(range(1000)), "")
     assert not here.has_outgoing
 
 
@@ -233,10 +249,10 @@ def test_a_message_may_be_large(pair: tuple[Connection, Connection], size: int) 
 @pytest.mark.parametrize("size", [LIMIT + 1, 3 * LIMIT])
 def test_a_message_over_the_limit_ends_the_connection(pair: tuple[Connection, Connection], size: int) -> None:
     here, there = pair
-    here.send({"before": 1})
+    here.send(MESSAGE)
     here.send(message_of(size))
     messages, lost = receive_all(here, there, 2)
-    assert messages == [{"before": 1}]
+    assert messages == [MESSAGE]
     assert lost == f"sent a message of {size} bytes, the limit is {LIMIT}"
 
 
@@ -254,9 +270,9 @@ def test_somebody_who_is_not_trusted_has_to_be_brief(pair: tuple[Connection, Con
 
 def test_what_was_said_before_the_end_is_heard(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
-    here.send({"last": "words"})
+    here.send(MESSAGE)
     here.close()
-    assert receive_all(here, there, 2) == ([{"last": "words"}], "closed")
+    assert receive_all(here, there, 2) == ([MESSAGE], "closed")
 
 
 def test_a_connection_that_was_reset_is_lost(pair: tuple[Connection, Connection]) -> None:
@@ -267,7 +283,7 @@ def test_a_connection_that_was_reset_is_lost(pair: tuple[Connection, Connection]
     assert messages == []
     assert lost
     with pytest.raises(OSError, match="Broken pipe"):
-        there.send({"to": "nobody"})
+        there.send(MESSAGE)
 
 
 GARBAGE = {
@@ -298,10 +314,10 @@ def test_who_sends_garbage_is_lost_and_the_others_go_on(garbage: bytes) -> None:
             assert event.rank == 1
             assert event.lost.startswith("sent ")
             assert pump(lambda: is_closed(raw), opened.hub) == []
-            other.send_up({"from": 2})
-            assert take(opened.hub, 1) == [ChannelEvent(2, {"from": 2})]
-            opened.hub.send_down({"to": "all"})
-            assert take(other, 1) == [ChannelEvent(None, {"to": "all"})]
+            other.send_up(RankFailed(2))
+            assert take(opened.hub, 1) == [ChannelEvent(2, RankFailed(2))]
+            opened.hub.send_down(MESSAGE)
+            assert take(other, 1) == [ChannelEvent(None, MESSAGE)]
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
@@ -309,7 +325,7 @@ def _send(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
-@pytest.mark.parametrize("part", [b"\0", frame(b"{}")[:-1], frame(b'{"a": 1}')[:7]])
+@pytest.mark.parametrize("part", [b"\0", FRAME[:-1], FRAME[:7]])
 def test_half_a_message_is_none(part: bytes) -> None:
     with office(1, 2) as opened:
         raw, other = opened.raw(1), opened.raw(2)
@@ -317,8 +333,43 @@ def test_half_a_message_is_none(part: bytes) -> None:
         assert opened.hub.poll(0.1) == []
         raw.close()
         assert take(opened.hub, 1) == [ChannelEvent(1, lost="closed")]
-        other.sendall(frame(b"{}"))
-        assert take(opened.hub, 1) == [ChannelEvent(2, {})]
+        other.sendall(FRAME)
+        assert take(opened.hub, 1) == [ChannelEvent(2, MESSAGE)]
+
+
+INVALID = {
+    "an object of no class": b"{}",
+    "an unknown class": b'{"$class": "Recollect", "number": 1}',
+    "a class that is a list": b'{"$class": [], "number": 1}',
+    "a field is missing": b'{"$class": "CollectStatus", "number": 1}',
+    "a field too many": b'{"$class": "CollectStatus", "number": 1, "files": true, "more": 1}',
+    "a field of another type": b'{"$class": "CollectStatus", "number": "1", "files": true}',
+    "a status of another type": b'{"$class": "StatusReport", "number": 1, "rank": 1, "status": {}}',
+    "a list of another type": b'{"$class": "RankStatus", "running": [7], "last": null, "main": "", "sequences": {}}',
+    "an object of another type": (
+        b'{"$class": "RankStatus", "running": [], "last": null, "main": "", "sequences": {"0": "7"}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("text", INVALID.values(), ids=INVALID.keys())
+def test_a_message_that_is_not_valid_is_dropped(text: bytes) -> None:
+    with office(1) as opened:
+        opened.raw(1).sendall(frame(text) + FRAME)
+        assert take(opened.hub, 1) == [ChannelEvent(1, MESSAGE)]
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    operation = protocol.OperationInfo(7, "send", "0", "", None, True, "", 0, 3, "a.py:1", 1.5, None, False)
+    for status in (
+        protocol.RankStatus([operation], None, "a.py:2", {"0": 7, "": -1}),
+        protocol.RankStatus([], operation, "", {}),
+        protocol.NotResponding(4, ""),
+    ):
+        message = protocol.StatusReport(2, 1, status)
+        assert protocol.decode(protocol.encode(message)) == message
+    for answer in (protocol.Acknowledgement(3), protocol.MissingAnswer(3, 1, "0-2", "table"), GroupBroken("0", "é\n")):
+        assert protocol.decode(protocol.encode(answer)) == answer
 
 
 # -- hubs and children -----------------------------------------------------------------------------------------------
@@ -327,17 +378,16 @@ def test_half_a_message_is_none(part: bytes) -> None:
 def test_messages_go_both_ways_in_order() -> None:
     with family(1, 2, 5) as (hub, children):
         for number in range(100):
-            hub.send_down({"number": number})
-            hub.send_to(5, {"number": number, "to": 5})
-            for rank, child in children.items():
-                child.send_up({"number": number, "from": rank})
-        heard = take(hub, 300)
+            hub.send_down(CollectStatus(number, files=False))
+            hub.send_to(5, protocol.MissingAnswer(5, number, "", ""))
+            for child in children.values():
+                child.send_up(CollectStatus(number, files=True))
+        received = take(hub, 300)
         for rank, child in children.items():
-            numbers = [event.message["number"] for event in heard if event.rank == rank and event.message]
-            assert numbers == list(range(100))
-            told = [event.message for event in take(child, 200 if rank == 5 else 100)]
-            assert [message for message in told if message and "to" not in message] == [
-                {"number": number} for number in range(100)
+            assert numbers_of([event.message for event in received if event.rank == rank]) == list(range(100))
+            answers = [event.message for event in take(child, 200 if rank == 5 else 100)]
+            assert [message for message in answers if isinstance(message, CollectStatus)] == [
+                CollectStatus(number, files=False) for number in range(100)
             ]
 
 
@@ -365,9 +415,9 @@ def test_large_messages_go_both_ways_at_once() -> None:
 
 def test_who_is_not_there_is_told_nothing() -> None:
     with contextlib.closing(Channel(3, TOKEN)) as alone:
-        alone.send_up({})
-        alone.send_to(7, {})
-        alone.send_down({})
+        alone.send_up(MESSAGE)
+        alone.send_to(7, MESSAGE)
+        alone.send_down(MESSAGE)
         assert alone.poll(0) == []
 
 
@@ -377,14 +427,14 @@ def test_a_child_that_does_not_read_blocks_nobody() -> None:
         with contextlib.closing(other):
             start = time.monotonic()
             for number in range(100):
-                opened.hub.send_down({"number": number, **message_of(200_000)})
+                opened.hub.send_down(message_of(200_000, number))
             assert time.monotonic() - start < 5
             assert opened.hub.children[1].has_outgoing
-            heard = take(other, 100, opened.hub)
-            assert [event.message["number"] for event in heard if event.message] == list(range(100))
+            received = take(other, 100, opened.hub)
+            assert numbers_of([event.message for event in received]) == list(range(100))
             assert opened.hub.children[1].has_outgoing
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reading = pool.submit(lambda: [read_frame(deaf)["number"] for _ in range(100)])
+                reading = pool.submit(lambda: [read_frame(deaf)["rank"] for _ in range(100)])
                 pump(reading.done, opened.hub)
                 assert reading.result() == list(range(100))
             assert not opened.hub.children[1].has_outgoing
@@ -392,7 +442,7 @@ def test_a_child_that_does_not_read_blocks_nobody() -> None:
 
 def test_nobody_polls_for_room_where_nothing_waits() -> None:
     with family(1) as (hub, children):
-        hub.send_down({})
+        hub.send_down(MESSAGE)
         take(children[1], 1)
         start = time.monotonic()
         assert hub.poll(0.2) == []
@@ -431,7 +481,11 @@ def test_who_is_woken_often_does_not_block() -> None:
 
 
 def says_nothing_of_it(nonce: bytes) -> bytes:
-    return json.dumps({"hello": nonce.hex()}).encode()
+    return json.dumps({"$class": "Proof", "hello": nonce.hex()}).encode()
+
+
+def says_something_else(nonce: bytes) -> bytes:
+    return protocol.encode(MESSAGE)
 
 
 def lies_about_the_token(nonce: bytes) -> bytes:
@@ -451,11 +505,13 @@ def is_not_expected(nonce: bytes) -> bytes:
 
 
 def has_no_pid(nonce: bytes) -> bytes:
-    return json.dumps({"rank": 1, "start_time": "", "proof": channels._proof(TOKEN, nonce, 1)}).encode()
+    values = change(credentials(nonce, 1))
+    del values["process"]["pid"]
+    return json.dumps(values).encode()
 
 
 def has_a_birth_that_is_a_number(nonce: bytes) -> bytes:
-    return json.dumps({**json.loads(credentials(nonce, 1)), "start_time": 7}).encode()
+    return json.dumps(change(credentials(nonce, 1), start_time=7)).encode()
 
 
 def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
@@ -463,11 +519,11 @@ def has_a_rank_that_is_a_list(nonce: bytes) -> bytes:
 
 
 def has_a_proof_that_is_a_number(nonce: bytes) -> bytes:
-    return b'{"rank": 1, "pid": 1, "start_time": "", "proof": 7}'
+    return json.dumps({**json.loads(credentials(nonce, 1)), "proof": 7}).encode()
 
 
 def has_a_proof_of_other_letters(nonce: bytes) -> bytes:
-    return json.dumps({"rank": 1, "pid": 1, "start_time": "", "proof": "é" * 64}).encode()
+    return json.dumps({**json.loads(credentials(nonce, 1)), "proof": "é" * 64}, ensure_ascii=False).encode()
 
 
 def says_too_much(nonce: bytes) -> bytes:
@@ -476,6 +532,7 @@ def says_too_much(nonce: bytes) -> bytes:
 
 STRANGERS = [
     says_nothing_of_it,
+    says_something_else,
     lies_about_the_token,
     lies_about_the_rank,
     repeats_an_old_proof,
@@ -531,13 +588,13 @@ def test_what_another_rank_proved_lets_nobody_in() -> None:
 def test_the_hub_does_not_send_the_token() -> None:
     with office(1) as opened:
         _, challenge = opened.stranger()
-        assert set(challenge) == {"nonce", "rank", "pid", "start_time"}
+        assert set(challenge) == {"$class", "nonce", "rank", "process"}
         assert TOKEN.hex() not in challenge.values()
 
 
 def test_a_rank_sends_its_proof_and_not_the_token() -> None:
     nonce = b"n" * channels._NONCE_BYTES
-    challenge = {"nonce": nonce.hex(), "rank": 0, "pid": 1, "start_time": ""}
+    challenge = protocol.Challenge(0, LocalProcess(1), nonce.hex())
     with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as rank:
         listener.settimeout(SECONDS)
         connecting = threading.Thread(target=rank.connect, args=(*listener.getsockname(), SECONDS))
@@ -545,13 +602,13 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
         hub, _ = listener.accept()
         with hub:
             hub.settimeout(SECONDS)
-            hub.sendall(frame(json.dumps(challenge).encode()))
+            hub.sendall(frame(protocol.encode(challenge)))
             sent = read_frame(hub)
-            hub.sendall(frame(b'{"welcome": 1}'))
+            hub.sendall(frame(protocol.encode(protocol.Welcome())))
             connecting.join()
             rank.close()
             assert hub.recv(1) == b"", "something follows the proof"
-    assert sent == {**json.loads(credentials(nonce, 1)), "start_time": local_processes.this_process().start_time}
+    assert sent == change(credentials(nonce, 1), start_time=local_processes.this_process().start_time)
     assert sent["proof"] == hmac.digest(TOKEN, nonce + b"1", "sha256").hex()
 
 
@@ -561,8 +618,8 @@ def test_a_rank_gets_in_once() -> None:
         second, challenge = opened.stranger()
         second.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)))
         assert opened.refuses(second)
-        first.sendall(frame(b"{}"))
-        assert take(opened.hub, 1) == [ChannelEvent(1, {})]
+        first.sendall(FRAME)
+        assert take(opened.hub, 1) == [ChannelEvent(1, MESSAGE)]
 
 
 def test_a_rank_that_was_lost_does_not_come_back() -> None:
@@ -577,8 +634,8 @@ def test_a_rank_that_was_lost_does_not_come_back() -> None:
 def test_a_rank_may_speak_right_after_its_proof() -> None:
     with office(1) as opened:
         eager, challenge = opened.stranger()
-        eager.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)) + frame(b'{"a": 1}'))
-        assert take(opened.hub, 1) == [ChannelEvent(1, {"a": 1})]
+        eager.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)) + FRAME)
+        assert take(opened.hub, 1) == [ChannelEvent(1, MESSAGE)]
 
 
 def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,7 +686,7 @@ def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch)
         assert sorted(opened.hub.children) == ranks
         pump(lambda: not opened.hub._unauthenticated, opened.hub)
         for child in children.values():
-            child.send_up({})
+            child.send_up(MESSAGE)
         assert sorted(event.rank or 0 for event in take(opened.hub, 8)) == ranks
 
 
@@ -666,7 +723,7 @@ def test_a_hub_that_does_not_take_a_rank_in_says_so_at_once() -> None:
             pump(joining.done, opened.hub)
             with pytest.raises(ConnectionError, match="the hub closed the connection"):
                 joining.result()
-        child.send_up({})  # has no effect without a connection
+        child.send_up(MESSAGE)  # has no effect without a connection
 
 
 def test_nobody_is_there() -> None:
@@ -681,16 +738,16 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
 
         def take_in() -> socket.socket:
             sock = listener.accept()[0]
-            sock.sendall(frame(json.dumps({"nonce": "00" * 16, "rank": 0, "pid": 7, "start_time": ""}).encode()))
+            sock.sendall(frame(protocol.encode(protocol.Challenge(0, LocalProcess(7), "00" * 16))))
             read_frame(sock)
-            sock.sendall(frame(b'{"welcome": 1}') + frame(b'{"kind": "collect"}'))
+            sock.sendall(frame(protocol.encode(protocol.Welcome())) + FRAME)
             return sock
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             hub = pool.submit(take_in)
             child.connect(HOST, listener.getsockname()[1], SECONDS)
             with hub.result():
-                assert child.poll(0.5) == [ChannelEvent(None, {"kind": "collect"})]
+                assert child.poll(0.5) == [ChannelEvent(None, MESSAGE)]
 
 
 # -- lost connections ------------------------------------------------------------------------------------------------
@@ -698,21 +755,21 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
 
 def test_the_hub_notices_which_child_is_gone() -> None:
     with family(1, 2, 3) as (hub, children):
-        children[2].send_up({"last": "words"})
+        children[2].send_up(MESSAGE)
         children[2].close()
-        assert take(hub, 2) == [ChannelEvent(2, {"last": "words"}), ChannelEvent(2, lost="closed")]
+        assert take(hub, 2) == [ChannelEvent(2, MESSAGE), ChannelEvent(2, lost="closed")]
         assert sorted(hub.children) == [1, 3]
-        hub.send_to(2, {})
-        hub.send_down({})
-        assert [take(children[rank], 1) for rank in (1, 3)] == [[ChannelEvent(None, {})]] * 2
+        hub.send_to(2, MESSAGE)
+        hub.send_down(MESSAGE)
+        assert [take(children[rank], 1) for rank in (1, 3)] == [[ChannelEvent(None, MESSAGE)]] * 2
 
 
 def test_a_child_notices_that_its_hub_is_gone() -> None:
     with family(1) as (hub, children):
-        hub.send_down({"last": "words"})
+        hub.send_down(MESSAGE)
         hub.close()
-        assert take(children[1], 2) == [ChannelEvent(None, {"last": "words"}), ChannelEvent(None, lost="closed")]
-        children[1].send_up({})
+        assert take(children[1], 2) == [ChannelEvent(None, MESSAGE), ChannelEvent(None, lost="closed")]
+        children[1].send_up(MESSAGE)
         assert children[1].poll(0.1) == []
 
 
@@ -787,29 +844,29 @@ def forked(in_child: Callable[[], Any]) -> Iterator[None]:
 
 
 def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
-    with family(1, 2) as (hub, children), forked(hub.forget):
-        hub.send_down({"to": "all"})
-        assert [take(child, 1) for child in children.values()] == [[ChannelEvent(None, {"to": "all"})]] * 2
-        children[1].send_up({"from": 1})
-        assert take(hub, 1) == [ChannelEvent(1, {"from": 1})]
+    with family(1, 2) as (hub, children), forked(hub.close_in_child):
+        hub.send_down(MESSAGE)
+        assert [take(child, 1) for child in children.values()] == [[ChannelEvent(None, MESSAGE)]] * 2
+        children[1].send_up(MESSAGE)
+        assert take(hub, 1) == [ChannelEvent(1, MESSAGE)]
         hub.wake()
         assert hub.poll(SECONDS) == []
         assert hub.woken == b"\0"
 
 
 def test_a_hub_that_listens_still_does_after_a_child_forgot() -> None:
-    with office(1) as opened, forked(opened.hub.forget):
+    with office(1) as opened, forked(opened.hub.close_in_child):
         opened.raw(1)
 
 
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_its_parent() -> None:
-    with family(1) as (hub, children), forked(hub.forget):
+    with family(1) as (hub, children), forked(hub.close_in_child):
         hub.close()
         assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
 
 
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_a_rank() -> None:
-    with family(1) as (hub, children), forked(children[1].forget):
+    with family(1) as (hub, children), forked(children[1].close_in_child):
         children[1].close()
         assert take(hub, 1) == [ChannelEvent(1, lost="closed")]
 
@@ -827,8 +884,8 @@ def test_forgetting_leaves_nothing_open_in_the_child() -> None:
     with family(1) as (hub, children):
 
         def forget() -> None:
-            hub.forget()
-            children[1].forget()
+            hub.close_in_child()
+            children[1].close_in_child()
             left = {link for link in set(descriptors().values()) - before if not link.startswith("pipe:")}
             assert not left
 

@@ -249,8 +249,9 @@ def test_an_operation_is_described_to_others() -> None:
     operation = note(group_of("1", (4, 5, 6, 9), is_world=False), "broadcast", 3)
     now = operation.called + 31.0
     line = line_here() - 2
-    described = operation.describe(now)
+    described = vars(operation.describe(now))
     assert described == {
+        "number": operation.number,
         "name": "broadcast",
         "group": "1",
         "members": "4-6, 9",
@@ -268,7 +269,7 @@ def test_an_operation_is_described_to_others() -> None:
 
 
 def test_an_operation_of_the_whole_job_names_no_members() -> None:
-    assert note(group_of()).describe(0.0)["members"] == ""
+    assert note(group_of()).describe(0.0).members == ""
 
 
 def test_an_operation_that_is_over_says_how_long_it_took() -> None:
@@ -277,11 +278,11 @@ def test_an_operation_that_is_over_says_how_long_it_took() -> None:
     assert operation.end is not None
     assert operation.start is not None
     described = operation.describe(operation.end + 100)
-    assert (described["is_over"], described["seconds"]) == (True, round(operation.end - operation.start, 6))
+    assert (described.is_over, described.seconds) == (True, round(operation.end - operation.start, 6))
 
 
 def test_an_operation_that_has_not_begun_takes_no_time() -> None:
-    assert note(group_of(), is_running=False).describe(0.0)["seconds"] is None
+    assert note(group_of(), is_running=False).describe(0.0).seconds is None
 
 
 # -- source lines ----------------------------------------------------------------------------------------------------

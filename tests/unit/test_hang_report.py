@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.watchdog import hang_report
+from mpicomm.watchdog.hang_report import ExitedRank, Row
+from mpicomm.watchdog.protocol import NotResponding, OperationInfo, RankStatus
 
 HOSTS = ["alpha", "alpha", "beta", "beta"]
 
 
-def what(**changes: Any) -> dict[str, Any]:
+def what(**changes: Any) -> OperationInfo:
     """Return an operation as `flight_recorder.Operation.describe` does."""
-    return {
+    fields = {
+        "number": 7,
         "name": "all_reduce",
         "group": "0",
         "members": "",
@@ -28,21 +31,25 @@ def what(**changes: Any) -> dict[str, Any]:
         "called": 31.0,
         "seconds": 31.0,
         "is_over": False,
-        **changes,
     }
+    return OperationInfo(**fields | changes)
 
 
-def inside(**changes: Any) -> dict[str, Any]:
+def inside(**changes: Any) -> RankStatus:
     """Return the status of a rank inside one operation."""
-    return {"running": [what(**changes)], "last": what(**changes), "main": "train.py:88", "sequences": {"0": 42}}
+    return status_of(what(**changes), last=what(**changes), main="train.py:88")
 
 
-def outside(main: str = "train.py:90", last: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"running": [], "last": last, "main": main, "sequences": {"0": 42}}
+def outside(main: str = "train.py:90", last: OperationInfo | None = None) -> RankStatus:
+    return status_of(last=last, main=main)
 
 
-def table_of(*statuses: dict[str, Any]) -> list[str]:
-    return hang_report.table(dict(enumerate(statuses)), ["alpha"] * len(statuses)).splitlines()
+def status_of(*running: OperationInfo, last: OperationInfo | None, main: str) -> RankStatus:
+    return RankStatus(list(running), last, main, {"0": 42})
+
+
+def table_of(*rows: Row) -> list[str]:
+    return hang_report.table(dict(enumerate(rows)), ["alpha"] * len(rows)).splitlines()
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -133,7 +140,7 @@ def test_ranks_in_the_same_place_are_one_row() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_shown_with_its_host() -> None:
-    statuses = {0: inside(), 1: inside(), 2: {"silent": 4.0, "state": ""}, 3: inside()}
+    statuses = {0: inside(), 1: inside(), 2: NotResponding(4.0, ""), 3: inside()}
     assert hang_report.table(statuses, HOSTS) == (
         "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
         "  rank 2         not responding for 4 s on beta"
@@ -142,14 +149,13 @@ def test_a_rank_that_does_not_answer_is_shown_with_its_host() -> None:
 
 def test_what_the_system_knows_of_a_rank_is_shown() -> None:
     state = "process 77 is stopped by a signal (SIGSTOP); resume it with SIGCONT"
-    assert hang_report.table({2: {"silent": 33.4, "state": state}}, HOSTS) == (
+    assert hang_report.table({2: NotResponding(33.4, state)}, HOSTS) == (
         f"  rank 2  not responding for 33 s on beta: {state}"
     )
 
 
 def test_a_rank_that_left_is_shown_with_its_status() -> None:
-    leave = {"status": 0, "seconds": 30.0}
-    statuses = {0: inside(), 1: inside(), 2: {**outside(main=""), "left": leave}, 3: inside()}
+    statuses = {0: inside(), 1: inside(), 2: ExitedRank(0, 30.0), 3: inside()}
     assert hang_report.table(statuses, HOSTS) == (
         "  ranks 0, 1, 3  in all_reduce #42, float32[1024], at train.py:88, for 31 s\n"
         "  rank 2         exited 30 s ago with status 0"
@@ -160,33 +166,15 @@ def test_a_rank_that_left_is_shown_with_its_status() -> None:
     ("leave_status", "text"), [(None, "at the end of its program"), (0, "with status 0"), (3, "with status 3")]
 )
 def test_how_a_rank_left(leave_status: int | None, text: str) -> None:
-    assert hang_report.left({"status": leave_status}) == text
-    assert table_of({**inside(), "left": {"status": leave_status, "seconds": 5.0}}) == [
-        f"  rank 0  exited 5 s ago {text}"
-    ]
-
-
-def test_dead_ranks_are_shown_with_their_hosts() -> None:
-    statuses = {rank: {"died": "its process has ended"} for rank in (1, 2, 3)}
-    assert hang_report.table(statuses, HOSTS).splitlines() == [
-        "  ranks 2, 3  died on beta: its process has ended",
-        "  rank 1      died on alpha: its process has ended",
-    ]
-
-
-def test_a_death_matters_more_than_what_was_said_before() -> None:
-    assert table_of({**inside(), "died": "killed", "left": {"status": 0, "seconds": 1.0}}) == [
-        "  rank 0  died on alpha: killed"
-    ]
+    assert table_of(ExitedRank(leave_status, 5.0)) == [f"  rank 0  exited 5 s ago {text}"]
 
 
 def test_of_several_operations_the_longest_is_shown() -> None:
     first, second = what(seconds=5.0), what(name="broadcast", sequence=41, peer=0, seconds=50.0)
-    last = {"last": second, "main": "train.py:88", "sequences": {}}
-    assert table_of({"running": [first, second], **last}) == [
+    assert table_of(status_of(first, second, last=second, main="train.py:88")) == [
         "  rank 0  in broadcast #41, root rank 0, float32[1024], at train.py:88, for 50 s (and 1 more operation)"
     ]
-    (row,) = table_of({"running": [first, second, first], **last})
+    (row,) = table_of(status_of(first, second, first, last=second, main="train.py:88"))
     assert row.endswith("for 50 s (and 2 more operations)")
 
 

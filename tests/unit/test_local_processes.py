@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.watchdog import local_processes
-from mpicomm.watchdog.local_processes import LocalProcess
+from mpicomm.watchdog.protocol import LocalProcess
 
 
 @pytest.fixture(name="process")

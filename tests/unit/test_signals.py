@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mpicomm.watchdog import agent, signals
-from mpicomm.watchdog.agent import Limits, RankInfo, Watchdog
-from mpicomm.watchdog.channel import Channel
+from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.channel import Channel, RankInfo
 from tests.launching import run_alone
 
 TERM = bytes([signal.SIGTERM])

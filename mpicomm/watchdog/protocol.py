@@ -1,0 +1,318 @@
+"""The messages of the out-of-band channel: frozen dataclasses, sent as JSON objects that name their class.
+
+Ranks report to rank 0 (`coordinator.Coordinator`) through their hubs; rank 0 sends its messages back the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+
+HEARTBEAT_SECONDS = 1.0
+LONGEST_GAP = 2 * HEARTBEAT_SECONDS
+"""The most seconds between two checks of a watchdog that count towards a deadline."""
+
+COLLECT_SECONDS = 4.0
+"""Time limit for the ranks' status reports. Hubs use a shorter one, to report ranks that do not answer them."""
+
+_CLASS = "$class"  # the key of the class in a JSON object
+_classes: dict[str, type[Message]] = {}
+
+
+class Message:
+    """The base class of all messages, and of the values in them."""
+
+    def __init_subclass__(cls) -> None:
+        _classes[cls.__name__] = cls
+
+
+# -- between a hub and a rank that connects ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalProcess(Message):
+    """A process, identified by its pid and its start time."""
+
+    pid: int
+    start_time: str = ""  # with its pid namespace: together with the pid they are unique on a host
+
+
+@dataclass(frozen=True)
+class Challenge(Message):
+    """The first message of a hub."""
+
+    rank: int
+    process: LocalProcess
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Proof(Message):
+    """The answer to a `Challenge`: the HMAC of nonce and rank with the job's token."""
+
+    rank: int
+    process: LocalProcess
+    proof: str
+
+
+class Welcome(Message):
+    """The hub has accepted a `Proof`."""
+
+
+class Heartbeat(Message):
+    """Sent by every rank to its hub once a second."""
+
+
+# -- from a rank to rank 0 ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FromRank(Message):
+    """The base class of the messages of a rank to rank 0."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class OperationInfo(Message):
+    """The fields of an operation for reports and dump files (`flight_recorder.Operation.describe`)."""
+
+    number: int
+    name: str
+    group: str
+    members: str  # the ranks of the group; empty for all ranks of the job
+    sequence: int | None
+    is_message: bool
+    dtype: str
+    count: int
+    peer: int | None  # as a rank of the job
+    where: str
+    called: float  # seconds since the call
+    seconds: float | None  # since the operation started
+    is_over: bool
+
+
+@dataclass(frozen=True)
+class RankStatus(Message):
+    """The operations of a rank, and where its main thread is."""
+
+    running: list[OperationInfo]
+    last: OperationInfo | None
+    main: str
+    sequences: dict[str, int]  # by group: the number of collectives called
+
+
+@dataclass(frozen=True)
+class NotResponding(Message):
+    """What a hub reports in place of the status of a rank that does not answer."""
+
+    seconds: float
+    state: str
+
+
+Status: TypeAlias = RankStatus | NotResponding
+
+
+@dataclass(frozen=True)
+class StatusReport(FromRank):
+    """The answer to `CollectStatus`."""
+
+    number: int
+    status: Status
+
+
+@dataclass(frozen=True)
+class OperationReport(FromRank):
+    """The base class of messages about an operation that has not completed."""
+
+    operation: OperationInfo
+    needs: str  # the ranks that it needs to complete
+
+
+class WaitStarted(OperationReport):
+    """The rank has waited for longer than `operation_monitor.WAIT_LIMIT`."""
+
+
+@dataclass(frozen=True)
+class WaitEnded(FromRank):
+    """An operation that the rank has reported has ended."""
+
+    number: int
+
+
+class MissingQuery(OperationReport):
+    """The rank asks which ranks have not called a collective; rank 0 answers with `MissingAnswer`."""
+
+
+@dataclass(frozen=True)
+class LateOperation(OperationReport):
+    """The base class of requests for a report of all ranks."""
+
+    timeout: float
+    raises: bool  # TimeoutError at the timeout
+    files: str  # the line of the report that names the dump files
+
+
+class PossibleHang(LateOperation):
+    """The operation has not passed its timeout."""
+
+
+class TimedOut(LateOperation):
+    """The operation has passed its timeout, so that rank 0 must abort the job."""
+
+
+@dataclass(frozen=True)
+class RankExited(FromRank):
+    """The rank calls no more operations; the fields are those of `Watchdog.leave`."""
+
+    status: int | None
+    is_stuck: bool
+    waits: bool
+    sends: bool
+    sequences: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ExitingAtOnce(FromRank):
+    """The rank is about to call `os._exit`."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class RankDied(FromRank):
+    """The rank's hub has lost its connection."""
+
+    reason: str
+
+
+class RankFailed(FromRank):
+    """The rank prints its error and aborts the job itself."""
+
+
+class RankTerminated(FromRank):
+    """SIGTERM ends the rank."""
+
+
+@dataclass(frozen=True)
+class DumpFailed(FromRank):
+    """The rank cannot write its dump files."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupBroken(Message):
+    """A rank has stopped waiting in a group: no rank uses the group any more. Rank 0 sends it to all ranks."""
+
+    group: str
+    cause: str
+
+
+# -- from rank 0 to all ranks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CollectStatus(Message):
+    """Every rank answers with a `StatusReport`, and writes its dump files if `files` is True."""
+
+    number: int
+    files: bool
+
+
+@dataclass(frozen=True)
+class AllExited(Message):
+    """Every rank has reported its exit; `is_stuck` if one of them has an operation that may never end."""
+
+    is_stuck: bool
+
+
+@dataclass(frozen=True)
+class JobEnding(Message):
+    """The job is about to be aborted."""
+
+    files: bool
+
+
+# -- from rank 0 to one rank -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToOneRank(Message):
+    """The base class of messages that hubs forward to one rank."""
+
+    to: int
+
+
+class Acknowledgement(ToOneRank):
+    """Rank 0 has received an `ExitingAtOnce` or a request."""
+
+
+@dataclass(frozen=True)
+class MissingAnswer(ToOneRank):
+    """The ranks that have not called a collective, and a table of where they are."""
+
+    number: int
+    ranks: str
+    table: str
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as JSON."""
+    return json.dumps(message, default=_to_object, separators=(",", ":")).encode()
+
+
+def decode(text: bytes) -> Message | None:
+    """Return the message of a JSON text; None for an object that is not a message, or whose fields are not valid.
+
+    Raises:
+        ValueError: If the text is not a JSON object.
+        RecursionError: If it is nested too deeply.
+    """
+    try:
+        value = json.loads(text, object_hook=_from_object)
+    except (KeyError, TypeError):  # unknown class; missing, unknown or invalid field
+        return None
+    if not isinstance(value, (Message, dict)):
+        raise ValueError("not a JSON object")
+    return value if isinstance(value, Message) else None
+
+
+def _to_object(message: Message) -> dict[str, Any]:
+    return {_CLASS: type(message).__name__, **vars(message)}
+
+
+def _from_object(values: dict[str, Any]) -> Message | dict[str, Any]:
+    if _CLASS not in values:  # the sequences by group
+        return values
+    name = values.pop(_CLASS)
+    for field, is_valid in _validators(name).items():
+        if not is_valid(values[field]):
+            raise TypeError(field)
+    return _classes[name](**values)
+
+
+@functools.cache
+def _validators(name: str) -> dict[str, Callable[[Any], bool]]:
+    """Return, by field, a function that returns whether a value has the type of the field."""
+    return {field: _validator(hint) for field, hint in get_type_hints(_classes[name]).items()}
+
+
+def _validator(hint: Any) -> Callable[[Any], bool]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is list:
+        is_valid = _validator(arguments[0])
+        return lambda value: isinstance(value, list) and all(map(is_valid, value))
+    if origin is dict:  # its keys are strings, as in all JSON
+        is_valid = _validator(arguments[1])
+        return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
+    accepted = arguments or (hint,)  # the arguments of a union
+    if float in accepted:
+        accepted = (*accepted, int)
+    return lambda value: isinstance(value, accepted)

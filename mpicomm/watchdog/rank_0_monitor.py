@@ -1,0 +1,101 @@
+"""Detects that rank 0 is dead or does not respond, so that another rank must act in its place."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+from mpicomm.durations import Deadline
+from mpicomm.watchdog import hang_report
+from mpicomm.watchdog.channel import RankInfo
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LateOperation, PossibleHang, TimedOut
+
+RESPONSE_SECONDS = 1.5 * COLLECT_SECONDS
+"""Seconds without an answer after which rank 0 counts as not responding."""
+
+MAX_REPORTERS = 8
+"""How many ranks may report in place of rank 0."""
+
+_TURN_SECONDS = 2.0  # delay of each of them after the previous one
+_UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
+
+
+class Rank0Monitor:
+    """Watches rank 0 through the connection to this rank's hub, which is rank 0 itself for the hubs."""
+
+    def __init__(self, place: RankInfo, state_of: Callable[[int], str]) -> None:
+        """Create the monitor.
+
+        Args:
+            state_of: Returns the state of a rank's process; empty if it is unknown.
+        """
+        self._place = place
+        self._state_of = state_of
+        self._request: LateOperation | None = None  # the last request
+        self._response_due: Deadline | None = None
+        self._lost: tuple[Deadline, str] | None = None  # once the hub is lost: the deadline to act, and the reason
+
+    @property
+    def turn(self) -> float:
+        """Seconds that this rank waits for other ranks to act in place of rank 0."""
+        behind = 0.0 if self._place.hub == 0 else COLLECT_SECONDS
+        return turn_of(self._place.rank) + behind
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether rank 0 has not answered a request in the time in which ranks report their status."""
+        return self._response_due is not None and self._response_due.passed() > COLLECT_SECONDS
+
+    def expect_response(self, request: LateOperation) -> None:
+        """Start the deadline for rank 0's answer to a request, unless it is running already."""
+        self._request = request
+        self._response_due = self._response_due or Deadline(RESPONSE_SECONDS, LONGEST_GAP)
+
+    def record_response(self) -> None:
+        """Record that a message of rank 0 has arrived."""
+        self._response_due = None
+
+    def record_loss(self, reason: str) -> None:
+        """Record that the connection to the hub is lost."""
+        self._lost = Deadline(self.turn, LONGEST_GAP), reason
+
+    def cause_of_abort(self) -> str:
+        """Return why this rank must abort the job now; empty if it need not."""
+        if self._lost is not None:
+            deadline, reason = self._lost
+            return f"{self._hub_name()} died: {cause_of_loss(reason)}" if deadline.left() <= 0 else ""
+        return self._describe_missing_response(TimedOut, self.turn)
+
+    def cause_of_report(self) -> str:
+        """Return why this rank must report a possible hang now; empty if it need not."""
+        cause = "" if self._lost is not None else self._describe_missing_response(PossibleHang, 0.0)
+        if cause:
+            self._response_due = None
+        return cause if self._place.rank == 1 else ""
+
+    def _describe_missing_response(self, kind: type[LateOperation], delay: float) -> str:
+        if self._response_due is None or not isinstance(self._request, kind):
+            return ""
+        late = -self._response_due.left()
+        return self.describe_silence(RESPONSE_SECONDS + late) if late >= delay else ""
+
+    def describe_silence(self, seconds: float) -> str:
+        """Return that the hub has not responded for some seconds, with the state of its process."""
+        state = self._state_of(self._place.hub)
+        return f"{self._hub_name()} has not responded for {seconds:.0f} s{': ' if state else ''}{state}"
+
+    def _hub_name(self) -> str:
+        return hang_report.full_name([self._place.hub], self._place.hosts)
+
+
+def turn_of(rank: int) -> float:
+    """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
+    return _TURN_SECONDS * min(max(rank - 1, 0), MAX_REPORTERS)
+
+
+def cause_of_loss(lost: str) -> str:
+    """Return why a rank died, from the reason why its connection was lost."""
+    if lost in _UNREACHABLE:
+        return f"its host is unreachable ({lost})"
+    return "its process ended without reporting an error (killed, crashed, os._exit or MPI_Abort)"
