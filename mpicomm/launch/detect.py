@@ -139,17 +139,17 @@ class Launch:
     @property
     def rank(self) -> int:
         """The rank from the launcher; 0 if no launcher sets it."""
-        return next((claim.rank for claim in self.parties if claim.rank is not None), 0)
+        return next((claim.rank for claim in self.all_claims if claim.rank is not None), 0)
 
     @property
     def size(self) -> int:
         """The number of processes from the launcher; 1 if no launcher sets it."""
-        return next((claim.size for claim in self.parties if claim.size is not None), 1)
+        return next((claim.size for claim in self.all_claims if claim.size is not None), 1)
 
     @property
     def local_size(self) -> int:
         """The number of processes on this node; 1 if no launcher sets it."""
-        return next((claim.local_size for claim in self.parties if claim.local_size is not None), 1)
+        return next((claim.local_size for claim in self.all_claims if claim.local_size is not None), 1)
 
     @property
     def least_size(self) -> int:
@@ -159,10 +159,10 @@ class Launch:
     @property
     def is_plain(self) -> bool:
         """Whether the environment shows no launcher."""
-        return not self.parties and self.kind == "mpi"
+        return not self.all_claims and self.kind == "mpi"
 
     @property
-    def parties(self) -> tuple[Claim, ...]:
+    def all_claims(self) -> tuple[Claim, ...]:
         """All claims about this process, the most specific first."""
         return self.claims if self.step is None else (*self.claims, self.step)
 

@@ -69,9 +69,9 @@ def report(waiting: Waiting, processes: Sequence[Process], hosts: str) -> str | 
     if waiting.rank != min(filter(_may_print, here), default=None):
         return None
     of = "" if waiting.size is None else f" of {waiting.size}"
-    who = f"rank {waiting.rank}{of} on {waiting.host}"
+    name = f"rank {waiting.rank}{of} on {waiting.host}"
     lines = [
-        f"[mpicomm] {who} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
+        f"[mpicomm] {name} has waited {waiting.seconds:g} s in bootstrap() ({waiting.phase}) for other ranks.",
         *(f"  {line}" for line in _ranks_of_host(waiting, processes, here)),
         *([f"  hosts of the job: {hosts}"] if hosts else []),
         *_remedy(waiting, here),

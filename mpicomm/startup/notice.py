@@ -21,6 +21,7 @@ from mpicomm.launch.detect import Launch
 from mpicomm.startup import absent
 from mpicomm.startup.absent import Waiting
 
+_NOTICE_SECONDS = 30.0  # after which a waiting rank prints which ranks are absent
 _SIGEV_THREAD = 2  # bits/siginfo-consts.h, on every architecture
 _commands: list[ctypes.Array[ctypes.c_char]] = []  # kept alive: an expired timer may read its command at any later time
 
@@ -42,6 +43,11 @@ class _TimerSpec(ctypes.Structure):
     """struct itimerspec: interval and first expiration, each in seconds and nanoseconds."""
 
     _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
+
+
+def seconds_before(hang_seconds: float, limit: float) -> float:
+    """Return the seconds that a rank waits for others, at most `limit`, before it prints a notice."""
+    return min(_NOTICE_SECONDS, hang_seconds, limit / 2)
 
 
 @contextlib.contextmanager
@@ -67,15 +73,15 @@ def after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[
 
 def _waiting(launch: Launch, phase: str, seconds: float, limit: float) -> Waiting | None:
     """Return the arguments for `absent.py`; None without a launcher, or for a job of one process."""
-    variable = next((claim.launcher.rank for claim in launch.parties if claim.rank is not None), None)
-    size = next((claim.size for claim in launch.parties if claim.size is not None), None)
+    variable = next((claim.launcher.rank for claim in launch.all_claims if claim.rank is not None), None)
+    size = next((claim.size for claim in launch.all_claims if claim.size is not None), None)
     if variable is None or size == 1:
         return None
     return Waiting(
         pid=os.getpid(),
         rank=launch.rank,
         size=size,
-        local_size=next((claim.local_size for claim in launch.parties if claim.local_size is not None), None),
+        local_size=next((claim.local_size for claim in launch.all_claims if claim.local_size is not None), None),
         variable=variable,
         host=socket.gethostname(),
         phase=phase,
