@@ -93,11 +93,11 @@ def _in_debug_mode(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
 
 def _stage(handle: dist.ProcessGroup) -> None:
     """Stage a group's tensors like GPU tensors."""
-    from mpicomm.backend import gpu_transport
+    from mpicomm import agreement
     from tests.movers import FewChunks
 
     operations = handle._operations  # type: ignore[attr-defined]
-    operations.transport = FewChunks(handle.size(), functools.partial(gpu_transport.on_all_ranks, operations.comm))
+    operations.transport = FewChunks(handle.size(), functools.partial(agreement.all_true, operations.comm))
 
 
 def _describe(handle: dist.ProcessGroup) -> Group:

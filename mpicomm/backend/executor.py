@@ -20,9 +20,9 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import callbacks, dtypes, torch_internals
-from mpicomm.backend.agreement import Agreement
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.callbacks import OrderedFuture
+from mpicomm.backend.debug_check import DebugCheck
 from mpicomm.backend.work import CompletedWork, MessageWork, QueuedWork
 from mpicomm.backend.worker_thread import Poller, Worker
 from mpicomm.errors import MpicommError
@@ -67,13 +67,13 @@ class Executor:
         self._on_close = on_close
         self._record = record
         self._raises_timeouts = settings.raises_timeouts
-        self._agreement = Agreement(comm, list(record.ranks)) if settings.compares_calls else None
+        self._debug_check = DebugCheck(comm, list(record.ranks)) if settings.compares_calls else None
         self._keeps_communicator = False
         self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
         self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
         self._try_turn, self.give_turn_back = self._turn.acquire, self._turn.release
         # Whether collectives run without a preceding check or barrier.
-        self._is_simple = self._agreement is None and not self._raises_timeouts
+        self._is_simple = self._debug_check is None and not self._raises_timeouts
         self._starting = threading.Lock()
         self._worker: Worker | None = None
         self._poller: Poller | None = None
@@ -120,7 +120,7 @@ class Executor:
         if torch_internals.is_profiling():
             call = self._profiled(call, name, subjects if inputs is None else inputs)
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
-        signature = "" if self._agreement is None else _signature(name, subjects, root, also, any_size)
+        signature = "" if self._debug_check is None else _signature(name, subjects, root, also, any_size)
         runs_here = self._runs_here(opts.asyncOp)
         # 2. record the call. Depth 4: the frames above are one method of Operations, and two of the process group
         #    or one of the process group and one of torch.
@@ -168,7 +168,7 @@ class Executor:
         """Return the timeout in seconds of the interruptible barrier before the operation; None for no barrier."""
         if self._raises_timeouts:
             return operation.limit
-        return math.inf if self._agreement is not None else None
+        return math.inf if self._debug_check is not None else None
 
     def _start(
         self,
@@ -224,8 +224,8 @@ class Executor:
             with self._turn:
                 if wait_limit is not None:
                     self._wait_for_all(operation, wait_limit)
-                if self._agreement is not None:
-                    self._agreement.check(signature, operation)
+                if self._debug_check is not None:
+                    self._debug_check.check(signature, operation)
                 call()
         except BaseException as error:
             if not getattr(error, "is_on_all_ranks", False):

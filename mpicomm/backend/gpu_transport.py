@@ -10,13 +10,12 @@ import functools
 import math
 import os
 import warnings
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mpicomm import mpi
+from mpicomm import agreement
 from mpicomm.backend import buffers, checks, gpu_probe
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.staging import Call, Make, Staged, Use
@@ -124,14 +123,14 @@ def choose(comm: Intracomm, settings: Settings) -> Transport:
     has_gpu = torch.cuda.is_available()
     # Do not test if CUDA is not initialised: the test would create the first context of a program without GPU use.
     may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
-    no_gpu, all_may_try, all_have_passed, chunk_bytes = _least(
+    no_gpu, all_may_try, all_have_passed, chunk_bytes = agreement.minimum(
         comm, [not has_gpu, may_try, _has_passed, settings.gpu_chunk_bytes]
     )
     if no_gpu:
         return NO_TRANSPORT
     if all_have_passed or (all_may_try and _passes(comm, torch.device("cuda" if has_gpu else "cpu"))):
         return GPUDirect()
-    return Staged(comm.size, chunk_bytes, functools.partial(on_all_ranks, comm))
+    return Staged(comm.size, chunk_bytes, functools.partial(agreement.all_true, comm))
 
 
 def _wants_addresses(settings: Settings) -> bool:
@@ -140,23 +139,11 @@ def _wants_addresses(settings: Settings) -> bool:
     return gpu_probe.is_claimed(os.environ)
 
 
-def _least(comm: Intracomm, values: Sequence[int]) -> array[int]:
-    """Return the element-wise minimum over all ranks (collective)."""
-    least = array("q", values)
-    comm.Allreduce(mpi.api().IN_PLACE, least, mpi.api().MIN)
-    return least
-
-
-def on_all_ranks(comm: Intracomm, flag: bool) -> bool:
-    """Return whether a flag is true on all ranks (collective)."""
-    return bool(_least(comm, [flag])[0])
-
-
 def _passes(comm: Intracomm, device: torch.device) -> bool:
     """Test GPU-aware MPI; return whether it works on all ranks, and warn on a rank where it fails (collective)."""
     global _has_passed  # noqa: PLW0603  a property of the library, one per process
     failures = gpu_probe.failures(comm, device)
-    _has_passed = on_all_ranks(comm, not failures)
+    _has_passed = agreement.all_true(comm, not failures)
     if failures:
         warnings.warn(
             f"GPU-aware MPI failed its test: {', '.join(failures)}. GPU tensors are staged through host memory. "

@@ -10,13 +10,12 @@ import dataclasses
 import functools
 import math
 import warnings
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mpicomm import mpi
+from mpicomm import agreement, mpi
 from mpicomm.backend import dtypes
 from mpicomm.backend.reductions import Reduction
 from mpicomm.shm import cma, segment
@@ -130,12 +129,11 @@ class ShmSelector:
         if way is None:
             return False
         # 1. compare the tensors of all ranks: the least of each value, and the largest size as a negative number
-        asked = array("q", [flat.is_cpu and way.can_take(flat), flat.nbytes, -flat.nbytes])
-        self._comm.Allreduce(mpi.api().IN_PLACE, asked, mpi.api().MIN)
-        all_can, least, most = asked[0], asked[1], -asked[2]
-        if least != most:  # other ranks would access memory beyond this tensor
+        values = [flat.is_cpu and way.can_take(flat), flat.nbytes, -flat.nbytes]
+        all_can, least, most = agreement.minimum(self._comm, values)
+        if least != -most:  # other ranks would access memory beyond this tensor
             raise RuntimeError(
-                f"tensor sizes must be equal on all ranks, got {least} to {most} bytes.\n"
+                f"tensor sizes must be equal on all ranks, got {least} to {-most} bytes.\n"
                 f"Pass tensors of the same size on every rank."
             )
         if not all_can:
@@ -159,7 +157,7 @@ class ShmSelector:
             return
         self._is_open = True
         # 1. check that all ranks enable it
-        if not all(self._comm.allgather(self._is_wanted)):
+        if not agreement.all_true(self._comm, self._is_wanted):
             return
         # 2. split the group by node; all nodes must have the same number of ranks, and more than one
         node_comm = self.split_by_node(self._comm)
@@ -174,7 +172,7 @@ class ShmSelector:
                 node = self.connect(node_comm)
         except segment.NoSharedMemoryError as error:
             why = str(error)
-        all_can = all(self._comm.allgather(node is not None))
+        all_can = agreement.all_true(self._comm, node is not None)
         if why and node_comm.rank == 0:
             warnings.warn(
                 f"the {node_comm.size} ranks of this node cannot share memory: {why}. "

@@ -6,7 +6,6 @@ A mismatch raises MismatchError on every rank of the group; the message names th
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpicomm import agreement
 from mpicomm.backend import dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
@@ -25,14 +25,11 @@ from mpicomm.watchdog import hang_report
 Signature = tuple[str, Description]
 """The values that must be equal on all ranks: the operation with its arguments, and the description of the data."""
 
-_WORDS = 2  # integers in a digest, of 63 bits each
-
 
 @functools.lru_cache(maxsize=256)
 def words(signature: Signature) -> tuple[int, int]:
     """Return a digest of a signature, as integers of 63 bits."""
-    raw = hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()
-    return int.from_bytes(raw[:8], "big") >> 1, int.from_bytes(raw[8:], "big") >> 1
+    return agreement.digest(repr(signature).encode())
 
 
 def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generator[Works, None, None]:
@@ -43,12 +40,9 @@ def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generat
     """
     if members.size == 1:
         return
-    digest = words(signature)
-    # The minimum of the digest and of its negation: they agree exactly if all digests are equal.
-    extremes = torch.tensor([*digest, *[-word for word in digest]], dtype=torch.int64, device=members.control)
-    yield [dist.all_reduce(extremes, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
-    least = extremes.tolist()
-    if least[:_WORDS] != [-word for word in least[_WORDS:]]:
+    least = torch.tensor(agreement.extremes(words(signature)), dtype=torch.int64, device=members.control)
+    yield [dist.all_reduce(least, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
+    if not agreement.all_equal(least.tolist()):
         refuse(members, signature)
 
 
@@ -97,8 +91,5 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
 
 
 def _table(members: GroupArgument, signature: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, each in zip(members.ranks, signature, strict=True):
-        ranks.setdefault(each, []).append(rank)
-    rows = sorted(ranks.items(), key=lambda item: -len(item[1]))
+    rows = sorted(agreement.ranks_by_value(signature, members.ranks).items(), key=lambda item: -len(item[1]))
     return "\n".join(f"  {hang_report.called(of_these)}: {each}" for each, of_these in rows)

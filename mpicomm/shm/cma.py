@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpicomm import agreement
 from mpicomm.shm.interface import OrderedSum
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def is_available(comm: Intracomm) -> bool:
         peers = _Peers(comm)
     except AttributeError:  # a C library without process_vm_readv
         peers = None
-    if not all(comm.allgather(peers is not None)) or peers is None:
+    if not agreement.all_true(comm, peers is not None) or peers is None:
         return False
     # Read a random token of each rank, and write this rank's token back to it.
     tokens = peers.exchange(int(token.item())).tolist()
@@ -116,7 +117,7 @@ def is_available(comm: Intracomm) -> bool:
             if read[rank] == tokens[rank]:  # the process ID does not belong to another process
                 peers.write(rank, targets[rank] + received.element_size() * comm.rank, token)
     comm.Barrier()
-    return all(comm.allgather(read.tolist() == tokens and received.tolist() == tokens))
+    return agreement.all_true(comm, read.tolist() == tokens and received.tolist() == tokens)
 
 
 class CMACollectives:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpicomm import agreement
 from mpicomm.errors import MpicommError
 from mpicomm.shm.interface import OrderedSum
 
@@ -54,28 +55,30 @@ def make(comm: Intracomm, nbytes: int) -> torch.Tensor:
     Raises:
         NoSharedMemoryError: On all ranks, if one of them cannot share the memory.
     """
-    # 1. rank 0 creates the memory
-    failure, memory, descriptor = "", None, None
-    offer: tuple[int, int, bytes] | None = None
-    if comm.rank == 0:
+    memory: torch.Tensor | None = None
+    descriptor: int | None = None
+
+    def create() -> tuple[int, int, bytes]:
+        nonlocal descriptor, memory
         try:
             descriptor, memory = _create(nbytes)
-            offer = (os.getpid(), descriptor, _token(memory))
-        except Exception as error:  # noqa: BLE001  the other ranks wait for the result
-            failure = f"failed to reserve {nbytes >> 20} MiB: {error}"
-    # 2. the other ranks open it
-    offer = comm.bcast(offer, 0)
-    if comm.rank > 0 and offer is not None:
-        try:
-            memory = _open(offer, nbytes)
-        except Exception as error:  # noqa: BLE001  as above
-            failure = f"failed to open the memory of another rank: {error}"
-    # 3. all ranks exchange the results
-    failures = [each for each in comm.allgather(failure) if each]
-    if descriptor is not None:
-        os.close(descriptor)  # all ranks have mapped it, or have failed to
-    if failures:
-        raise NoSharedMemoryError(failures[0])
+        except Exception as error:
+            raise NoSharedMemoryError(f"failed to reserve {nbytes >> 20} MiB: {error}") from error
+        return os.getpid(), descriptor, _token(memory)
+
+    def open_() -> None:
+        nonlocal memory
+        memory = _open(offer, nbytes) if memory is None else memory
+
+    def failed(_rank: int, why: str) -> NoSharedMemoryError:
+        return NoSharedMemoryError(f"failed to open the memory of another rank: {why}")
+
+    offer = agreement.run_on_rank_0(comm, create)
+    try:
+        agreement.run_on_all_ranks(comm.allgather, open_, Exception, failed)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # all ranks have mapped it, or have failed to
     assert memory is not None
     return memory
 

@@ -7,24 +7,13 @@ every task sees all GPUs of the node.
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from mpicomm import agreement
 from mpicomm.arguments import Expected
 from mpicomm.errors import DeviceError
-
-
-@dataclasses.dataclass(frozen=True)
-class GPUAssignment:
-    """The GPU assigned to a rank."""
-
-    index: int
-    """The index of the GPU among those that this rank sees."""
-
-    shared: bool
-    """Whether another rank on the node uses the same GPU."""
 
 
 def visible_gpus() -> list[str]:
@@ -34,7 +23,53 @@ def visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
-def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
+def usable_gpus(device: str | torch.device | int | None) -> dict[str, int]:
+    """Return the UUIDs of the GPUs that this rank may use, and the indices under which it sees them; none for "cpu".
+
+    Args:
+        device: The device that the user requested, or None.
+
+    Raises:
+        TypeError: If it is not a str, an integer or a torch.device.
+        DeviceError: If this process has no such device, or its type is neither cpu nor cuda.
+    """
+    wanted = None if device is None else parse(device)
+    if wanted is not None and wanted.type == "cpu":
+        return {}
+    return {uuid: index for index, uuid in enumerate(visible_gpus()) if wanted is None or index == wanted.index}
+
+
+def select(index: int | None) -> torch.device:
+    """Return a rank's device, after making it the current one if it is a GPU.
+
+    Args:
+        index: The index of the GPU, or None for the CPU.
+    """
+    if index is None:
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def assign_on_nodes(usable: Sequence[Collection[str]], nodes: Sequence[int]) -> list[str | None]:
+    """Assign a GPU to every rank of the job, on each node by itself.
+
+    Args:
+        usable: For every rank the UUIDs of the GPUs that it may use.
+        nodes: For every rank its node.
+
+    Returns:
+        For every rank the UUID of its GPU, or None if it can use none.
+    """
+    chosen: list[str | None] = [None] * len(nodes)
+    for ranks in agreement.ranks_by_value(nodes, range(len(nodes))).values():
+        for rank, uuid in zip(ranks, assign([list(usable[rank]) for rank in ranks]), strict=True):
+            chosen[rank] = uuid
+    return chosen
+
+
+def assign(visible: Sequence[Sequence[str]]) -> list[str | None]:
     """Assign a GPU to every rank of a node, each a different one if possible.
 
     Computes a maximum matching of ranks to GPUs (Kuhn, 1955: augmenting paths), so that ranks that see only some of the
@@ -44,7 +79,7 @@ def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
         visible: For every local rank, the UUIDs of the GPUs that it sees.
 
     Returns:
-        For every local rank its assignment, or None if it sees no GPU.
+        For every local rank the UUID of its GPU, or None if it sees none.
     """
     owner: dict[str, int] = {}
     for rank in range(len(visible)):
@@ -53,11 +88,7 @@ def assign(visible: Sequence[Sequence[str]]) -> list[GPUAssignment | None]:
     for rank, uuids in enumerate(visible):
         if uuids and rank not in chosen:
             chosen[rank] = uuids[rank % len(uuids)]
-    users = collections.Counter(chosen.values())
-    return [
-        GPUAssignment(index=list(uuids).index(chosen[rank]), shared=users[chosen[rank]] > 1) if uuids else None
-        for rank, uuids in enumerate(visible)
-    ]
+    return [chosen.get(rank) for rank in range(len(visible))]
 
 
 def _find_gpu(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int], tried: set[str]) -> bool:

@@ -21,6 +21,7 @@ from mpicomm.launch.detect import Launch
 from mpicomm.startup import absent
 from mpicomm.startup.absent import Waiting
 
+_NOTICE_SECONDS = 30.0  # after which a waiting rank prints which ranks are absent
 _SIGEV_THREAD = 2  # bits/siginfo-consts.h, on every architecture
 _commands: list[ctypes.Array[ctypes.c_char]] = []  # kept alive: an expired timer may read its command at any later time
 
@@ -42,6 +43,11 @@ class _TimerSpec(ctypes.Structure):
     """struct itimerspec: interval and first expiration, each in seconds and nanoseconds."""
 
     _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
+
+
+def seconds_before(hang_seconds: float, limit: float) -> float:
+    """Return the seconds that a rank waits for others, at most `limit`, before it prints a notice."""
+    return min(_NOTICE_SECONDS, hang_seconds, limit / 2)
 
 
 @contextlib.contextmanager

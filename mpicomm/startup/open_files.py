@@ -32,12 +32,13 @@ def allow(connections: int) -> int:
     return connections + _SPARE if soft == resource.RLIM_INFINITY else soft - used
 
 
-def require_on_rank_0(size: int, where: Topology) -> None:
+def require_on_rank_0(where: Topology) -> None:
     """Raise rank 0's limit for the connections of a job.
 
     Raises:
         LaunchError: If the hard limit is too low; the message gives the number of ranks that fit.
     """
+    size = where.size
     needed = size + where.local_size + where.num_nodes
     # When the job fails, every rank may open one more connection, to find out whether it failed first.
     left = max(0, allow(needed + size) - _LEAST_SPARE)

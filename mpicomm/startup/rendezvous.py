@@ -1,4 +1,4 @@
-"""Rendezvous: rank 0 binds the sockets of the job's store, then broadcasts their addresses by MPI.
+"""Rendezvous: rank 0 binds the sockets of the job's store; the plan of the job has their addresses.
 
 The bound socket becomes the store's, so no other process can take its port in between. With several nodes, a rank of
 every node has connected to the address before, and has received a token that only rank 0 can send.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import datetime
 import fcntl
 import ipaddress
@@ -18,12 +17,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from mpicomm import agreement
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
 from mpicomm.startup import open_files
 from mpicomm.startup.topology import Topology
@@ -31,101 +31,91 @@ from mpicomm.startup.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-T = TypeVar("T")
-
-_TOKEN_BYTES = 16
 _PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 
 
-@dataclasses.dataclass(frozen=True)
-class JobStore:
-    """The store of the job, and the address and port at which it listens."""
+def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
+    """Listen on rank 0 for the connections of the job's store.
 
-    store: dist.Store
-    address: str
-    port: int
+    The address is MASTER_ADDR if it is set, loopback on a single node, otherwise each of this host's addresses.
+
+    Args:
+        environ: The environment of rank 0.
+        interface: Name or address of the interface to listen on; None to choose one.
+
+    Raises:
+        LaunchError: If this rank cannot listen on MASTER_ADDR, MASTER_PORT or the interface, or its limit of open files
+            is too low for the connections of all ranks.
+        RendezvousError: On an unexpected error.
+    """
+    with _explained():
+        open_files.require_on_rank_0(where)
+        return _listen(where.num_nodes, environ, interface)
 
 
 def open_store(
     comm: Intracomm,
-    topology: Topology,
-    environ: Mapping[str, str],
-    interface: str | None,
+    where: Topology,
+    listeners: list[socket.socket],
+    places: list[tuple[str, int]],
+    token: bytes,
     timeout: datetime.timedelta,
-) -> JobStore:
+) -> tuple[dist.Store, str, int]:
     """Open the job's store on rank 0 and connect every rank to it (collective).
 
-    The address is MASTER_ADDR if it is set on rank 0, loopback on a single node, otherwise the first of rank 0's
-    addresses at which every node reaches it. Only rank 0's environment is used.
+    With several nodes, the store listens at the first address at which every node reaches rank 0.
 
     Args:
-        interface: Name or address of the interface to listen on; None to choose one. Only rank 0's value is used.
-
-    Raises:
-        LaunchError: If rank 0 cannot listen on MASTER_ADDR, MASTER_PORT or the interface, or its limit of open files is
-            too low for the connections of all ranks.
-        RendezvousError: If no address of rank 0 is reachable from every node.
-    """
-    on_rank_0(comm, lambda: open_files.require_on_rank_0(comm.size, topology))
-    listeners = on_rank_0(comm, lambda: _listen(topology.num_nodes, environ, interface))
-    places: list[tuple[str, int]] = comm.bcast([listener.getsockname()[:2] for listener in listeners or ()])
-    chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners or [], places)
-    address, port = places[chosen]
-    store = _open_store(comm, listeners, chosen, address, port, timeout)
-    return JobStore(store, address, port)
-
-
-def on_rank_0(comm: Intracomm, function: Callable[[], T]) -> T | None:
-    """Run a function on rank 0; if it raises an error, raise the same error on every rank (collective).
+        listeners: The sockets on which rank 0 listens; empty on other ranks.
+        places: Their addresses and ports.
+        token: Random bytes with which rank 0 proves its identity.
+        timeout: The timeout of the store's operations.
 
     Returns:
-        The function's result on rank 0, None on the others.
+        The store, and the address and the port at which it listens.
+
+    Raises:
+        RendezvousError: On every rank, if no address of rank 0 is reachable from every node, or the store cannot be
+            opened.
     """
-    result: T | None = None
-    error: MpicommError | None = None
-    if comm.rank == 0:
-        try:
-            result = function()
-        except MpicommError as caught:
-            error = caught
-        except Exception as caught:  # noqa: BLE001  on any error, the other ranks must not wait
-            error = RendezvousError(
-                f"rank 0 could not open the job's store: {caught}\n"
-                f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
-            )
-    if (error := comm.bcast(error)) is not None:
-        raise raised_on_all_ranks(error)
-    return result
+    chosen = 0 if where.num_nodes == 1 else _prove(comm, where, listeners, places, token)
+    address, port = places[chosen]
+    store: dist.Store | None = None
 
-
-def _open_store(
-    comm: Intracomm,
-    listeners: list[socket.socket] | None,
-    chosen: int,
-    address: str,
-    port: int,
-    timeout: datetime.timedelta,
-) -> dist.Store:
-    """Pass rank 0's listening socket to the store and connect the other ranks to it (collective)."""
-
-    def serve() -> dist.Store:
-        assert listeners
+    def serve() -> None:
+        nonlocal store
         for listener in listeners[:chosen] + listeners[chosen + 1 :]:
             listener.close()
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listeners[chosen].detach(),
-            multi_tenant=True,  # init_process_group("env://") on rank 0 then shares this server
-        )
+        with _explained():
+            store = dist.TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=listeners[chosen].detach(),
+                multi_tenant=True,  # init_process_group("env://") on rank 0 then shares this server
+            )
 
-    store = on_rank_0(comm, serve)
-    return store or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    agreement.run_on_rank_0(comm, serve)
+    store = store or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return store, address, port
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raise a RendezvousError for an unexpected error, since the other ranks wait for the result."""
+    try:
+        yield
+    except MpicommError:
+        raise
+    except Exception as error:
+        raise RendezvousError(
+            f"rank 0 could not open the job's store: {error}\n"
+            f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
+        ) from error
 
 
 def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
@@ -247,20 +237,21 @@ def _ipv6_interfaces() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] in ("00", "10")]
 
 
-def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], places: list[tuple[str, int]]) -> int:
+def _prove(
+    comm: Intracomm, where: Topology, listeners: list[socket.socket], places: list[tuple[str, int]], token: bytes
+) -> int:
     """Return the index of the first address at which every node reaches rank 0 (collective).
 
-    Rank 0 answers each connection with a token that it also broadcasts by MPI: a connection alone may have reached
+    Rank 0 answers each connection with the token, which it has broadcast by MPI: a connection alone may have reached
     another machine with the same private address.
     """
     # 1. rank 0 answers connections on a thread
-    token = comm.bcast(secrets.token_bytes(_TOKEN_BYTES))
     done = threading.Event()
     answering = threading.Thread(target=_answer, args=(listeners, token, done), name="mpicomm-rendezvous")
     if comm.rank == 0:
         answering.start()
     # 2. one rank of every other node tries all addresses
-    is_asking = topology.local_rank == 0 and comm.rank != 0
+    is_asking = where.local_rank == 0 and comm.rank != 0
     for seconds in _PROOF_SECONDS:
         by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
         common = [index for index, received in enumerate(zip(*by_rank, strict=True)) if all(received)]
@@ -270,7 +261,7 @@ def _prove(comm: Intracomm, topology: Topology, listeners: list[socket.socket], 
     if comm.rank == 0:
         answering.join()
     if not common:
-        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, topology)))
+        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, where)))
     return common[0]
 
 
@@ -310,15 +301,15 @@ def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECOND
     return secrets.compare_digest(answer, token)
 
 
-def _nowhere(places: list[tuple[str, int]], by_rank: list[list[bool]], topology: Topology) -> str:
+def _nowhere(places: list[tuple[str, int]], by_rank: list[list[bool]], where: Topology) -> str:
     lines = []
     for index, (address, _) in enumerate(places):
-        unreachable = sorted({topology.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
+        unreachable = sorted({where.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
         lines.append(
             f"  {address}: not reached from {', '.join(unreachable[:8])}{' ...' if len(unreachable) > 8 else ''}"
         )
     return (
-        f"rank 0 on {topology.hosts[0]} has no address that every node can reach.\n"
+        f"rank 0 on {where.hosts[0]} has no address that every node can reach.\n"
         + "\n".join(lines)
         + "\nSet MASTER_ADDR (or MPICOMM_INTERFACE) to the network that all nodes share, and open it in the firewall."
     )

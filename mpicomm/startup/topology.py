@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicomm import mpi
@@ -18,44 +17,57 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The position of this rank among the nodes; a node is a set of ranks that share memory."""
+    """The position of this rank among the ranks and the nodes of the job."""
+
+    rank: int
+    """The rank of this process, from 0 to size - 1."""
+
+    size: int
+    """The number of ranks."""
 
     local_rank: int
+    """The rank of this process among the ranks of its node."""
+
     local_size: int
+    """The number of ranks on this node."""
+
     node_rank: int
+    """The index of this node among the nodes of the job."""
+
     num_nodes: int
+    """The number of nodes; the ranks of a node share memory."""
+
     hostname: str
+    """The name of this rank's host."""
+
     hosts: tuple[str, ...]
-    """The host of every rank, by rank."""
+    """The host name of every rank, by rank."""
 
     nodes: tuple[int, ...]
-    """The node of every rank, by rank."""
+    """The node index of every rank, by rank."""
 
 
-def discover(comm: Intracomm) -> Topology:
-    """Determine which ranks share a node (collective)."""
+def first_rank_of_node(comm: Intracomm) -> int:
+    """Return the lowest rank of those that share this rank's node (collective)."""
     node = comm.Split_type(mpi.api().COMM_TYPE_SHARED, key=comm.rank)
     try:
-        local_rank, local_size = node.rank, node.size
-        leader = node.bcast(comm.rank)
+        return node.bcast(comm.rank)
     finally:
         node.Free()
-    everyone = comm.allgather((leader, socket.gethostname()))
-    where = from_nodes(comm.rank, [str(each[0]) for each in everyone], [each[1] for each in everyone])
-    assert (where.local_rank, where.local_size) == (local_rank, local_size)
-    return where
 
 
-def from_nodes(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topology:
-    """Return the topology of `rank` from the node name of every rank.
+def from_nodes(rank: int, nodes: Sequence[Hashable], hosts: Sequence[str]) -> Topology:
+    """Return the topology of `rank` from the node of every rank.
 
     Args:
-        nodes: For every rank, a name that is the same for the ranks of one node, and different between nodes.
+        nodes: For every rank, a value that is the same for the ranks of one node, and different between nodes.
         hosts: For every rank, its host.
     """
     local_ranks = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     order = node_order(nodes)
     return Topology(
+        rank=rank,
+        size=len(nodes),
         local_rank=local_ranks.index(rank),
         local_size=len(local_ranks),
         node_rank=order[nodes[rank]],

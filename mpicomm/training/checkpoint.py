@@ -29,11 +29,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mpicomm import mpi
+from mpicomm import agreement, mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
-from mpicomm.training import files, rank_sync
+from mpicomm.training import files
 from mpicomm.training.preemption import is_of_all_ranks
 
 _MARK = "COMPLETE"
@@ -105,14 +105,14 @@ class Checkpoints:
 
     def _agree(self, act: Callable[[], object]) -> None:
         """Call `act`, and raise an error on every rank if it raises OSError on any rank (collective)."""
-        failure = rank_sync.first_failure(act, OSError)
-        if failure is not None:
-            raise raised_on_all_ranks(
-                CheckpointError(
-                    f"rank {failure[0]} cannot use {self.directory} for checkpoints: {failure[1]}.\n"
-                    f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
-                )
+
+        def failed(rank: int, why: str) -> CheckpointError:
+            return CheckpointError(
+                f"rank {rank} cannot use {self.directory} for checkpoints: {why}.\n"
+                f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
             )
+
+        agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, failed)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -242,11 +242,12 @@ class Checkpoints:
         reader, contents = dcp.FileSystemReader(self.newest), {}
         # A torch version may be unable to unpickle the metadata of a later one: torch 2.15 writes six properties of a
         # tensor, and torch 2.13 expects five. The type of the exception depends on the class that fails.
-        failure = rank_sync.first_failure(
-            lambda: contents.update(reader.read_metadata().state_dict_metadata), Exception
+        agreement.run_on_all_ranks(
+            collectives.all_gather_object,
+            lambda: contents.update(reader.read_metadata().state_dict_metadata),
+            Exception,
+            functools.partial(_unreadable, self.newest),
         )
-        if failure is not None:
-            raise raised_on_all_ranks(CheckpointError(_unreadable(self.newest, *failure)))
         return contents
 
     def objects(self) -> dict[str, Any]:
@@ -343,16 +344,16 @@ def _newest(directory: Path) -> Path | None:
     return marks[-1].parent if marks else None
 
 
-def _unreadable(path: Path, rank: int, why: str) -> str:
-    """Return the message for a checkpoint whose metadata cannot be read."""
+def _unreadable(path: Path, rank: int, why: str) -> CheckpointError:
+    """Return the error for a checkpoint whose metadata cannot be read."""
     mine, writer = str(torch.__version__), json.loads((path / _MARK).read_text()).get("torch")
     what = f"cannot read the checkpoint {path}: rank {rank}: {why}."
     if mine == writer:
-        return f"{what}\nRemove that directory to resume from the previous checkpoint."
+        return CheckpointError(f"{what}\nRemove that directory to resume from the previous checkpoint.")
     its, install = ("an unknown version of torch", "")
     if writer is not None:
         its, install = f"torch {writer}", f" (pip install torch=={writer.split('+')[0]})"
-    return (
+    return CheckpointError(
         f"{what}\nThe checkpoint was written by {its}, which torch {mine} may be unable to read.\n"
         f"Resume the run with that version of torch{install}, or remove that directory to resume from the previous "
         f"checkpoint."

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mpicomm import agreement
 from mpicomm.arguments import PATH
-from mpicomm.errors import CheckpointError, raised_on_all_ranks
-from mpicomm.training import files, rank_sync
+from mpicomm.collective_ops import collectives
+from mpicomm.errors import CheckpointError
+from mpicomm.training import files
 
 
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -25,16 +27,15 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         CheckpointError: On every rank, if a rank cannot read the file, or the file does not fit the model.
     """
     PATH.check(path, "weights")
-    failure = rank_sync.first_failure(lambda: _load(model, path), Exception)
-    if failure is not None:
-        rank, why = failure
-        raise raised_on_all_ranks(
-            CheckpointError(
-                f"rank {rank} cannot load the weights in {os.fspath(path)!r}: {why}\n"
-                f"Pass a file that is visible on all hosts and was written for this model by trainer.export(path) or "
-                f"torch.save(model.state_dict(), path)."
-            )
+
+    def failed(rank: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"rank {rank} cannot load the weights in {os.fspath(path)!r}: {why}\n"
+            f"Pass a file that is visible on all hosts and was written for this model by trainer.export(path) or "
+            f"torch.save(model.state_dict(), path)."
         )
+
+    agreement.run_on_all_ranks(collectives.all_gather_object, lambda: _load(model, path), Exception, failed)
 
 
 def _load(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -54,14 +55,18 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     PATH.check(path, "path", "export")
     is_writer = dist.get_rank() == 0
     content = _whole_state(model, keeps=is_writer)
-    failure = rank_sync.first_failure(lambda: _save(content, Path(path)) if is_writer else None, Exception)
-    if failure is not None:
-        raise raised_on_all_ranks(
-            CheckpointError(
-                f"rank 0 cannot write the weights to {os.fspath(path)!r}: {failure[1]}\n"
-                f"Pass a path on a disk with enough free space, in a directory to which this user can write."
-            )
+
+    def write() -> None:
+        if is_writer:
+            _save(content, Path(path))
+
+    def failed(rank: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"rank {rank} cannot write the weights to {os.fspath(path)!r}: {why}\n"
+            f"Pass a path on a disk with enough free space, in a directory to which this user can write."
         )
+
+    agreement.run_on_all_ranks(collectives.all_gather_object, write, Exception, failed)
 
 
 def _whole_state(model: nn.Module, *, keeps: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mpicomm import agreement
 from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
 from mpicomm.training.data import DataSource, Step
@@ -43,25 +44,6 @@ def most(count: int) -> int:
 def all_true(is_so: bool) -> bool:
     """Return whether a condition is true on all ranks (collective)."""
     return total(not is_so) == 0
-
-
-def first_failure(act: Callable[[], object], *kinds: type[Exception]) -> tuple[int, str] | None:
-    """Call `act`, and return the first rank on which it failed and its message (collective).
-
-    Args:
-        act: The function to call.
-        kinds: The exception types that count as failures; others propagate.
-
-    Returns:
-        The rank and the message, the same on all ranks; None if `act` succeeded on all ranks.
-    """
-    failure = None
-    try:
-        act()
-    except kinds as error:
-        failure = str(error) or type(error).__name__
-    failures = collectives.all_gather_object(failure)
-    return next(((rank, each) for rank, each in enumerate(failures) if each is not None), None)
 
 
 def aligned_steps(
@@ -163,11 +145,9 @@ def _planned(comm: Intracomm, mine: np.ndarray, gathered: np.ndarray) -> Preques
 
 def reasons(why: str | None) -> str:
     """Return the reasons of the stop requests with their ranks, such as `SIGTERM on rank 1` (collective)."""
-    ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(collectives.all_gather_object(why)):
-        if each is not None:
-            ranks.setdefault(each, []).append(rank)
-    return ", ".join(f"{each} on {hang_report.called(those)}" for each, those in ranks.items())
+    found = collectives.all_gather_object(why)
+    rows = agreement.ranks_by_value(found, range(len(found))).items()
+    return ", ".join(f"{each} on {hang_report.called(ranks)}" for each, ranks in rows if each is not None)
 
 
 def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
@@ -187,18 +167,16 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
     """
     if isinstance(wrapped, FSDPModel):
         return
-    # 1. compare the sums: they are equal on all ranks if their minimum equals their maximum
+    # 1. compare a digest of the sums
     names = [name for name, _ in wrapped.inner.named_parameters()]
-    mine = torch.stack([_digest(each) for each in wrapped.inner.parameters()]).to(
-        group_argument.resolve(None, "the trainer").control
-    )
-    extremes = torch.cat([mine, -mine])
-    dist.all_reduce(extremes, dist.ReduceOp.MIN)
-    least, greatest = extremes.chunk(2)
-    if torch.equal(least, -greatest):
+    sums = torch.stack([_sum_of_bits(each) for each in wrapped.inner.parameters()])
+    control = group_argument.resolve(None, "the trainer").control
+    least = torch.tensor(agreement.extremes(agreement.digest(sums.cpu().numpy().tobytes())), device=control)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    if agreement.all_equal(least.tolist()):
         return
     # 2. find the ranks that differ from the most frequent value
-    gathered = torch.stack(collectives.all_gather(mine))
+    gathered = torch.stack(collectives.all_gather(sums.to(control)))
     usual = gathered.mode(dim=0).values
     others = [rank for rank, row in enumerate(gathered) if not torch.equal(row, usual)]
     first = names[int((gathered != usual).any(dim=0).nonzero()[0])]
@@ -212,7 +190,7 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
     )
 
 
-def _digest(parameter: torch.Tensor) -> torch.Tensor:
+def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor:
     content = parameter.detach().contiguous()
     if content.is_complex():
         content = torch.view_as_real(content)

@@ -1,80 +1,105 @@
-"""Opens the out-of-band channel: hubs bind, MPI transfers their addresses and a token, then every rank connects."""
+"""Opens the out-of-band channel and starts the watchdog: hubs listen, MPI transfers their addresses, ranks connect."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from mpicomm import agreement
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog.channel import TOKEN_BYTES, Channel, RankInfo
+from mpicomm.watchdog import agent
+from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.channel import Channel, RankInfo
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 CONNECT_SECONDS = 30.0
 
+Address = tuple[str, int]
+"""An address and a port."""
 
-def rank_info_of(comm: Intracomm, where: Topology) -> RankInfo:
-    """Choose the hub of every rank (collective)."""
-    nodes = comm.allgather(where.node_rank)
+
+def rank_info_of(where: Topology) -> RankInfo:
+    """Choose the hub of every rank."""
     first: dict[int, int] = {}
-    for rank, node in enumerate(nodes):
+    for rank, node in enumerate(where.nodes):
         first.setdefault(node, rank)
-    hubs = [0 if first[node] == rank else first[node] for rank, node in enumerate(nodes)]
-    return RankInfo(comm.rank, where.hosts, nodes, hubs)
+    hubs = [0 if first[node] == rank else first[node] for rank, node in enumerate(where.nodes)]
+    return RankInfo(where.rank, where.hosts, where.nodes, hubs)
 
 
-class ChannelSetup:
-    """Opens the channel in two steps; the watchdog of each hub starts between them."""
+def start_watchdog(
+    comm: Intracomm,
+    where: Topology,
+    address: str,
+    channel: Channel,
+    limits: Limits,
+    claim: Callable[[], bool],
+    prepare: Callable[[], None],
+) -> Watchdog | None:
+    """Connect all ranks to their hubs and start their watchdogs; return None if a rank cannot connect (collective).
 
-    def __init__(self, comm: Intracomm, place: RankInfo, address: str, host_timeout: int) -> None:
-        """Bind the hubs' sockets and distribute their addresses (collective).
+    Args:
+        address: The address on which rank 0 listens; every node has reached it before. Other hubs listen on loopback,
+            for their own node.
+        channel: This rank's channel, without connections.
+        limits: The settings of the watchdog.
+        claim: Returns True if no other rank has reported the cause of the job's end before.
+        prepare: Called once, at the start of the watchdog's thread.
+    """
+    # 1. the hubs listen
+    place = rank_info_of(where)
+    hub_addresses = comm.allgather(_listen(channel, place, address if comm.rank == 0 else "127.0.0.1"))
+    # 2. every rank connects to its hub, and its watchdog accepts the ranks of which it is the hub
+    watch = Watchdog(place, channel, limits, comm.Abort, claim, prepare)
 
-        Args:
-            address: The address on which rank 0 listens; every node has reached it before. Other hubs listen on
-                loopback, for their own node.
-            host_timeout: Seconds after which the ranks of a host that does not answer count as dead.
-        """
-        token = comm.bcast(secrets.token_bytes(TOKEN_BYTES))
-        self.channel = Channel(comm.rank, token, host_timeout)
-        self._comm = comm
-        self._place = place
-        own = address if comm.rank == 0 else "127.0.0.1"
-        children = {rank for rank, hub in enumerate(place.hubs) if hub == comm.rank and rank != comm.rank}
-        listening: tuple[str, int] | None = None
-        with contextlib.suppress(OSError):
-            listening = (own, self.channel.listen(own)) if children else None
-            self.channel.expect(children)
-        self._places: list[tuple[str, int] | None] = comm.allgather(listening)
-
-    def connect(self) -> str:
-        """Connect to this rank's hub, whose watchdog thread must be running or about to start.
-
-        Returns:
-            The reason for a failure; empty on success.
-        """
-        if self._comm.rank == 0:
-            return ""
-        hub = self._place.hub
-        if (there := self._places[hub]) is None:
-            return f"rank {hub} on {self._place.hosts[hub]} could not listen"
+    def connect() -> None:
         try:
-            self.channel.connect(*there, CONNECT_SECONDS)
-        except (OSError, ValueError) as error:
-            return f"rank {hub} at {there[0]} port {there[1]}: {error}"
-        return ""
+            _connect(channel, place, hub_addresses)
+        finally:
+            watch.start()
 
-    def is_open_on_all_ranks(self, problem: str) -> bool:
-        """Return whether every rank has connected; warn if not (collective)."""
-        problems = [(rank, text) for rank, text in enumerate(self._comm.allgather(problem)) if text]
-        if problems and self._comm.rank == 0:
-            rank, text = problems[0]
+    # 3. use the channel if all ranks have connected
+    if failed := agreement.failures(comm.allgather, connect, OSError):
+        if comm.rank == 0:
+            rank, text = failed[0]
             warnings.warn(
-                f"out-of-band channel unavailable: {len(problems)} of {self._comm.size} ranks cannot connect to their "
+                f"out-of-band channel unavailable: {len(failed)} of {comm.size} ranks cannot connect to their "
                 f"hub (first: rank {rank} to {text}). The job continues, but cannot report dead ranks or hangs.\n"
                 f"Open the ports between the nodes, or set MPICOMM_INTERFACE to a network with open ports.",
                 stacklevel=2,
             )
-        return not problems
+        watch.stop()
+        return None
+    watch.establish()
+    agent.set_current(watch)
+    return watch
+
+
+def _listen(channel: Channel, place: RankInfo, address: str) -> Address | None:
+    """Listen if this rank is a hub; return where, or None if it is not or cannot."""
+    children = {rank for rank, hub in enumerate(place.hubs) if hub == place.rank and rank != place.rank}
+    listening = None
+    with contextlib.suppress(OSError):
+        listening = (address, channel.listen(address)) if children else None
+        channel.expect(children)
+    return listening
+
+
+def _connect(channel: Channel, place: RankInfo, hub_addresses: Sequence[Address | None]) -> None:
+    """Connect to this rank's hub, whose watchdog thread must be running or about to start.
+
+    Raises:
+        OSError: If it cannot connect; the message names the hub.
+    """
+    if place.rank == 0:
+        return
+    if (there := hub_addresses[place.hub]) is None:
+        raise OSError(f"rank {place.hub} on {place.hosts[place.hub]} could not listen")
+    try:
+        channel.connect(*there, CONNECT_SECONDS)
+    except (OSError, KeyError, ValueError) as error:
+        raise OSError(f"rank {place.hub} at {there[0]} port {there[1]}: {error}") from error

@@ -91,7 +91,7 @@ WITHIN = (
 import mpicomm
 from mpicomm.startup import topology
 if rank == 1:
-    topology.discover = lambda comm: {}["no such key"]
+    topology.first_rank_of_node = lambda comm: {}["no such key"]
 now()
 mpicomm.bootstrap()
 print("came through")

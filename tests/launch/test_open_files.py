@@ -44,14 +44,16 @@ def be_rank_0() -> None:
         be_the_others(job, ports)
     alone: Any = Alone()
     where = topology.from_nodes(0, ["node"] * SIZE, ["host"] * SIZE)
-    meeting = rendezvous.open_store(alone, where, {}, None, LIMIT)
+    listeners = rendezvous.listen(where, {}, None)
+    places = [listener.getsockname()[:2] for listener in listeners]
+    store, _, port_of_store = rendezvous.open_store(alone, where, listeners, places, b"", LIMIT)
     channel = Channel(0, job.token)
     port = channel.listen(HOST)
     channel.expect(job.children(0))
-    os.write(writing, f"{meeting.port} {port}".encode())
-    while not meeting.store.add("connected", 0):
+    os.write(writing, f"{port_of_store} {port}".encode())
+    while not store.add("connected", 0):
         channel.poll(0.1)
-    print(json.dumps([meeting.store.add("connected", 0), len(channel.children)]), flush=True)
+    print(json.dumps([store.add("connected", 0), len(channel.children)]), flush=True)
     os._exit(0)
 
 
@@ -112,7 +114,7 @@ nodes = [str(rank // 50) for rank in range(200)]
 where = topology.from_nodes(0, nodes, nodes)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
 try:
-    open_files.require_on_rank_0(200, where)
+    open_files.require_on_rank_0(where)
 except LaunchError as error:
     print(error)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

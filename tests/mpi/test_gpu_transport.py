@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import mpi
+from mpicomm import agreement, mpi
 from mpicomm.backend import gpu_probe, gpu_transport, mpi_calls
 from mpicomm.backend.gpu_transport import GPUDirect
 from mpicomm.backend.staging import Staged
@@ -143,7 +143,7 @@ def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mp
     """Rank 0's tensors are treated as GPU tensors; chunks have 24 bytes."""
     handle = dist.new_group()
     operations = handle._operations
-    all_ranks = functools.partial(gpu_transport.on_all_ranks, operations.comm)
+    all_ranks = functools.partial(agreement.all_true, operations.comm)
     operations.transport = FewChunks(world.size, all_ranks, is_on_gpu=world.rank == 0)
     size, total = world.size, world.size * (world.size + 1) / 2
     mine = torch.full((count,), 1.0 + world.rank)

@@ -83,8 +83,9 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/channel_setup.py",
-        old="return not problems",
-        new="return not problem",
+        old="if failed := agreement.failures(comm.allgather, connect, OSError):",
+        new="failed = agreement.failures(comm.allgather, connect, OSError)\n"
+        "    if any(rank == comm.rank for rank, _ in failed):",
         fault="Each rank decides alone whether the channel is open; ranks with a channel wait for a rank without one.",
         tests="tests/launch/test_ends.py -k channel",
         ranks=0,
@@ -93,15 +94,15 @@ MUTANTS = [
     Mutant(
         "startup/rendezvous.py",
         old="if all(received)]",
-        new="if any(heard)]",
+        new="if any(received)]",
         fault="The store listens on an address that one node can reach, but not every node.",
         tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
         ranks=0,
     ),
     Mutant(
         "startup/startup_barrier.py",
-        old="tag=_ARRIVED) for rank in range(1, comm.size)}",
-        new="tag=_ARRIVED) for rank in range(1, comm.size - 1)}",
+        old="tag=_ARRIVAL) for rank in range(1, comm.size)}",
+        new="tag=_ARRIVAL) for rank in range(1, comm.size - 1)}",
         fault="Rank 0 does not wait for the last rank, and therefore never reports it as missing.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
         ranks=0,
@@ -116,7 +117,7 @@ MUTANTS = [
     ),
     # -- runtime --------------------------------------------------------------------------------------------
     Mutant(
-        "runtime.py",
+        "watchdog/first_report.py",
         old='private.add("mpicomm/failures", 1) == 1',
         new='private.add("mpicomm/failures", 1) >= 1',
         fault="Every failing rank considers itself the first to fail, so each prints its traceback.",
@@ -161,8 +162,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime.py",
-        old="timeout=request.limit,",
-        new="timeout=_DEFAULT_TIMEOUT,",
+        old="timeout=session.request.limit,",
+        new="timeout=StartRequest().limit,",
         fault="The process group does not get the timeout passed to bootstrap().",
         tests="tests/launch/test_leaving.py -k deadlock",
         ranks=0,
@@ -181,9 +182,9 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "runtime.py",
-        old="assignment = devices.assign(local_ranks)[where.local_rank]",
-        new="assignment = devices.assign(local_ranks)[comm.rank]",
+        "startup/devices.py",
+        old="for rank, uuid in zip(ranks, assign(",
+        new="for rank, uuid in zip(range(len(ranks)), assign(",
         fault="GPUs are assigned by the rank in the job, not by the rank on the node.",
         tests="tests/unit/test_devices.py -k test_every_node_seats_its_own_ranks",
         ranks=0,

@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "backend/shm_selector.py",
-        old="all_can = all(self._comm.allgather(node is not None))",
+        old="all_can = agreement.all_true(self._comm, node is not None)",
         new="all_can = node is not None",
         fault="If one node has no shared memory, the ranks of the other nodes continue without that node.",
         tests="tests/mpi/test_shm.py -k 'test_nodes_that_cannot and memory'",
@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "backend/gpu_transport.py",
-        old="_has_passed = on_all_ranks(comm, not failures)",
+        old="_has_passed = agreement.all_true(comm, not failures)",
         new="_has_passed = not failures",
         fault="If the probe of GPU addresses fails on one rank, only that rank stages its tensors.",
         tests="tests/mpi/test_gpu_transport.py -k test_one_rank_that_fails_stages_on_all",
@@ -176,15 +176,15 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/agreement.py",
-        old="for rank, call in zip(self._ranks, calls, strict=True):",
-        new="for rank, call in enumerate(calls):",
+        "backend/debug_check.py",
+        old="agreement.ranks_by_value(calls, self._ranks)",
+        new="agreement.ranks_by_value(calls, range(len(calls)))",
         fault="A mismatch reports ranks in the group as if they were ranks of the job.",
         tests="tests/mpi/test_debug.py -k test_a_mismatch_names_the_ranks",
         ranks=4,
     ),
     Mutant(
-        "backend/agreement.py",
+        "backend/debug_check.py",
         old='signature = f"#{operation.sequence} {call}"',
         new="signature = call",
         fault="The ranks do not compare their numbers of collectives.",
@@ -264,8 +264,8 @@ MUTANTS = [
     # -- the collectives API --------------------------------------------------------------------------------
     Mutant(
         "collective_ops/call_check.py",
-        old="raw = hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()",
-        new="raw = hashlib.blake2b(repr((signature[0], *signature[1].leaves)).encode(), digest_size=16).digest()",
+        old="return agreement.digest(repr(signature).encode())",
+        new="return agreement.digest(repr((signature[0], *signature[1].leaves)).encode())",
         fault="The ranks compare the leaves of their data, but not the containers.",
         tests="tests/collective_ops/test_errors.py -k 'test_data_that_differ and container'",
         ranks=4,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import runtime
 from mpicomm.backend import compatibility
+from mpicomm.startup.start_request import StartRequest
 
 TESTED = f"the versions that mpicomm {mpicomm.__version__} is tested with (2.8 to 2.15)"
 INSTALL = "  pip install 'torch>=2.8,<2.16'"
@@ -79,8 +80,9 @@ def _make_group(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
     monkeypatch.setattr(dist, "init_process_group", fail)
     world: Any = type("World", (), {"backend": "mpi", "rank": 0, "size": 1})()
-    session: Any = type("Session", (), {"world": world, "store": dist.HashStore()})()
-    runtime._make_group(session, runtime._Request("mpi", None, None, None, False))
+    request = StartRequest("mpi", abort_on_error=False)
+    session: Any = type("Session", (), {"request": request, "world": world, "store": dist.HashStore()})()
+    runtime._make_group(session)
 
 
 def test_a_newer_torch_that_cannot_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

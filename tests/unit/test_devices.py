@@ -9,19 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm import runtime
 from mpicomm.errors import DeviceError
-from mpicomm.startup import devices, topology
-from mpicomm.startup.devices import GPUAssignment
+from mpicomm.startup import devices
 
 NODE = [f"GPU-{index}" for index in range(4)]
 subsets = st.lists(st.sampled_from(NODE), unique=True)
-
-
-def chosen(visible: list[list[str]]) -> list[str | None]:
-    """Return the UUID of each rank's GPU."""
-    seats = devices.assign(visible)
-    return [uuids[assignment.index] if assignment else None for uuids, assignment in zip(visible, seats, strict=True)]
 
 
 def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -> int:
@@ -34,82 +26,72 @@ def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -
 
 @pytest.mark.parametrize("ranks", range(len(NODE) + 1))
 def test_ranks_that_see_the_whole_node_take_one_each(ranks: int) -> None:
-    assert devices.assign([NODE] * ranks) == [GPUAssignment(rank, shared=False) for rank in range(ranks)]
+    assert devices.assign([NODE] * ranks) == NODE[:ranks]
 
 
 def test_ranks_that_see_their_own_gpu_have_it_as_the_first() -> None:
-    visible = [[uuid] for uuid in NODE]
-    assert devices.assign(visible) == [GPUAssignment(0, shared=False)] * len(NODE)
-    assert chosen(visible) == NODE
+    assert devices.assign([[uuid] for uuid in NODE]) == NODE
 
 
 def test_the_order_in_which_a_rank_sees_gpus_counts() -> None:
     visible = [NODE, NODE[::-1]]
-    assert chosen(visible) == [NODE[0], NODE[-1]]
+    assert devices.assign(visible) == [NODE[0], NODE[-1]]
 
 
 def test_ranks_that_see_more_give_way_to_ranks_that_see_less() -> None:
     """A greedy assignment would give GPU-0 to the first rank and leave the last rank without a GPU."""
-    assert chosen([NODE[:2], NODE[:3], NODE[:1]]) == [NODE[1], NODE[2], NODE[0]]
+    assert devices.assign([NODE[:2], NODE[:3], NODE[:1]]) == [NODE[1], NODE[2], NODE[0]]
 
 
 @pytest.mark.parametrize("each", [2, 3])
 def test_ranks_that_outnumber_gpus_share_evenly(each: int) -> None:
-    ranks = each * len(NODE)
-    seats = devices.assign([NODE] * ranks)
-    assert all(assignment and assignment.shared for assignment in seats)
-    assert set(collections.Counter(chosen([NODE] * ranks)).values()) == {each}
+    users = collections.Counter(devices.assign([NODE] * each * len(NODE)))
+    assert users == dict.fromkeys(NODE, each)
 
 
-def test_only_those_who_share_are_marked() -> None:
-    visible = [NODE[:1], NODE[:1], NODE[1:2]]
-    assert [assignment and assignment.shared for assignment in devices.assign(visible)] == [True, True, False]
+def test_only_those_who_must_share() -> None:
+    assert devices.assign([NODE[:1], NODE[:1], NODE[1:2]]) == [NODE[0], NODE[0], NODE[1]]
 
 
 def test_ranks_without_a_gpu_have_no_seat() -> None:
-    assert devices.assign([[], NODE, []]) == [None, GPUAssignment(0, shared=False), None]
+    assert devices.assign([[], NODE, []]) == [None, NODE[0], None]
     assert devices.assign([]) == []
 
 
 @given(st.lists(subsets, max_size=5))
 def test_as_many_as_possible_have_their_own(visible: list[list[str]]) -> None:
-    seats = devices.assign(visible)
-    given_out = chosen(visible)
-    users = collections.Counter(given_out)
-    assert len(seats) == len(visible)
+    given_out = devices.assign(visible)
+    assert len(given_out) == len(visible)
     assert len(set(given_out) - {None}) == most_seated(visible)
-    for uuids, assignment, uuid in zip(visible, seats, given_out, strict=True):
-        assert (assignment is None) == (not uuids)
-        if assignment is not None:
-            assert 0 <= assignment.index < len(uuids)
-            assert assignment.shared == (users[uuid] > 1)
+    for uuids, uuid in zip(visible, given_out, strict=True):
+        assert uuid in uuids if uuids else uuid is None
 
 
-class FourRanks:
-    """The communicator of four ranks on two nodes, as one rank sees it; every rank sees both GPUs of its node."""
-
-    size = 4
-    gpus = (["GPU-a0", "GPU-a1"], ["GPU-b0", "GPU-b1"])
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def allgather(self, mine: object) -> list[object]:
-        if isinstance(mine, tuple):
-            return [(rank // 2, self.gpus[rank // 2]) for rank in range(self.size)]
-        return [mine] * self.size
+def test_every_node_seats_its_own_ranks() -> None:
+    """Each rank sees both GPUs of its node, and the ranks of the nodes alternate."""
+    of_a, of_b = ["GPU-a0", "GPU-a1"], ["GPU-b0", "GPU-b1"]
+    assert devices.assign_on_nodes([of_a, of_b, of_b, of_a], [0, 1, 1, 0]) == ["GPU-a0", "GPU-b0", "GPU-b1", "GPU-a1"]
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_every_node_seats_its_own_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = topology.from_nodes(rank, ["a", "a", "b", "b"], ["a", "a", "b", "b"])
-    monkeypatch.setattr(devices, "visible_gpus", lambda: FourRanks.gpus[where.node_rank])
+@pytest.mark.parametrize("index", [None, 0, 1])
+def test_the_gpu_of_a_rank_becomes_the_current_one(index: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    request = runtime._Request(backend=None, timeout=None, comm=None, device=None, abort_on_error=True)
-    device, uuids = runtime._assign_device(FourRanks(rank), where, request)
-    assert [device] == current == [torch.device("cuda", rank % 2)]
-    assert set(uuids) == {FourRanks.gpus[rank // 2][rank % 2]}
+    device = devices.select(index)
+    assert device == (torch.device("cpu") if index is None else torch.device("cuda", index))
+    assert current == [device] * (index is not None)
+
+
+@pytest.mark.parametrize(
+    ("device", "usable"), [(None, {"GPU-0": 0, "GPU-1": 1}), ("cuda:1", {"GPU-1": 1}), (0, {"GPU-0": 0}), ("cpu", {})]
+)
+def test_the_device_that_the_user_requests_is_the_only_one(
+    device: str | int | None, usable: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: NODE[:2])
+    assert devices.usable_gpus(device) == usable
 
 
 # -- the device that the user requests -------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from mpicomm.errors import LaunchError, RendezvousError
-from mpicomm.startup import rendezvous
-from mpicomm.startup.topology import Topology
+from mpicomm.startup import rendezvous, topology
 
-TOKEN = bytes(range(rendezvous._TOKEN_BYTES))
+TOKEN = bytes(range(16))
 NAME = "rank0.cluster"
 
 
@@ -126,25 +125,22 @@ class ThreeRanks:
 
     rank = 1
 
-    def bcast(self, mine: bytes) -> bytes:
-        return TOKEN
-
     def allgather(self, mine: list[bool]) -> list[list[bool]]:
         return [[True, True], mine, [False, True]]
 
 
 def test_a_place_is_chosen_that_every_node_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", (5.0,))  # one round
-    where = Topology(0, 1, 1, 3, "b", ("a", "b", "c"), (0, 1, 2))
+    where = topology.from_nodes(1, "abc", "abc")
     with rank_0(TOKEN, listeners=2) as places:
-        assert rendezvous._prove(ThreeRanks(), where, [], places) == 1
+        assert rendezvous._prove(ThreeRanks(), where, [], places, TOKEN) == 1
     nowhere = pytest.raises(RendezvousError, match="has no address that every node can reach")
     with rank_0(TOKEN) as (near,), someone_who_says(TOKEN[::-1]) as strange, nowhere:
-        rendezvous._prove(ThreeRanks(), where, [], [near, strange])
+        rendezvous._prove(ThreeRanks(), where, [], [near, strange], TOKEN)
 
 
 def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -> None:
-    where = Topology(0, 1, 0, 3, "a", ("a", "b", "c"), (0, 1, 2))
+    where = topology.from_nodes(0, "abc", "abc")
     message = rendezvous._nowhere(
         [("10.0.0.1", 1), ("10.1.0.1", 2)], [[True, True], [True, False], [False, True]], where
     )

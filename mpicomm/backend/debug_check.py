@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from typing import TYPE_CHECKING
 
-from mpicomm import mpi
+from mpicomm import agreement
 from mpicomm.errors import MismatchError, raised_on_all_ranks
 from mpicomm.watchdog import flight_recorder, hang_report
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-class Agreement:
+class DebugCheck:
     """Compares the collective calls of the ranks of one group."""
 
     def __init__(self, comm: Intracomm, ranks: list[int]) -> None:
@@ -24,7 +22,7 @@ class Agreement:
     def check(self, call: str, operation: flight_recorder.Operation) -> None:
         """Compare this rank's call with the calls of the other ranks (collective).
 
-        If all calls match, the ranks exchange only a 56-bit digest: one all-reduce yields its minimum and maximum.
+        If all calls match, the ranks exchange only a digest: one all-reduce yields its minimum and maximum.
 
         Args:
             call: Readable text that must be equal on all ranks.
@@ -33,16 +31,12 @@ class Agreement:
             MismatchError: On every rank if the calls differ; the message lists each call with its ranks.
         """
         signature = f"#{operation.sequence} {call}"
-        digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
-        extremes = array("q", [digest, -digest])
-        self._comm.Allreduce(mpi.api().IN_PLACE, extremes, mpi.api().MIN)
-        if extremes[0] != -extremes[1]:
+        digest = agreement.digest(signature.encode())
+        if not agreement.all_equal(agreement.minimum(self._comm, agreement.extremes(digest))):
             raise raised_on_all_ranks(MismatchError(self._explain(self._comm.allgather((signature, operation.where)))))
 
     def _explain(self, calls: list[tuple[str, str]]) -> str:
-        ranks: dict[tuple[str, str], list[int]] = {}
-        for rank, call in zip(self._ranks, calls, strict=True):
-            ranks.setdefault(call, []).append(rank)
+        ranks = agreement.ranks_by_value(calls, self._ranks)
         rows = [
             f"  {hang_report.called(members)}: {signature}, at {where}"
             for (signature, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))

@@ -1,0 +1,101 @@
+"""Joins a job that torchrun, or srun without MPI, started: by the store at MASTER_ADDR, torch's env:// rendezvous."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
+from mpicomm.launch.detect import Launch
+from mpicomm.startup import backend_choice, devices, notice, open_files, other_group, topology
+from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
+from mpicomm.startup.topology import Topology
+
+
+def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJob:
+    """Join the job of torchrun or srun (collective).
+
+    Args:
+        hang_seconds: Seconds after which a notice names absent ranks.
+
+    Raises:
+        LaunchError: If the arguments require MPI, MASTER_ADDR or MASTER_PORT is not set, or torch.distributed is
+            already initialized.
+        RendezvousError: If the store cannot be reached, or ranks do not arrive within the timeout.
+        DeviceError: If this process does not have the requested device.
+    """
+    # 1. check the launch
+    _check(request, launch)
+    # 2. open or join the store, and find out which ranks share a node
+    limit = request.wait_limit
+    if launch.rank == 0:  # torch opens the store here, unless torchrun's agent has opened it
+        open_files.allow(launch.size)
+    with notice.after(notice.seconds_before(hang_seconds, limit), launch, "rendezvous", limit):
+        store, rank, size = _rendezvous(launch, limit)
+        where = _topology(store, rank, size, limit)
+    # 3. choose the device and the backend
+    device = _device(request, where)
+    backend = backend_choice.choose(
+        request.backend, has_mpi=False, gpu_each=device.type == "cuda", has_nccl=dist.is_nccl_available()
+    )
+    return JoinedJob(where, device, backend, store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _check(request: StartRequest, launch: Launch) -> None:
+    if backend_choice.needs_mpi(request.backend) or request.comm is not None:
+        raise raised_on_all_ranks(
+            LaunchError(
+                f"backend={request.backend!r} needs MPI, but this process was started by {launch.title}, without MPI.\n"
+                f"Start with MPI, or call bootstrap() without backend= and comm=:\n"
+                f"  mpirun -n {launch.size} {this_command()}"
+            )
+        )
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise LaunchError(
+            f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
+            f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
+        )
+    other_group.refuse(request.backend)
+
+
+def _device(request: StartRequest, where: Topology) -> torch.device:
+    if request.device is None:
+        return devices.select(where.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None)
+    wanted = devices.parse(request.device)
+    return devices.select(wanted.index if wanted.type == "cuda" else None)
+
+
+def _rendezvous(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int]:
+    try:
+        return next(rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=wait_limit)))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+        raise RendezvousError(
+            f"rank {launch.rank} on {socket.gethostname()}: rendezvous at {where} failed: "
+            f"{str(error).splitlines()[0]}\n"
+            f"Set MASTER_ADDR to an address of rank 0's host that all ranks can reach, and MASTER_PORT to a free port "
+            f"there."
+        ) from None
+
+
+def _topology(store: dist.Store, rank: int, size: int, wait_limit: float) -> Topology:
+    """Discover which ranks share a node, by GROUP_RANK or SLURM_NODEID, else by host name (collective)."""
+    hostname = socket.gethostname()
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or hostname
+    store.set(f"mpicomm/place/{rank}", f"{node} {hostname}")
+    keys = [f"mpicomm/place/{each}" for each in range(size)]
+    try:
+        places = [place.decode().split(" ", 1) for place in store.multi_get(keys)]
+    except dist.DistError:
+        missing = [f"rank {each}" for each in range(size) if not store.check([keys[each]])]
+        raise RendezvousError(
+            f"bootstrap(): timed out after {wait_limit:g} s: {len(missing)} of {size} ranks did not arrive: "
+            f"{', '.join(missing)}.\n"
+            f"Check that every rank calls mpicomm.bootstrap(), or increase bootstrap(timeout=...)."
+        ) from None
+    return topology.from_nodes(rank, [place[0] for place in places], [place[1] for place in places])
