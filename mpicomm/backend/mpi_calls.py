@@ -118,7 +118,7 @@ def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | No
 
 def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, counts: Sequence[int], root: int) -> None:
     """Gather `dense` of all ranks into the root's `result`, which holds `counts[r]` elements of rank r."""
-    if _root_sees_more(comm, result, root):
+    if root_sees_more(comm, result, root):
         receives = {} if result is None else _blocks(result, counts, comm.size)
         _exchange(comm, {root: dense}, receives)
     elif result is None:
@@ -131,7 +131,7 @@ def scatter(
     comm: Intracomm, dense: torch.Tensor | None, counts: Sequence[int], result: torch.Tensor, root: int
 ) -> None:
     """Scatter the root's `dense`: rank r receives `counts[r]` elements in `result`."""
-    if _root_sees_more(comm, dense, root):
+    if root_sees_more(comm, dense, root):
         sends = {} if dense is None else _blocks(dense, counts, comm.size)
         _exchange(comm, sends, {root: result})
     elif dense is None:
@@ -205,7 +205,7 @@ def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
 # -- counts above MPI's limit ------------------------------------------------------------------------------------------
 
 
-def _root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> bool:
+def root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> bool:
     """Return whether the root's tensor exceeds MPI's largest count (collective if that is 32-bit)."""
     if largest_count() > _INT_MAX:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,7 +35,15 @@ class OrderedSum:
 
 def divide(total: torch.Tensor, divisor: int) -> None:
     """Divide floating point or complex numbers in place; torch's own division of complex numbers is inexact."""
-    (torch.view_as_real(total) if total.is_complex() else total).div_(divisor)
+    real = torch.view_as_real(total) if total.is_complex() else total
+    real.div_(_scalar(divisor, real.dtype))
+
+
+@functools.cache
+def _scalar(value: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as a tensor, by which torch divides three times as fast as by a Python number."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class ShmCollectives(Protocol):

@@ -33,9 +33,7 @@ def worker_of(group: Group) -> Worker:
 def hold(group: Group, call: Callable[[], object]) -> None:
     """Queue a call that is not an operation: later entries of the queue wait until it returns."""
     operations = group.handle._operations
-    operation = flight_recorder.note(
-        operations.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1
-    )
+    operation = flight_recorder.note(operations.record, "gate", None, 0, None, is_message=True, is_running=False)
     worker_of(group).submit(call, QueuedWork([], operation, operations.executor))
 
 

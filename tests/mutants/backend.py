@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
-    # -- fast_path.py: synchronous all-reduces in place ------------------------------------------------------
+    # -- fast_path.py: small synchronous collectives ---------------------------------------------------------
     Mutant(
         "backend/fast_path.py",
-        old="            or not tensor.is_contiguous()\n",
+        old="        and tensor.is_contiguous()\n",
         new="",
         fault="The fast path reduces the memory of a strided tensor as if its elements were contiguous.",
         tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
@@ -16,8 +16,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/fast_path.py",
-        old='recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)',
-        new='recorder.note(self._record, "all_reduce", dtype, count, None, True, True, 3)',
+        old="recorder.note(self._record, name, dtype, count, root, False, True)",
+        new="recorder.note(self._record, name, dtype, count, root, True, True)",
         fault="An all_reduce on the fast path is recorded as a message and does not count in the group's sequence.",
         tests="tests/launch/test_deadlines.py -k barrier",
         ranks=0,
@@ -26,7 +26,7 @@ MUTANTS = [
         "backend/fast_path.py",
         old="""        except BaseException as error:
             if operation is not None:
-                self._executor.mark_broken(operation, error)
+                executor.mark_broken(operation, error)
             raise
 """,
         new="""        except BaseException:
