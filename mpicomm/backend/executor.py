@@ -320,11 +320,21 @@ class Executor:
         callback, earlier = callbacks.add(self, run)
         worker.submit(_nothing, callback, earlier)
 
-    def run_queued_until(self, work: QueuedWork) -> None:
-        """On the worker thread, run queued operations until `work` is done: blocking there would deadlock."""
+    def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
+        """Run queued operations until `work` is done, or until another thread has to run them.
+
+        Args:
+            may_block: Whether this thread may block in MPI. If it runs a callback it always may, since waiting there
+                for the worker would deadlock.
+        """
         flight_recorder.refuse_children()
-        if self._worker is not None and self._worker.is_current_thread:
-            self._worker.run_until(work.is_completed)
+        worker = self._worker
+        if worker is None or work.is_completed():
+            return
+        if worker.is_current_thread:
+            worker.run_until(work.is_completed)
+        elif may_block:
+            worker.run_for(work)
 
     # -- messages ------------------------------------------------------------------------------------------------
 

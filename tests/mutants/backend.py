@@ -174,10 +174,26 @@ MUTANTS = [
     # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
         "backend/worker_thread.py",
-        old="queue.SimpleQueue[Job | None] = queue.SimpleQueue()",
-        new="queue.SimpleQueue[Job | None] = queue.LifoQueue()",
+        old="self._jobs.append((call, work, after))",
+        new="self._jobs.appendleft((call, work, after))",
         fault="The worker runs the most recently queued operation first.",
         tests="tests/mpi/test_async.py -k test_many_at_once",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2]:",
+        new="while self._jobs and not self._jobs[0][2]:",
+        fault="A thread that waits for an operation runs the callbacks of others within its wait().",
+        tests="tests/mpi/test_async.py -k test_a_waiting_thread_runs_no_callbacks",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="if self._gpu.is_known or not self._running.acquire(blocking=False):",
+        new="if self._gpu.is_known or not (self._running.acquire(blocking=False) or True):",
+        fault="A thread that waits for an operation runs later ones while the worker still runs an earlier one.",
+        tests="tests/mpi/test_async.py -k test_a_waiting_thread_does_not_overtake_the_worker",
         ranks=4,
     ),
     Mutant(
