@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import warnings
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -129,16 +128,14 @@ class ShmSelector:
         """Run an operation if the path exists and all ranks' tensors can use it."""
         if way is None:
             return False
-        # 1. compare the tensors of all ranks: the least of each value, and the largest size as a negative number
-        asked = array("q", [flat.is_cpu and way.can_take(flat), flat.nbytes, -flat.nbytes])
-        self._comm.Allreduce(mpi.api().IN_PLACE, asked, mpi.api().MIN)
-        all_can, least, most = asked[0], asked[1], -asked[2]
-        if least != most:  # other ranks would access memory beyond this tensor
+        # 1. compare the tensors of all ranks
+        found = way.compare(flat)
+        if found.least_bytes != found.most_bytes:  # other ranks would access memory beyond this tensor
             raise RuntimeError(
-                f"tensor sizes must be equal on all ranks, got {least} to {most} bytes.\n"
+                f"tensor sizes must be equal on all ranks, got {found.least_bytes} to {found.most_bytes} bytes.\n"
                 f"Pass tensors of the same size on every rank."
             )
-        if not all_can:
+        if not found.all_can:
             return False
         # 2. run it
         try:
@@ -190,7 +187,7 @@ class ShmSelector:
             return
         across = cast("Intracomm", self._comm.Split(node.rank, self._comm.rank))
         self._comms.append(across)
-        self._hierarchical = HierarchicalCollectives(node, across)
+        self._hierarchical = HierarchicalCollectives(self._comm, node, across)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
         """Return the communicator of the ranks that share this rank's node (collective)."""

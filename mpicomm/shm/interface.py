@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from mpicomm import mpi
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +52,36 @@ def _scalar(value: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(value, dtype=dtype, device="cpu")
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The tensors that the ranks pass to one operation."""
+
+    all_can: bool
+    """Whether all ranks can access all of them."""
+
+    least_bytes: int
+    most_bytes: int
+
+
+def compare(comm: Intracomm, can_take: bool, nbytes: int) -> Comparison:
+    """Compare the tensors of a communicator's ranks (collective)."""
+    # the minimum over all ranks; that of the negative size is the largest size
+    asked = array("q", [can_take, nbytes, -nbytes])
+    comm.Allreduce(mpi.api().IN_PLACE, asked, mpi.api().MIN)
+    return Comparison(bool(asked[0]), asked[1], -asked[2])
+
+
 class ShmCollectives(Protocol):
-    """The collective operations of one node's ranks; tensors are flat, dense and on the host."""
+    """The collective operations of one node's ranks; tensors are flat, dense and on the host.
+
+    Before each operation, the ranks call `compare` with the tensor that they then pass.
+    """
 
     rank: int
     size: int
+
+    def compare(self, flat: torch.Tensor) -> Comparison:
+        """Compare the tensors of all ranks (collective); it also synchronises the ranks."""
 
     def can_take(self, flat: torch.Tensor) -> bool:
         """Return whether this rank's tensor is in memory that the other ranks can access."""
