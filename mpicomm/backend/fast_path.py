@@ -105,7 +105,7 @@ class FastPath:
         tensor, root = tensors[0], opts.rootRank
         if not _is_plain(tensor) or not 0 <= root < self._size or self._prefers_node("reduce", tensor.nbytes):
             return None
-        if (plan := self._plan(opts.reduceOp, tensor, tensor.nbytes)) is None:
+        if (plan := self._plan(opts.reduceOp, tensor, tensor.nbytes)) is None or not mpi_calls.reduces_in_place():
             return None
         return self._run("reduce", tensor.dtype, tensor.numel(), root, opts, tensors, self._reduce, tensor, plan, root)
 

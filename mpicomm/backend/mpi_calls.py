@@ -35,6 +35,17 @@ def largest_count() -> int:
 
 
 @functools.cache
+def reduces_in_place() -> bool:
+    """Return whether MPI_Reduce supports MPI_IN_PLACE on every root.
+
+    In MPICH 4.0 another rank crashes if the root is not rank 0 and the tensor has more than 2 KiB (seen in 4.0.2, not
+    in 5.0).
+    """
+    vendor, version = mpi.api().get_vendor()
+    return vendor != "MPICH" or version[:2] != (4, 0)
+
+
+@functools.cache
 def largest_tag() -> int:
     """Return the largest tag for user messages; the two larger ones are reserved for internal messages."""
     api = mpi.api()
@@ -59,7 +70,9 @@ def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, roo
     """Reduce in place, with the result on the root."""
     for part in _parts(dense):
         if comm.rank == root:
-            comm.Reduce(mpi.api().IN_PLACE, _spec(part, datatype), op, root)
+            source = part.detach().clone() if root and not reduces_in_place() else None
+            send_buffer = mpi.api().IN_PLACE if source is None else _spec(source, datatype)
+            comm.Reduce(send_buffer, _spec(part, datatype), op, root)
         else:
             comm.Reduce(_spec(part, datatype), None, op, root)
 
