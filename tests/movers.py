@@ -97,7 +97,7 @@ class LateMover:
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self.allocations += 1
-        return torch.full((count * dtype.itemsize,), 0xAB, dtype=torch.uint8).view(dtype)
+        return torch.full((count * dtype.itemsize,), 0xAB, dtype=torch.uint8, device="cpu").view(dtype)
 
     @property
     def is_quiet(self) -> bool:

@@ -107,9 +107,9 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
     return torch.futures.collect_all(list(futures))
 
 
-def enter_queue_thread() -> None:
-    """Mark this thread as one that runs a group's queue: calls on it come from callbacks, not from the program."""
-    _thread.runs_queue = True
+def set_queue_thread(runs_queue: bool) -> None:
+    """Set whether this thread runs a group's queue: calls on it then come from callbacks, not from the program."""
+    _thread.runs_queue = runs_queue
 
 
 @contextlib.contextmanager

@@ -122,9 +122,8 @@ class Executor:
         count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
         signature = "" if self._debug_check is None else _signature(name, subjects, root, also, any_size)
         runs_here = self._runs_here(opts.asyncOp)
-        # 2. record the call. Depth 4: the frames above are one method of Operations, and two of the process group
-        #    or one of the process group and one of torch.
-        operation = flight_recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here, 4)
+        # 2. record the call
+        operation = flight_recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
         # 3. run or queue the call
@@ -136,7 +135,7 @@ class Executor:
         """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
         self._check_open()
         runs_here = self._runs_here(opts.asyncOp)
-        operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here, 3)
+        operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here)
         operation.limit = None  # TimeoutError is raised instead
         seconds = opts.timeout.total_seconds()
         seconds = seconds if seconds > 0 else self._record.timeout
@@ -148,7 +147,7 @@ class Executor:
         The operation has no sequence number and no timeout in the watchdog.
         """
         self._check_open()
-        operation = flight_recorder.note(self._record, name, None, 0, None, True, True, 3)
+        operation = flight_recorder.note(self._record, name, None, 0, None, True, True)
         operation.limit = None
         return operation
 
@@ -321,18 +320,28 @@ class Executor:
         callback, earlier = callbacks.add(self, run)
         worker.submit(_nothing, callback, earlier)
 
-    def run_queued_until(self, work: QueuedWork) -> None:
-        """On the worker thread, run queued operations until `work` is done: blocking there would deadlock."""
+    def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
+        """Run queued operations until `work` is done, or until another thread has to run them.
+
+        Args:
+            may_block: Whether this thread may block in MPI. If it runs a callback it always may, since waiting there
+                for the worker would deadlock.
+        """
         flight_recorder.refuse_children()
-        if self._worker is not None and self._worker.is_current_thread:
-            self._worker.run_until(work.is_completed)
+        worker = self._worker
+        if worker is None or work.is_completed():
+            return
+        if worker.is_current_thread:
+            worker.run_until(work.is_completed)
+        elif may_block:
+            worker.run_for(work)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def note_message(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
         """Record a point-to-point message in the flight recorder."""
         self._check_open()
-        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False, 3)
+        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
         if self._raises_timeouts:
             operation.limit = None
         return operation
@@ -407,7 +416,7 @@ class Executor:
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
-        operation = flight_recorder.note(self._record, "destroy", None, 0, None, False, True, 2)
+        operation = flight_recorder.note(self._record, "destroy", None, 0, None, False, True)
         try:
             self._take_down()
         finally:

@@ -77,6 +77,11 @@ class ThreadDevice:
         if self._device is None and torch.cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a GPU is recorded."""
+        return self._device is not None
+
     def enter(self) -> None:
         """Switch the calling thread to the recorded GPU, and to a stream of its own.
 

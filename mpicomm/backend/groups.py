@@ -60,7 +60,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
     flight_recorder.refuse_children()
     settings = Settings.from_environ(os.environ)
     record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
-    operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True, depth=3)
+    operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:
         comm = make_comm()
         transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT

@@ -35,6 +35,17 @@ def largest_count() -> int:
 
 
 @functools.cache
+def reduces_in_place() -> bool:
+    """Return whether MPI_Reduce supports MPI_IN_PLACE on every root.
+
+    In MPICH 4.0 another rank crashes if the root is not rank 0 and the tensor has more than 2 KiB (seen in 4.0.2, not
+    in 5.0).
+    """
+    vendor, version = mpi.api().get_vendor()
+    return vendor != "MPICH" or version[:2] != (4, 0)
+
+
+@functools.cache
 def largest_tag() -> int:
     """Return the largest tag for user messages; the two larger ones are reserved for internal messages."""
     api = mpi.api()
@@ -59,7 +70,9 @@ def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, roo
     """Reduce in place, with the result on the root."""
     for part in _parts(dense):
         if comm.rank == root:
-            comm.Reduce(mpi.api().IN_PLACE, _spec(part, datatype), op, root)
+            source = part.detach().clone() if root and not reduces_in_place() else None
+            send_buffer = mpi.api().IN_PLACE if source is None else _spec(source, datatype)
+            comm.Reduce(send_buffer, _spec(part, datatype), op, root)
         else:
             comm.Reduce(_spec(part, datatype), None, op, root)
 
@@ -118,7 +131,7 @@ def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | No
 
 def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, counts: Sequence[int], root: int) -> None:
     """Gather `dense` of all ranks into the root's `result`, which holds `counts[r]` elements of rank r."""
-    if _root_sees_more(comm, result, root):
+    if root_sees_more(comm, result, root):
         receives = {} if result is None else _blocks(result, counts, comm.size)
         _exchange(comm, {root: dense}, receives)
     elif result is None:
@@ -131,7 +144,7 @@ def scatter(
     comm: Intracomm, dense: torch.Tensor | None, counts: Sequence[int], result: torch.Tensor, root: int
 ) -> None:
     """Scatter the root's `dense`: rank r receives `counts[r]` elements in `result`."""
-    if _root_sees_more(comm, dense, root):
+    if root_sees_more(comm, dense, root):
         sends = {} if dense is None else _blocks(dense, counts, comm.size)
         _exchange(comm, sends, {root: result})
     elif dense is None:
@@ -205,7 +218,7 @@ def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
 # -- counts above MPI's limit ------------------------------------------------------------------------------------------
 
 
-def _root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> bool:
+def root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> bool:
     """Return whether the root's tensor exceeds MPI's largest count (collective if that is 32-bit)."""
     if largest_count() > _INT_MAX:
         return False

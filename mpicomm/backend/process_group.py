@@ -193,7 +193,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, op: Any = None) -> dist.Work:
         """All-reduce a tensor in place; sparse tensors (COO) support sums only."""
-        if timeout is None and op is None and (work := self._fast_path.all_reduce(tensors, opts)) is not None:
+        if timeout is None and op is None and (work := self._fast_path.allreduce(tensors, opts)) is not None:
             return work
         opts = torch_internals.options(torch_internals.AllreduceOptions, opts, timeout, reduceOp=op or opts)
         value = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, "all_reduce")
@@ -216,6 +216,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
         """Reduce a tensor in place on the root."""
+        if timeout is None and (work := self._fast_path.reduce(tensors, opts)) is not None:
+            return work
         given = opts if root is None else root
         opts = torch_internals.options(torch_internals.ReduceOptions, opts, timeout, rootRank=given, reduceOp=op)
         tensor = checks.single_written(tensors, "reduce")
@@ -239,6 +241,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor of group size times the output; each rank receives its block."""
+        if (work := self._fast_path.reduce_scatter_single(output, source, opts)) is not None:
+            return work
         return self._reduce_scatter("reduce_scatter_tensor", [output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -264,6 +268,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
         """Copy the root's tensor to all ranks."""
+        if timeout is None and (work := self._fast_path.broadcast(tensors, opts)) is not None:
+            return work
         given = opts if root is None else root
         opts = torch_internals.options(torch_internals.BroadcastOptions, opts, timeout, rootRank=given)
         tensor = checks.single_written(tensors, "broadcast")
@@ -274,6 +280,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
         """Gather every rank's tensor into a list on every rank; sizes may differ between ranks."""
+        if timeout is None and (work := self._fast_path.allgather(outputs, inputs, opts)) is not None:
+            return work
         what, opts = "all_gather", torch_internals.options(torch_internals.AllgatherOptions, opts, timeout)
         source = checks.single(inputs, what)
         lists = checks.only_list(outputs, what)
@@ -297,6 +305,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into one tensor on every rank."""
+        if (work := self._fast_path.all_gather_single(output, source, opts)) is not None:
+            return work
         return self._all_gather("all_gather_into_tensor", [output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -323,6 +333,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         root: int | None = None,
     ) -> dist.Work:
         """Gather every rank's tensor into a list on the root; sizes may differ between ranks."""
+        if timeout is None and (work := self._fast_path.gather(outputs, inputs, opts)) is not None:
+            return work
         given = opts if root is None else root
         what, opts = "gather", torch_internals.options(torch_internals.GatherOptions, opts, timeout, rootRank=given)
         source = checks.single(inputs, what)
@@ -357,6 +369,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         root: int | None = None,
     ) -> dist.Work:
         """Send one tensor of the root's list to each rank; sizes may differ between ranks."""
+        if timeout is None and (work := self._fast_path.scatter(outputs, inputs, opts)) is not None:
+            return work
         given = opts if root is None else root
         what, opts = "scatter", torch_internals.options(torch_internals.ScatterOptions, opts, timeout, rootRank=given)
         output = checks.single_written(outputs, what)
@@ -380,6 +394,10 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         Either all ranks omit both lists of split sizes, for equal parts, or every rank passes at least one.
         """
+        if timeout is None:
+            work = self._fast_path.all_to_all_single(output, source, output_split_sizes, input_split_sizes, opts)
+            if work is not None:
+                return work
         what, opts = "all_to_all_single", torch_internals.options(torch_internals.AllToAllOptions, opts, timeout)
         output, source = checks.written(output, what), checks.tensor(source, what)
         checks.same_dtype(output, source, what, "output")

@@ -128,15 +128,14 @@ class ShmSelector:
         """Run an operation if the path exists and all ranks' tensors can use it."""
         if way is None:
             return False
-        # 1. compare the tensors of all ranks: the least of each value, and the largest size as a negative number
-        values = [flat.is_cpu and way.can_take(flat), flat.nbytes, -flat.nbytes]
-        all_can, least, most = agreement.minimum(self._comm, values)
-        if least != -most:  # other ranks would access memory beyond this tensor
+        # 1. compare the tensors of all ranks
+        found = way.compare(flat)
+        if found.least_bytes != found.most_bytes:  # other ranks would access memory beyond this tensor
             raise RuntimeError(
-                f"tensor sizes must be equal on all ranks, got {least} to {-most} bytes.\n"
+                f"tensor sizes must be equal on all ranks, got {found.least_bytes} to {found.most_bytes} bytes.\n"
                 f"Pass tensors of the same size on every rank."
             )
-        if not all_can:
+        if not found.all_can:
             return False
         # 2. run it
         try:
@@ -188,7 +187,7 @@ class ShmSelector:
             return
         across = cast("Intracomm", self._comm.Split(node.rank, self._comm.rank))
         self._comms.append(across)
-        self._hierarchical = HierarchicalCollectives(node, across)
+        self._hierarchical = HierarchicalCollectives(self._comm, node, across)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
         """Return the communicator of the ranks that share this rank's node (collective)."""

@@ -49,6 +49,7 @@ __all__ = [
     "premul_factor",
     "put_node",
     "reduce_op_name",
+    "reduce_ops",
     "register_backend",
     "set_inner_timeout",
     "set_timeouts_of",
@@ -107,6 +108,11 @@ _OP_NAMES = sorted(_OPS, key=lambda name: _OPS[name].value)
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Return whether a profiler is active."""
+
+
+def reduce_ops() -> list[dist.ReduceOp.RedOpType]:
+    """Return the members of the enumeration of reductions; each member is an index into this list."""
+    return [_OPS[name] for name in _OP_NAMES]
 
 
 def reduce_op_name(op: Any) -> str:

@@ -34,8 +34,8 @@ class Keeper(Queue, Protocol):
     def timeout_of_messages(self) -> float | None:
         """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
 
-    def run_queued_until(self, work: QueuedWork) -> None:
-        """On the worker's own thread, run the queued operations until `work` is done."""
+    def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
+        """Run the queued operations until `work` is done, or until another thread has to run them."""
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out; the group becomes unusable."""
@@ -125,8 +125,8 @@ class QueuedWork(_Work):
         Raises:
             TimeoutError: If it has not completed after `timeout`; the group is then unusable.
         """
-        self._keeper.run_queued_until(self)
         deadline = _deadline(timeout)
+        self._keeper.run_queued_until(self, may_block=deadline is None)
         if deadline is not None and not mpi.poll(self._future.done, deadline):
             raise self._keeper.time_out(self._operation, deadline.seconds)
         # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.

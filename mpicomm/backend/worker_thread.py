@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -11,9 +12,8 @@ from typing import Protocol
 from mpicomm.backend import callbacks
 from mpicomm.backend.callbacks import Callback
 from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.work import MessageWork
+from mpicomm.backend.work import MessageWork, QueuedWork
 
-_STOP = None
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
 _SHARE = 19  # a pause is at least this many times as long as the round before it
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
@@ -30,15 +30,21 @@ Job = tuple[Callable[[], None], Finishable, Sequence[Callback]]
 
 
 class Worker:
-    """Runs a group's asynchronous operations in order, each as a blocking MPI call."""
+    """Runs a group's asynchronous operations in order, each as a blocking MPI call.
+
+    A thread of its own runs them; a thread that waits for one of them runs them instead if they have not begun, which
+    saves the time to wake the other thread.
+    """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each job, then False to stop
+        self._running = threading.Lock()  # held by the thread that runs jobs
+        self._runner = 0  # the ident of that thread
         self._count = threading.Condition()
         self._pending = 0
-        self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
         self.submitted = 0
-        self._begun = 0
+        self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
         self._awaited: Sequence[Callback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -50,9 +56,14 @@ class Worker:
         return self._pending == 0
 
     @property
+    def is_running(self) -> bool:
+        """Whether a thread is running a job."""
+        return self._runner != 0
+
+    @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs on this worker's thread, that is, in a callback of one of its operations."""
-        return threading.get_ident() == self._thread.ident  # current_thread() adds dummies for threads started by C++
+        """Whether the caller runs on the thread that is running jobs, that is, in a callback of an operation."""
+        return threading.get_ident() == self._runner  # current_thread() adds dummies for threads started by C++
 
     def submit(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback] = ()) -> None:
         """Queue a call, which first waits for the callbacks `after` of other groups; `work` is finished after it."""
@@ -61,7 +72,8 @@ class Worker:
             self._pending += 1
             self.submitted += 1
             self._open[work] = None
-            self._jobs.put((call, work, after))
+            self._jobs.append((call, work, after))
+        self._wakes.put(True)
 
     def wait_for_place_of(self, callback: Callback) -> None:
         """For a callback of another group: wait for the jobs queued before it, but not for those that wait for it."""
@@ -76,9 +88,9 @@ class Worker:
     def stop(self) -> None:
         """Run the queued jobs, then stop the thread."""
         if self.is_current_thread:  # a callback that destroys the group
-            self.run_until(lambda: self._begun == self.submitted)
-        self._jobs.put(_STOP)
-        if not self.is_current_thread:
+            self.run_until(lambda: False)
+        self._wakes.put(False)
+        if threading.get_ident() != self._thread.ident:
             self._thread.join()
 
     def give_up(self, error: Exception) -> None:
@@ -90,28 +102,46 @@ class Worker:
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Run queued jobs until `done`, for a callback on this thread that waits for a job queued behind it."""
-        while not done():
-            job = self._jobs.get()
-            if job is _STOP:
-                self._jobs.put(_STOP)
-                return
-            self._run_job(*job)
+        while self._jobs and not done():
+            self._run_job(*self._jobs.popleft())
+
+    def run_for(self, work: QueuedWork) -> None:
+        """Run the queued jobs on the calling thread until `work` is done, unless another thread is running them.
+
+        Callbacks, and jobs that wait for callbacks of other groups, are left to the worker thread. So is everything if
+        the program uses a GPU, since the worker has a stream of its own.
+        """
+        if self._gpu.is_known or not self._running.acquire(blocking=False):
+            return
+        self._runner = threading.get_ident()
+        callbacks.set_queue_thread(True)
+        try:
+            while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2]:
+                self._run_job(*self._jobs.popleft())
+                if work.is_completed():
+                    break
+        finally:
+            callbacks.set_queue_thread(False)
+            self._runner = 0
+            self._running.release()
 
     def _run(self) -> None:
-        callbacks.enter_queue_thread()
-        while (job := self._jobs.get()) is not _STOP:
+        callbacks.set_queue_thread(True)
+        while self._wakes.get():
             self._gpu.enter()
-            self._run_job(*job)
-            del job  # otherwise the last operation's tensors would live until the next
+            with self._running:
+                self._runner = threading.get_ident()
+                if self._jobs:
+                    self._run_job(*self._jobs.popleft())
+                self._runner = 0
 
     def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback]) -> None:
         error: BaseException | None = None
-        self._begun += 1
         self._wait_for(after)
         try:
             if work in self._open:
                 call()
-        except Exception as caught:  # noqa: BLE001  wait() raises it, on its caller's thread
+        except BaseException as caught:  # noqa: BLE001  wait() raises it, on its caller's thread
             error = caught
         with self._count:
             is_given_up = work not in self._open
@@ -124,6 +154,8 @@ class Worker:
             with self._count:
                 self._pending -= 1
                 self._count.notify_all()
+        if error is not None and not isinstance(error, Exception):
+            raise error  # a signal handler's, on the thread that waits
 
     def _wait_for(self, after: Sequence[Callback]) -> None:
         if not after:

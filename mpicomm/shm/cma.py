@@ -2,7 +2,7 @@
 
 This uses process_vm_readv and process_vm_writev. A reduction has these steps:
 
-    all ranks exchange the addresses of their tensors       (this also synchronises the ranks)
+    all ranks compare their tensors, exchange addresses     (this also synchronises the ranks)
     each rank, chunk by chunk: reads the others' values of its part, adds them to its own, writes the sum to them
     barrier                                                 (after it, a tensor may change again)
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpicomm import agreement
-from mpicomm.shm.interface import OrderedSum
+from mpicomm.shm.interface import Comparison, OrderedSum
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -132,11 +132,20 @@ class CMACollectives:
         share = _SCRATCH_BYTES // comm.size // _ALIGNMENT * _ALIGNMENT
         self._chunk_bytes = max(_ALIGNMENT, min(_CHUNK_BYTES, share))
         self._scratch = torch.empty(comm.size, self._chunk_bytes, dtype=torch.uint8, device="cpu")
+        self._addresses = array("q")  # of the ranks' tensors, since the last call of `compare`
         self._scratch_views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+
+    def compare(self, flat: torch.Tensor) -> Comparison:
+        """Compare the tensors of all ranks, and store their addresses (collective)."""
+        mine = array("q", [self.can_take(flat), flat.nbytes, flat.data_ptr()])
+        of_all = array("q", bytes(len(mine) * 8 * self.size))
+        self._comm.Allgather(mine, of_all)
+        self._addresses = of_all[2::3]
+        return Comparison(all(of_all[::3]), min(of_all[1::3]), max(of_all[1::3]))
 
     def can_take(self, flat: torch.Tensor) -> bool:
         """Return whether other ranks can read this rank's tensor; memory mapped by a GPU driver cannot be read."""
-        return self._peers.can_read(self.rank, flat.data_ptr())
+        return flat.is_cpu and self._peers.can_read(self.rank, flat.data_ptr())
 
     def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
         """Reduce in place, with the result on the root, or on all ranks if it is None."""
@@ -153,23 +162,22 @@ class CMACollectives:
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill a tensor, split among the ranks as by torch.tensor_split, with each rank's own part."""
-        sources = self._peers.exchange(flat.data_ptr())
         for owner, part in enumerate(flat.tensor_split(self.size)):
             if owner != self.rank:
-                self._peers.read(owner, sources[owner] + _offset(flat, part), part)
+                self._peers.read(owner, self._addresses[owner] + _offset(flat, part), part)
         self._comm.Barrier()
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to the other ranks."""
-        sources = self._peers.exchange(flat.data_ptr())
         if self.rank != root:
-            self._peers.read(root, sources[root], flat)
+            self._peers.read(root, self._addresses[root], flat)
         self._comm.Barrier()
 
     def _owned(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Return this rank's part of a tensor, and the address of that part on every rank (collective)."""
+        """Return this rank's part of a tensor, and the address of that part on every rank."""
         mine = flat.tensor_split(self.size)[self.rank]
-        return mine, [place + _offset(flat, mine) for place in self._peers.exchange(flat.data_ptr())]
+        offset = _offset(flat, mine)
+        return mine, [address + offset for address in self._addresses]
 
     def _add(
         self,

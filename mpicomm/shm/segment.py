@@ -29,7 +29,7 @@ import torch
 
 from mpicomm import agreement
 from mpicomm.errors import MpicommError
-from mpicomm.shm.interface import OrderedSum
+from mpicomm.shm.interface import Comparison, OrderedSum, compare
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -150,9 +150,13 @@ class SegmentCollectives:
         self._current = 0  # index of the buffer for the next chunk
         self._cached_slots: dict[tuple[torch.dtype, int, int], Slots] = {}
 
-    def can_take(self, flat: torch.Tensor) -> bool:  # noqa: ARG002  all tensors can be copied
-        """Return True: any tensor can be copied in and out."""
-        return True
+    def compare(self, flat: torch.Tensor) -> Comparison:
+        """Compare the tensors of all ranks (collective)."""
+        return compare(self._comm, self.can_take(flat), flat.nbytes)
+
+    def can_take(self, flat: torch.Tensor) -> bool:
+        """Return whether this rank's tensor can be copied in and out: any tensor on the host."""
+        return flat.is_cpu
 
     def reduce(self, flat: torch.Tensor, how: OrderedSum, root: int | None = None) -> None:
         """Reduce in place, with the result on the root, or on all ranks if it is None."""

@@ -43,7 +43,13 @@ _PACKAGES = ("mpicomm", "torch")
 _MACHINERY = ("contextlib", "functools", "threading", "typing_extensions", "warnings")  # start threads or wrap calls
 _PROGRAMS = ("examples", "bench")  # folders in these packages whose files count as the user's
 _call_sites: dict[int, types.CodeType] = {}
-"""Code objects of known call sites, by id() plus instruction offset: walking the stack costs half of `note`."""
+"""Code objects of known call sites: walking the stack costs half of `note`.
+
+The key is the id() of the code object, plus the instruction offset, plus the hash of the operation's name.
+"""
+
+_depths: dict[str, int] = {}
+"""By operation: the number of frames between `note` and the call site that was found last."""
 
 _rank_pid = 0
 """In a forked child, the pid of the rank; 0 in the rank itself."""
@@ -59,7 +65,7 @@ _thread = _Thread()
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
 _NOWHERE = object()
 _MOST_CALL_SITES = 4096
-_USUAL_STEPS = 2  # frames from the first that may be the user's to the user's: torch's function, its wrapper
+_USUAL_DEPTH = 6  # two methods of this package, one of the process group, torch's function, its wrapper, the user's
 _inner_files: set[str] = set()
 _users_files: set[str] = set()
 
@@ -181,7 +187,14 @@ class Operation:
 
 
 def note(
-    group: Group, name: str, dtype: Any, count: int, peer: int | None, is_message: bool, is_running: bool, depth: int
+    group: Group,
+    name: str,
+    dtype: Any,
+    count: int,
+    peer: int | None,
+    is_message: bool,
+    is_running: bool,
+    inner_frames: int = 1,
 ) -> Operation:
     """Record a call in the ring buffer.
 
@@ -190,17 +203,17 @@ def note(
     Args:
         peer: The root of a collective or the peer of a message, as a rank of the group; None for other operations.
         is_running: Whether the operation starts at once.
-        depth: The number of frames between this one and the first that may be the user's.
+        inner_frames: The number of frames that are not the user's, whatever their files; at least this one.
     """
     # 1. find the call site
     global _last  # noqa: PLW0603  as the ring
     try:
-        frame = _getframe(depth + 2)  # the user's, if the call went through a function of torch's and its wrapper
+        frame = _getframe(_depths.get(name, _USUAL_DEPTH))
         code, instruction = frame.f_code, frame.f_lasti
     except ValueError:
         code, instruction = None, 0
-    if _call_sites.get(id(code) + instruction, _NOWHERE) is not code:
-        code, instruction = _find_caller(depth)
+    if _call_sites.get(id(code) + instruction + hash(name), _NOWHERE) is not code:
+        code, instruction = _find_caller(name, inner_frames)
     if not _thread.calls_operations:
         _note_thread()
     # 2. fill in the operation
@@ -240,20 +253,20 @@ def _note_thread() -> None:
     _callers.update(thread for thread in threading.enumerate() if thread.ident == ident)
 
 
-def _find_caller(depth: int) -> tuple[types.CodeType | None, int]:
-    """Return code object and instruction offset of the call site in the user's program; `depth` as in `note`."""
+def _find_caller(name: str, inner_frames: int) -> tuple[types.CodeType | None, int]:
+    """Return code object and instruction offset of the call site in the user's program."""
+    depth = inner_frames
     frame: types.FrameType | None = _getframe(depth + 1)
-    steps = 0
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
-        steps += 1
+        depth += 1
     if frame is None:  # called from C++ on a thread without Python frames of the user
         return None, 0
-    if steps == _USUAL_STEPS:
-        # The next call from this instruction has the same frames, so `note` need not search again.
-        if len(_call_sites) >= _MOST_CALL_SITES:
-            _call_sites.clear()
-        _call_sites[id(frame.f_code) + frame.f_lasti] = frame.f_code
+    # The next call of this operation from this instruction has the same frames, so `note` need not search again.
+    if len(_call_sites) >= _MOST_CALL_SITES:
+        _call_sites.clear()
+    _depths[name] = depth
+    _call_sites[id(frame.f_code) + frame.f_lasti + hash(name)] = frame.f_code
     return frame.f_code, frame.f_lasti
 
 
@@ -273,7 +286,7 @@ class StreamQueue:
 
     def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
         """Record the call of an operation."""
-        return note(self._group, name, dtype, count, None, is_message, is_running=False, depth=2)
+        return note(self._group, name, dtype, count, None, is_message, is_running=False)
 
     def started(self, operation: Operation, work: Any) -> None:
         """Record that the inner backend has queued an operation."""

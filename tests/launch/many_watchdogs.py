@@ -120,7 +120,7 @@ def be_a_rank(job: Job, rank: int) -> NoReturn:
     group = flight_recorder.Group("0", range(job.size), NEVER, is_world=True)
 
     def call(number: int, frame: object) -> None:
-        flight_recorder.note(group, "all_reduce", "torch.float32", 1024, None, False, True, 1)
+        flight_recorder.note(group, "all_reduce", "torch.float32", 1024, None, False, True)
 
     signal.signal(signal.SIGUSR1, call)
     channel = Channel(rank, job.token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -33,9 +34,7 @@ def worker_of(group: Group) -> Worker:
 def hold(group: Group, call: Callable[[], object]) -> None:
     """Queue a call that is not an operation: later entries of the queue wait until it returns."""
     operations = group.handle._operations
-    operation = flight_recorder.note(
-        operations.record, "gate", None, 0, None, is_message=True, is_running=False, depth=1
-    )
+    operation = flight_recorder.note(operations.record, "gate", None, 0, None, is_message=True, is_running=False)
     worker_of(group).submit(call, QueuedWork([], operation, operations.executor))
 
 
@@ -111,6 +110,36 @@ def test_what_a_callback_calls_comes_before_what_its_thread_calls_later(group: G
     called_back.wait()
     assert torch.equal(by_callback, torch.full((3,), 10.0 * group.size))
     assert torch.equal(later, torch.full((3,), 100.0 * group.size))
+
+
+@on_groups("world", "staged")
+def test_a_waiting_thread_runs_no_callbacks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker wakes up only after the main thread has run the operation before the callback."""
+    tensors, threads = [torch.ones(3) for _ in range(2)], list[str]()
+    worker = worker_of(group)
+    wakes = worker._wakes
+    monkeypatch.setattr(worker, "_wakes", queue.SimpleQueue())
+    works = [dist.all_reduce(tensors[0], group=group.handle, async_op=True)]
+    called_back = works[0].get_future().then(lambda _: threads.append(threading.current_thread().name))
+    works.append(dist.all_reduce(tensors[1], group=group.handle, async_op=True))
+    monkeypatch.undo()
+    threading.Timer(0.2, lambda: [wakes.put(True) for _ in range(3)]).start()
+    works[1].wait()
+    called_back.wait()
+    assert [name.startswith("mpicomm-worker") for name in threads] == [True]
+    assert all(torch.equal(tensor, torch.full((3,), float(group.size))) for tensor in tensors)
+
+
+@on_groups("world")
+def test_a_waiting_thread_does_not_overtake_the_worker(group: Group) -> None:
+    order: list[str] = []
+    worker, gate = worker_of(group), threading.Event()
+    hold(group, lambda: gate.wait() and order.append("worker"))
+    assert mpi.poll(lambda: worker.is_running, 10)
+    threading.Timer(0.1, gate.set).start()
+    dist.all_reduce(torch.ones(3), group=group.handle, async_op=True).wait()
+    order.append("waiting thread")
+    assert order == ["worker", "waiting thread"]
 
 
 @on_groups("world", "debug")

@@ -124,8 +124,8 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
     assert isinstance(operations.transport, Staged if says == "staged" else GPUDirect)
     cut: list[torch.Tensor] = []
     monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
-    quick, done = handle._fast_path.all_reduce, []
-    monkeypatch.setattr(handle._fast_path, "all_reduce", lambda *args: done.append(quick(*args)) or done[-1])
+    quick, done = handle._fast_path.allreduce, []
+    monkeypatch.setattr(handle._fast_path, "allreduce", lambda *args: done.append(quick(*args)) or done[-1])
     small, large = torch.full((3,), 1.0 + world.rank), torch.full((4 << 20,), 1.0 + world.rank)
     total = world.size * (world.size + 1) / 2
     for each in (small, large):

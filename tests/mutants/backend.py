@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
-    # -- fast_path.py: synchronous all-reduces in place ------------------------------------------------------
+    # -- fast_path.py: small synchronous collectives ---------------------------------------------------------
     Mutant(
         "backend/fast_path.py",
-        old="            or not tensor.is_contiguous()\n",
+        old="        and tensor.is_contiguous()\n",
         new="",
         fault="The fast path reduces the memory of a strided tensor as if its elements were contiguous.",
         tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
@@ -16,8 +16,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/fast_path.py",
-        old='recorder.note(self._record, "all_reduce", dtype, count, None, False, True, 3)',
-        new='recorder.note(self._record, "all_reduce", dtype, count, None, True, True, 3)',
+        old="recorder.note(self._record, name, dtype, count, root, False, True)",
+        new="recorder.note(self._record, name, dtype, count, root, True, True)",
         fault="An all_reduce on the fast path is recorded as a message and does not count in the group's sequence.",
         tests="tests/launch/test_deadlines.py -k barrier",
         ranks=0,
@@ -26,7 +26,7 @@ MUTANTS = [
         "backend/fast_path.py",
         old="""        except BaseException as error:
             if operation is not None:
-                self._executor.mark_broken(operation, error)
+                executor.mark_broken(operation, error)
             raise
 """,
         new="""        except BaseException:
@@ -174,10 +174,26 @@ MUTANTS = [
     # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
         "backend/worker_thread.py",
-        old="queue.SimpleQueue[Job | None] = queue.SimpleQueue()",
-        new="queue.SimpleQueue[Job | None] = queue.LifoQueue()",
+        old="self._jobs.append((call, work, after))",
+        new="self._jobs.appendleft((call, work, after))",
         fault="The worker runs the most recently queued operation first.",
         tests="tests/mpi/test_async.py -k test_many_at_once",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2]:",
+        new="while self._jobs and not self._jobs[0][2]:",
+        fault="A thread that waits for an operation runs the callbacks of others within its wait().",
+        tests="tests/mpi/test_async.py -k test_a_waiting_thread_runs_no_callbacks",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="if self._gpu.is_known or not self._running.acquire(blocking=False):",
+        new="if self._gpu.is_known or not (self._running.acquire(blocking=False) or True):",
+        fault="A thread that waits for an operation runs later ones while the worker still runs an earlier one.",
+        tests="tests/mpi/test_async.py -k test_a_waiting_thread_does_not_overtake_the_worker",
         ranks=4,
     ),
     Mutant(

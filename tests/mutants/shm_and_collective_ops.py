@@ -41,11 +41,11 @@ MUTANTS = [
     Mutant(
         "shm/cma.py",
         old="""\
-                self._peers.read(owner, sources[owner] + _offset(flat, part), part)
+                self._peers.read(owner, self._addresses[owner] + _offset(flat, part), part)
         self._comm.Barrier()
 """,
         new="""\
-                self._peers.read(owner, sources[owner] + _offset(flat, part), part)
+                self._peers.read(owner, self._addresses[owner] + _offset(flat, part), part)
 """,
         fault="all_gather returns while other ranks still read this rank's tensor.",
         tests="tests/mpi/test_shm.py -k test_all_gather_waits_for_who_still_reads",
@@ -105,7 +105,7 @@ MUTANTS = [
     # -- transport of tensors to MPI ------------------------------------------------------------------------
     Mutant(
         "backend/shm_selector.py",
-        old="        if not all_can:\n            return False\n        # 2. run it\n        try:\n",
+        old="        if not found.all_can:\n            return False\n        # 2. run it\n        try:\n",
         new="        try:\n",
         fault="The ranks use each other's memory although one of them has reported that its tensor cannot be read.",
         tests="tests/mpi/test_shm.py -k test_memory_that_one_rank_cannot_offer",

@@ -49,7 +49,7 @@ def note(
     is_running: bool = True,
 ) -> Operation:
     """Record a call whose caller is the caller of this function."""
-    return flight_recorder.note(group, name, "torch.float32", 1024, peer, is_message, is_running, depth=2)
+    return flight_recorder.note(group, name, "torch.float32", 1024, peer, is_message, is_running, inner_frames=2)
 
 
 def line_here() -> int:
@@ -298,12 +298,12 @@ def function_of(source: str, file: str) -> Callable[..., Any]:
 
 def direct(group: Group) -> Operation:
     """Record a call whose caller is the frame above."""
-    return flight_recorder.note(group, "barrier", None, 0, None, False, True, depth=2)
+    return flight_recorder.note(group, "barrier", None, 0, None, False, True, inner_frames=2)
 
 
 def recorder_of_cpp(group: Group) -> Operation:
     """Record a call from a thread without a frame of the user's program."""
-    return flight_recorder.note(group, "barrier", None, 0, None, False, True, depth=2)
+    return flight_recorder.note(group, "barrier", None, 0, None, False, True, inner_frames=2)
 
 
 def test_the_callers_line_is_found() -> None:
@@ -418,7 +418,7 @@ def test_a_thread_that_calls_operations_is_noticed() -> None:
 def test_a_thread_is_noticed_that_calls_from_where_another_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "_call_sites", {})
     functions: dict[str, Any] = {"note": flight_recorder.note, "group": group_of()}
-    of_torch = "def wrapper(): note(group, 'barrier', None, 0, None, False, False, 1)\ndef barrier(): wrapper()"
+    of_torch = "def wrapper(): note(group, 'barrier', None, 0, None, False, False)\ndef barrier(): wrapper()"
     exec(compile(of_torch, "<frozen torch>", "exec"), functions)
     used: list[bool] = []
 
