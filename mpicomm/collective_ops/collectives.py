@@ -74,12 +74,7 @@ def all_reduce(
     data: T, op: OpName = ..., *, group: Any = ..., inplace: bool = ..., async_op: Literal[True]
 ) -> Handle[T]: ...
 def all_reduce(
-    data: Any,
-    op: OpName = "sum",
-    *,
-    group: Any = None,
-    async_op: bool = False,
-    inplace: bool = False,
+    data: Any, op: OpName = "sum", *, group: Any = None, async_op: bool = False, inplace: bool = False
 ) -> Any:
     """Reduce all ranks' data and return the result; unlike `torch.distributed.all_reduce`, not in place (collective).
 

@@ -206,16 +206,12 @@ def _exchange(
 
     Each part is padded, so that the next one is aligned for every dtype.
     """
-    sent = [_padded(part, _aligned(len(part))) for part in parts]
-    counts = [_aligned(size) for size in sizes]
+    sent = [_padded(part, wire_format.aligned(len(part))) for part in parts]
+    counts = [wire_format.aligned(size) for size in sizes]
     got = sent[0].new_empty(sum(counts))
     sent_counts = [len(part) for part in sent]
     work = dist.all_to_all_single(got, torch.cat(sent), counts, sent_counts, members.handle, async_op=is_async)
     return work, [part[:size] for part, size in zip(got.split(counts), sizes, strict=True)]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // wire_format.ALIGNED) * wire_format.ALIGNED
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

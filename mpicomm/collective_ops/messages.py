@@ -97,11 +97,11 @@ def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -
 
         Each direction runs only if the data that was sent in it requires a gradient.
         """
-        going = start_send(members, _detached(grads), src, _backward(tag)) if sends_gradients else []
-        coming = run(receive(members, dst, _backward(tag), None, None)) if gets_gradients else []
-        for work in going:
+        sending = start_send(members, _detached(grads), src, _backward(tag)) if sends_gradients else []
+        received = run(receive(members, dst, _backward(tag), None, None)) if gets_gradients else []
+        for work in sending:
             work.wait()
-        return coming
+        return received
 
     inputs = data.tensors if gets_gradients else []
     return theirs.rebuilt(autograd.attach(tensors, inputs, backward, is_needed=sends_gradients or gets_gradients))

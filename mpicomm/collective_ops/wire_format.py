@@ -20,7 +20,7 @@ MAGIC = b"mpicomm1"
 _WORD = 8  # bytes of an integer in the header
 _START = len(MAGIC) + 2 * _WORD
 IN_HEAD = HEAD - _START  # bytes of the description
-ALIGNED = 16  # bytes, the size of the widest dtype; each leaf's content starts at a multiple of it
+_WIDEST = 16  # bytes, the size of the widest dtype; each leaf's content starts at a multiple of it
 HOST, GPU = DEVICES = ("cpu", "cuda")
 _FAILED = "failed"
 
@@ -106,6 +106,11 @@ def not_ours(why: str) -> MpicommError:
 # -- contents ----------------------------------------------------------------------------------------------------------
 
 
+def aligned(size: int) -> int:
+    """Return the next offset at which a leaf of any dtype may start."""
+    return -(-size // _WIDEST) * _WIDEST
+
+
 def nbytes(description: Description) -> dict[str, int]:
     """Return the size in bytes of the packed content on each device type that holds leaves."""
     return _layout(description)[1]
@@ -163,7 +168,7 @@ def _layout(description: Description) -> tuple[list[int], dict[str, int]]:
     offsets = []
     sizes = dict.fromkeys(sorted(set(description.devices)), 0)
     for dtype, shape, device in zip(description.dtypes, description.shapes, description.devices, strict=True):
-        offsets.append(-(-sizes[device] // ALIGNED) * ALIGNED)
+        offsets.append(aligned(sizes[device]))
         sizes[device] = offsets[-1] + _nbytes(dtype, shape)
     return offsets, sizes
 
