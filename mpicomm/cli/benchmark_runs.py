@@ -138,7 +138,7 @@ def _operation_tables(arguments: argparse.Namespace, found: Values) -> list[Tabl
 OPERATIONS = Benchmark(
     "bench",
     "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s; "
-    "the timed calls reduce zeros, which are not written again between the calls",
+    "the timed calls run on zeros, which are not written again between the calls",
     _measure_operations,
     _operation_tables,
     ("mpi", "gloo", "nccl", "mpi4py"),
