@@ -19,6 +19,8 @@ from mpicomm.backend import dtypes
 from mpicomm.bench import known_inputs
 
 _ROOT = 0
+# The contents of a buffer: data without parts, one part for each rank, or a single one of these parts.
+_WHOLE, _PARTS, _PART = "whole", "parts", "part"
 # torch 2.13 renamed these, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,11 +55,8 @@ class MeasuredOperation:
     name: ClassVar[str]
     places: ClassVar[tuple[bool, ...]] = (False,)
     """Supported modes: out of place (False), in place (True), or both."""
-    is_shared_out: ClassVar[bool] = False
-    """Whether the larger buffer has one part for each rank."""
-    sends_part: ClassVar[bool] = False
-    """Whether the send buffer is only as large as one of these parts."""
-    receives_part: ClassVar[bool] = False
+    sends: ClassVar[str] = _WHOLE
+    receives: ClassVar[str] = _WHOLE
     reduces: ClassVar[bool] = False
     to_root: ClassVar[bool] = False
     """Whether only the root has a result."""
@@ -73,10 +72,15 @@ class MeasuredOperation:
         self.send, self.receive = self._buffers()
 
     @classmethod
+    def has_parts(cls) -> bool:
+        """Return whether the larger buffer has one part for each rank."""
+        return _PARTS in (cls.sends, cls.receives)
+
+    @classmethod
     def count_of(cls, case: Case) -> int:
         """Return the number of elements of the larger buffer."""
         count = max(1, case.nbytes // case.dtype.itemsize)
-        return max(1, count // case.size) * case.size if cls.is_shared_out else count
+        return max(1, count // case.size) * case.size if cls.has_parts() else count
 
     @property
     def nbytes(self) -> int:
@@ -86,12 +90,12 @@ class MeasuredOperation:
     @property
     def load(self) -> float:
         """Ratio of bus bandwidth to algorithm bandwidth."""
-        return (self.size - 1) / self.size if self.is_shared_out else 1.0
+        return (self.size - 1) / self.size if self.has_parts() else 1.0
 
     def prepare(self) -> None:
         """Write the inputs, and fill the receive buffer with a value that no result contains."""
         self.receive.fill_(known_inputs.POISON)
-        parts = range(self.size if self._sends_parts else 1)
+        parts = range(self.size if self.sends == _PARTS else 1)
         known_inputs.fill(self.send, [self._of(self.rank, part) for part in parts])
 
     def wrong(self) -> int:
@@ -127,26 +131,21 @@ class MeasuredOperation:
         """Return the function and its arguments; `sent` is IN_PLACE in place."""
         raise NotImplementedError
 
-    @property
-    def _sends_parts(self) -> bool:
-        """Whether the send buffer has one part for each rank."""
-        return self.is_shared_out and not self.sends_part
-
     def _received(self) -> Rows:
-        part = self.rank if self._sends_parts else 0
+        part = self.rank if self.sends == _PARTS else 0
         if self.reduces:
             return [known_inputs.summed(part, self.size)]
-        sources = range(self.size) if self.is_shared_out and not self.receives_part else [self.source]
+        sources = range(self.size) if self.receives == _PARTS else [self.source]
         return [self._of(source, part) for source in sources]
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.case.in_place:
             whole = self._allocate(self.count)
             own = whole[self.rank * self.share :][: self.share]
-            return own if self.sends_part else whole, own if self.receives_part else whole
+            return own if self.sends == _PART else whole, own if self.receives == _PART else whole
         return (
-            self._allocate(self.share if self.sends_part else self.count),
-            self._allocate(self.share if self.receives_part else self.count),
+            self._allocate(self.share if self.sends == _PART else self.count),
+            self._allocate(self.share if self.receives == _PART else self.count),
         )
 
     def _allocate(self, count: int) -> torch.Tensor:
@@ -203,7 +202,7 @@ class _Broadcast(MeasuredOperation):
 class _AllGather(MeasuredOperation):
     name = "all_gather"
     places = (False, True)
-    is_shared_out = sends_part = True
+    sends, receives = _PART, _PARTS
 
     def _by_torch(self, **options: Any) -> Any:
         return _all_gather(self.receive, self.send, **options)
@@ -215,7 +214,7 @@ class _AllGather(MeasuredOperation):
 class _ReduceScatter(MeasuredOperation):
     name = "reduce_scatter"
     places = (False, True)
-    is_shared_out = receives_part = True
+    sends, receives = _PARTS, _PART
     reduces = True
 
     def _by_torch(self, **options: Any) -> Any:
@@ -229,7 +228,7 @@ class _ReduceScatter(MeasuredOperation):
 
 class _AllToAll(MeasuredOperation):
     name = "all_to_all"
-    is_shared_out = True
+    sends = receives = _PARTS
 
     def _by_torch(self, **options: Any) -> Any:
         return dist.all_to_all_single(self.receive, self.send, **options)
@@ -240,7 +239,7 @@ class _AllToAll(MeasuredOperation):
 
 class _Gather(MeasuredOperation):
     name = "gather"
-    is_shared_out = sends_part = True
+    sends, receives = _PART, _PARTS
     to_root = True
 
     def _by_torch(self, **options: Any) -> Any:
@@ -252,7 +251,7 @@ class _Gather(MeasuredOperation):
 
 class _Scatter(MeasuredOperation):
     name = "scatter"
-    is_shared_out = receives_part = True
+    sends, receives = _PARTS, _PART
 
     def _by_torch(self, **options: Any) -> Any:
         return dist.scatter(self.receive, self._at_root(list(self.send.split(self.share))), _ROOT, **options)

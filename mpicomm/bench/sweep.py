@@ -1,6 +1,6 @@
 """Measures operations of all kinds and sizes with all backends in turn: latency, bandwidth, wrong elements, overlap.
 
-Each backend runs an operation once on known inputs, whose result is checked. The timed calls reduce zeros, which are
+Each backend runs an operation once on known inputs, whose result is checked. The timed calls run on zeros, which are
 not written again between the calls: repeated sums of zeros stay zero.
 """
 

@@ -23,7 +23,7 @@ Measure operations on tensors with several backends, which run in turn, and with
 
 Under mpirun or srun the command measures the ranks of that job, otherwise it starts ranks as `mpicomm run` does. The
 latency is that of the slowest rank, the mean of the fastest round. Sizes and bandwidths are those of nccl-tests. Each
-backend's result is checked once, with known inputs; the timed calls reduce zeros, which are not written again between
+backend's result is checked once, with known inputs; the timed calls run on zeros, which are not written again between
 the calls."""
 _OF_STEPS = """\
 Measure training steps with DistributedDataParallel or FSDP2 and several backends, which run in turn: milliseconds on

@@ -94,14 +94,14 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _report(benchmark: Benchmark, arguments: argparse.Namespace, found: Values) -> int:
     """Print the tables, write the files, and return the exit status."""
-    from mpicomm import job_info
-
     try:
         for table in benchmark.tables(arguments, found):
             console().print(table)
         for what, why in found.get("refused", {}).items():
             print(f"{what}: {why}")
         if arguments.json is not None:
+            from mpicomm import job_info
+
             head = job_info.description(benchmark.what, shlex.join(["mpicomm", *sys.argv[1:]]))
             result_files.write(arguments.json, head | found)
         if arguments.csv is not None:
@@ -138,7 +138,7 @@ def _operation_tables(arguments: argparse.Namespace, found: Values) -> list[Tabl
 OPERATIONS = Benchmark(
     "bench",
     "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s; "
-    "the timed calls reduce zeros, which are not written again between the calls",
+    "the timed calls run on zeros, which are not written again between the calls",
     _measure_operations,
     _operation_tables,
     ("mpi", "gloo", "nccl", "mpi4py"),
