@@ -275,6 +275,7 @@ def _leave(watch: Watchdog) -> None:
 
 
 def _open_session(request: StartRequest, launch: Launch, settings: Settings, job: JoinedJob) -> _Session:
+    """Start the watchdog, export the variables and initialise the process group (collective)."""
     world = World(
         **dataclasses.asdict(job.where),
         device=job.device,
@@ -285,6 +286,7 @@ def _open_session(request: StartRequest, launch: Launch, settings: Settings, job
         comm=job.comm,
     )
     session = _Session(request, world, job.store, first_report.claim_in(job.store, world.rank))
+    # 1. start the watchdog, if MPI has connected the ranks
     if job.comm is not None:
         mpi.set_job_comm(job.comm)
         if settings.dump_dir != "none":
@@ -295,6 +297,7 @@ def _open_session(request: StartRequest, launch: Launch, settings: Settings, job
         session.watch = channel_setup.start_watchdog(
             job.comm, job.where, job.address, channel, limits, session.claim, prepare
         )
+    # 2. export the variables and initialise the process group
     try:
         _export(session)
         _make_group(session)
