@@ -48,9 +48,10 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
 
 def _check(request: StartRequest, launch: Launch) -> None:
     if backend_choice.needs_mpi(request.backend) or request.comm is not None:
+        argument = "comm=" if request.comm is not None else f"backend={request.backend!r}"
         raise raised_on_all_ranks(
             LaunchError(
-                f"backend={request.backend!r} needs MPI, but this process was started by {launch.title}, without MPI.\n"
+                f"{argument} needs MPI, but this process was started by {launch.title}, without MPI.\n"
                 f"Start with MPI, or call bootstrap() without backend= and comm=:\n"
                 f"  mpirun -n {launch.size} {this_command()}"
             )
