@@ -41,6 +41,7 @@ _TEMPORARY = ".partial"
 _PREFIX = "step-"
 _LOCK = ".lock"
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
+_LAST_SAVE_SECONDS = 60.0  # that a rank whose exception ends the job waits for the save in progress
 _VISIBLE_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
 
 State = dict[str, Any]
@@ -148,6 +149,11 @@ class Checkpoints:
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
+
+    def finish(self, seconds: float) -> None:
+        """Wait until the save in progress, if any, has ended, for at most some seconds; its error is not raised."""
+        if self._running is not None:
+            concurrent.futures.wait([self._running], seconds)
 
     def close(self) -> None:
         """Wait for the last save, then release the saving thread, the lock and the group (collective)."""
@@ -320,6 +326,8 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
     except BaseException as error:
         if is_of_all_ranks(error):
             checkpoints.close()
+        elif isinstance(error, Exception):  # it aborts the job, but the other ranks can still complete the save
+            checkpoints.finish(_LAST_SAVE_SECONDS)
         raise
     checkpoints.close()
 

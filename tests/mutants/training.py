@@ -45,6 +45,14 @@ MUTANTS = [
     ),
     Mutant(
         "training/checkpoint.py",
+        old="            checkpoints.finish(_LAST_SAVE_SECONDS)\n",
+        new="            pass\n",
+        fault="An exception on one rank ends the job while a checkpoint is being written, which is lost.",
+        tests="tests/training/test_runs.py -k test_a_loss_that_is_not_finite_ends_the_run",
+        ranks=0,
+    ),
+    Mutant(
+        "training/checkpoint.py",
         old="sync_files=True",
         new="sync_files=False",
         fault="A checkpoint is marked complete before its content is on disk, and can be lost at a power failure.",
@@ -400,7 +408,7 @@ MUTANTS = [
     ),
     Mutant(
         "bench/training.py",
-        old="compute = times[_COMPUTE].least / 1e3 - data",
+        old="compute = max(0.0, times[_COMPUTE].least / 1e3 - data)",
         new="compute = times[_COMPUTE].least / 1e3",
         fault="The time to fetch a batch also counts as computation, and is subtracted from communication.",
         tests="tests/unit/test_benchmarks.py -k parts_of_a_step",
