@@ -65,7 +65,7 @@ def _rows(
     calls |= {name: _step(_spread(_make(model, device), strategy, group), batches) for name, group in groups.items()}
     times = timing.in_turn(bench, calls)
     data = times[_DATA].least / 1e3
-    compute = times[_COMPUTE].least / 1e3 - data
+    compute = max(0.0, times[_COMPUTE].least / 1e3 - data)
     for name in groups:
         whole = times[name].least / 1e3
         yield ModelRow(

@@ -133,5 +133,5 @@ def test_steps_of_training(tmp_path: Path) -> None:
         for backend in ("mpi", "gloo", "none")
     ]
     for row in rows:
-        assert min(row["ms"], row["data_ms"], row["compute_ms"]) > 0, row
-        assert row["communication_ms"] >= 0
+        assert min(row["ms"], row["data_ms"]) > 0, row
+        assert min(row["compute_ms"], row["communication_ms"]) >= 0, row

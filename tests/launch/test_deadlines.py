@@ -55,10 +55,12 @@ for case in sys.argv[1:]:
     # A group reads these variables when it is made.
     os.environ["MPICOMM_ON_TIMEOUT"] = "raise" if "raise" in case else "abort"
     os.environ["MPICOMM_DEBUG"] = "1" if "debug" in case else "0"
-    group = dist.new_group(list(range(world.size)), timeout=datetime.timedelta(seconds=1))
+    group = dist.new_group(list(range(world.size)))
     tensor = torch.ones(4)
     dist.all_reduce(tensor, group=group)
+    group.set_timeout(datetime.timedelta(seconds=1))
     if world.rank == 0:
+        time.sleep(0.5)  # the other ranks are then in the barrier
         attempt(CALLS[case])
         attempt(CALLS[case])
         if case == "async":  # the operation stays in MPI, beyond the timeout of its group, and must not end the job
