@@ -176,6 +176,8 @@ def bootstrap(
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting
             _arm_abort(base.rank, base.size, base)
         job = mpi_job.join(base, request, launch, settings, exit_hooks.print_stderr)
+        if abort_on_error:  # the program may free the communicator that it passed
+            _arm_abort(base.rank, base.size, job.comm)
     # 4. start the watchdog, export the variables and initialise the process group
     _session = _open_session(request, launch, settings, job)
     atexit.register(_shutdown_at_exit)
@@ -359,14 +361,15 @@ def _arm_abort(rank: int, size: int, comm: Intracomm | None = None) -> None:
 
     def abort(status: int) -> None:
         if comm is not None:
-            comm.Abort(status)
+            with contextlib.suppress(Exception):
+                comm.Abort(status)
         os._exit(status)
 
     exit_hooks.arm(rank, size, socket.gethostname(), abort, _is_first_to_fail)
 
 
 def _is_first_to_fail() -> bool:
-    if _session is None:  # the job is being formed
+    if _session is None or not (_session.is_open or _session.watch):  # the job is being formed
         return True
     if _session.watch is not None:
         _session.watch.fail()
