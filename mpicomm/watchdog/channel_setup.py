@@ -55,15 +55,19 @@ def start_watchdog(
     hub_addresses = comm.allgather(_listen(channel, place, address if comm.rank == 0 else "127.0.0.1"))
     # 2. every rank connects to its hub, and its watchdog accepts the ranks of which it is the hub
     watch = Watchdog(place, channel, limits, comm.Abort, claim, prepare)
+    problem: OSError | None = None
+    try:
+        _connect(channel, place, hub_addresses)
+    except OSError as error:
+        problem = error
+    watch.start()
 
-    def connect() -> None:
-        try:
-            _connect(channel, place, hub_addresses)
-        finally:
-            watch.start()
+    def check() -> None:
+        if problem is not None:
+            raise problem
 
     # 3. use the channel if all ranks have connected
-    if failed := agreement.failures(comm.allgather, connect, OSError):
+    if failed := agreement.failures(comm.allgather, check, OSError):
         if comm.rank == 0:
             rank, text = failed[0]
             warnings.warn(
