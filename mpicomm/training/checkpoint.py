@@ -35,6 +35,7 @@ from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.training import files
 from mpicomm.training.preemption import is_of_all_ranks
+from mpicomm.watchdog import exit_hooks
 
 _MARK = "COMPLETE"
 _TEMPORARY = ".partial"
@@ -150,10 +151,19 @@ class Checkpoints:
             running, self._running = self._running, None
             running.result()
 
-    def finish(self, seconds: float) -> None:
-        """Wait until the save in progress, if any, has ended, for at most some seconds; its error is not raised."""
-        if self._running is not None:
-            concurrent.futures.wait([self._running], seconds)
+    def abandon(self, error: BaseException) -> None:
+        """Release the lock after an error on this rank, which aborts the job.
+
+        The other ranks can still complete a save in progress, so this rank waits for it, except on an interrupt.
+        """
+        if isinstance(error, Exception) and self._running is not None and not self._running.done():
+            exit_hooks.print_stderr(
+                f"[mpicomm] rank {self._rank}: {type(error).__name__}; waiting up to {_LAST_SAVE_SECONDS:g} s for the "
+                f"checkpoint that is being written\n"
+            )
+            concurrent.futures.wait([self._running], _LAST_SAVE_SECONDS)
+        if self._lock is not None:
+            self._lock.close()
 
     def close(self) -> None:
         """Wait for the last save, then release the saving thread, the lock and the group (collective)."""
@@ -326,8 +336,8 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
     except BaseException as error:
         if is_of_all_ranks(error):
             checkpoints.close()
-        elif isinstance(error, Exception):  # it aborts the job, but the other ranks can still complete the save
-            checkpoints.finish(_LAST_SAVE_SECONDS)
+        else:
+            checkpoints.abandon(error)
         raise
     checkpoints.close()
 

@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     Mutant(
         "training/checkpoint.py",
-        old="            checkpoints.finish(_LAST_SAVE_SECONDS)\n",
+        old="            concurrent.futures.wait([self._running], _LAST_SAVE_SECONDS)\n",
         new="            pass\n",
         fault="An exception on one rank ends the job while a checkpoint is being written, which is lost.",
         tests="tests/training/test_runs.py -k test_a_loss_that_is_not_finite_ends_the_run",
