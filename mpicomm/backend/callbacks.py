@@ -107,9 +107,15 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
     return torch.futures.collect_all(list(futures))
 
 
-def set_queue_thread(runs_queue: bool) -> None:
-    """Set whether this thread runs a group's queue: calls on it then come from callbacks, not from the program."""
+def set_queue_thread(runs_queue: bool) -> bool:
+    """Set whether this thread runs a group's queue: calls on it then come from callbacks, not from the program.
+
+    Returns:
+        The previous value.
+    """
+    before = getattr(_thread, "runs_queue", False)
     _thread.runs_queue = runs_queue
+    return before
 
 
 @contextlib.contextmanager

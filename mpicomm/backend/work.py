@@ -116,8 +116,11 @@ class QueuedWork(_Work):
         self._error = error
         if error is None:
             self._future.set_result(self.tensors)
-        else:
+        elif isinstance(error, Exception):
             self._future.set_exception(error)
+        else:  # of a signal handler on the thread that waits; futures hold no such exceptions
+            what = f"the operation was interrupted by {type(error).__name__}"
+            self._future.set_exception(MpicommError(f"{what}.\nEnd the job: the ranks may be out of step."))
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Wait until the operation has completed.

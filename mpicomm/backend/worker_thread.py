@@ -87,10 +87,11 @@ class Worker:
 
     def stop(self) -> None:
         """Run the queued jobs, then stop the thread."""
-        if self.is_current_thread:  # a callback that destroys the group
+        is_here = self.is_current_thread  # in a callback that destroys the group
+        if is_here:
             self.run_until(lambda: False)
         self._wakes.put(False)
-        if threading.get_ident() != self._thread.ident:
+        if not is_here:
             self._thread.join()
 
     def give_up(self, error: Exception) -> None:
@@ -113,17 +114,20 @@ class Worker:
         """
         if self._gpu.is_known or not self._running.acquire(blocking=False):
             return
-        self._runner = threading.get_ident()
-        callbacks.set_queue_thread(True)
         try:
-            while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2]:
-                self._run_job(*self._jobs.popleft())
-                if work.is_completed():
-                    break
+            self._runner = threading.get_ident()
+            self._run_operations_until(work.is_completed)
         finally:
-            callbacks.set_queue_thread(False)
             self._runner = 0
             self._running.release()
+
+    def _run_operations_until(self, done: Callable[[], bool]) -> None:
+        runs_queue = callbacks.set_queue_thread(True)
+        try:
+            while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2] and not done():
+                self._run_job(*self._jobs.popleft())
+        finally:
+            callbacks.set_queue_thread(runs_queue)
 
     def _run(self) -> None:
         callbacks.set_queue_thread(True)
@@ -131,14 +135,16 @@ class Worker:
             self._gpu.enter()
             with self._running:
                 self._runner = threading.get_ident()
-                if self._jobs:
-                    self._run_job(*self._jobs.popleft())
-                self._runner = 0
+                try:
+                    if self._jobs:
+                        self._run_job(*self._jobs.popleft())
+                finally:
+                    self._runner = 0
 
     def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback]) -> None:
         error: BaseException | None = None
-        self._wait_for(after)
         try:
+            self._wait_for(after)
             if work in self._open:
                 call()
         except BaseException as caught:  # noqa: BLE001  wait() raises it, on its caller's thread

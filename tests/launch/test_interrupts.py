@@ -23,6 +23,7 @@ world = mpicomm.bootstrap("mpi", timeout=60)
 small, large = torch.ones(4), torch.ones(2**20)
 CALLS = {  # what rank 0 calls, and the part of it that rank 1 joins
     "small": (lambda group: dist.all_reduce(small, group=group),) * 2,
+    "asynchronous": (lambda group: dist.all_reduce(small, group=group, async_op=True).wait(),) * 2,
     "coalesced": (
         lambda group: dist.all_reduce_coalesced([small, torch.ones(8)], group=group),
         lambda group: dist.all_reduce(small, group=group),
@@ -73,7 +74,7 @@ for case in sys.argv[1:]:
     dist.barrier()
 say("the world is usable")
 """
-PARTS = ["small", "coalesced", "sparse"]
+PARTS = ["small", "asynchronous", "coalesced", "sparse"]
 REFUSED = r"^{} {} group \S+ cannot be used any more: all_reduce #\d.* was interrupted by KeyboardInterrupt"
 
 

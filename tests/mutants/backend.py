@@ -182,8 +182,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/worker_thread.py",
-        old="while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2]:",
-        new="while self._jobs and not self._jobs[0][2]:",
+        old="while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2] and not done():",
+        new="while self._jobs and not self._jobs[0][2] and not done():",
         fault="A thread that waits for an operation runs the callbacks of others within its wait().",
         tests="tests/mpi/test_async.py -k test_a_waiting_thread_runs_no_callbacks",
         ranks=4,
