@@ -128,25 +128,25 @@ class ShmSelector:
         """Run an operation if the path exists and all ranks' tensors can use it."""
         if way is None:
             return False
-        # 1. compare the tensors of all ranks
-        found = way.compare(flat)
-        if found.least_bytes != found.most_bytes:  # other ranks would access memory beyond this tensor
-            raise RuntimeError(
-                f"tensor sizes must be equal on all ranks, got {found.least_bytes} to {found.most_bytes} bytes.\n"
-                f"Pass tensors of the same size on every rank."
-            )
-        if not found.all_can:
-            return False
-        # 2. run it
+        # 1. compare the tensors of all ranks, and run the operation if they fit
         try:
-            operation(way)
+            found = way.compare(flat)  # from here on, other ranks know the address of this tensor
+            are_equal = found.least_bytes == found.most_bytes
+            if are_equal and found.all_can:
+                operation(way)
         except ProcessLookupError:
             self._comm.Barrier()  # like MPI, wait for the terminated rank until the watchdog aborts the job
             raise
         except BaseException:  # a signal handler may raise anything, and the other ranks continue
             _abandoned.append(flat)
             raise
-        return True
+        # 2. refuse tensors of different sizes, for which other ranks would access memory beyond this tensor
+        if not are_equal:
+            raise RuntimeError(
+                f"tensor sizes must be equal on all ranks, got {found.least_bytes} to {found.most_bytes} bytes.\n"
+                f"Pass tensors of the same size on every rank."
+            )
+        return found.all_can
 
     # -- setup and teardown --------------------------------------------------------------------------------------
 
