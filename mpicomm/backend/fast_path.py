@@ -78,7 +78,7 @@ class FastPath:
 
     def allreduce(self, tensors: Any, opts: Any) -> CompletedWork | None:
         """All-reduce one tensor in place."""
-        if type(opts) is not AllreduceOptions or opts.asyncOp or type(tensors) is not list or len(tensors) != 1:
+        if type(opts) is not AllreduceOptions or opts.asyncOp or not _is_single(tensors):
             return None
         tensor = tensors[0]
         if not _is_plain(tensor) or (plan := self._plan(opts.reduceOp, tensor, tensor.nbytes)) is None:
@@ -100,7 +100,7 @@ class FastPath:
 
     def reduce(self, tensors: Any, opts: Any) -> CompletedWork | None:
         """Reduce one tensor in place on the root."""
-        if type(opts) is not ReduceOptions or opts.asyncOp or type(tensors) is not list or len(tensors) != 1:
+        if type(opts) is not ReduceOptions or opts.asyncOp or not _is_single(tensors):
             return None
         tensor, root = tensors[0], opts.rootRank
         if not _is_plain(tensor) or not 0 <= root < self._size or self._prefers_node("reduce", tensor.nbytes):
@@ -147,7 +147,7 @@ class FastPath:
 
     def broadcast(self, tensors: Any, opts: Any) -> CompletedWork | None:
         """Copy the root's tensor to all ranks."""
-        if type(opts) is not BroadcastOptions or opts.asyncOp or type(tensors) is not list or len(tensors) != 1:
+        if type(opts) is not BroadcastOptions or opts.asyncOp or not _is_single(tensors):
             return None
         tensor, root = tensors[0], opts.rootRank
         if not _is_plain(tensor) or not 0 <= root < self._size or self._prefers_node("broadcast", tensor.nbytes):
@@ -174,7 +174,7 @@ class FastPath:
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> CompletedWork | None:
         """Gather every rank's tensor into a list on every rank."""
-        if type(opts) is not AllgatherOptions or opts.asyncOp or len(inputs) != 1 or len(outputs) != 1:
+        if type(opts) is not AllgatherOptions or opts.asyncOp or not (_is_single(inputs) and _is_single(outputs)):
             return None
         source, targets = inputs[0], outputs[0]
         if not _is_plain(source) or not self._is_list_of_blocks(targets, source):
@@ -194,14 +194,14 @@ class FastPath:
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CompletedWork | None:
         """Gather every rank's tensor into a list on the root."""
-        if type(opts) is not GatherOptions or opts.asyncOp or len(inputs) != 1:
+        if type(opts) is not GatherOptions or opts.asyncOp or not _is_single(inputs):
             return None
         source, root = inputs[0], opts.rootRank
         if not _is_plain(source) or not 0 <= root < self._size or not self._fits_staging(source):
             return None
         targets: list[torch.Tensor] = []
         if self._rank == root:
-            if len(outputs) != 1 or not self._is_list_of_blocks(outputs[0], source):
+            if not _is_single(outputs) or not self._is_list_of_blocks(outputs[0], source):
                 return None
             targets = outputs[0]
         return self._run(
@@ -223,14 +223,14 @@ class FastPath:
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CompletedWork | None:
         """Send one tensor of the root's list to each rank."""
-        if type(opts) is not ScatterOptions or opts.asyncOp or len(outputs) != 1:
+        if type(opts) is not ScatterOptions or opts.asyncOp or not _is_single(outputs):
             return None
         output, root = outputs[0], opts.rootRank
         if not _is_plain(output) or not 0 <= root < self._size or not self._fits_staging(output):
             return None
         sources: list[torch.Tensor] = []
         if self._rank == root:
-            if len(inputs) != 1 or not self._is_list_of_blocks(inputs[0], output):
+            if not _is_single(inputs) or not self._is_list_of_blocks(inputs[0], output):
                 return None
             sources = inputs[0]
         return self._run(
@@ -351,6 +351,10 @@ class FastPath:
     def _blocks_spec(self, dense: torch.Tensor, datatype: Datatype) -> Spec:
         """Return the specification of a dense tensor with one block per rank."""
         return self._memory_at(dense.data_ptr(), dense.nbytes), dense.numel() // self._size, datatype
+
+
+def _is_single(values: Any) -> bool:
+    return type(values) is list and len(values) == 1
 
 
 def _is_plain(tensor: Any) -> bool:

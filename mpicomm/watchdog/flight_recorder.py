@@ -66,6 +66,7 @@ _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that 
 _NOWHERE = object()
 _MOST_CALL_SITES = 4096
 _USUAL_DEPTH = 6  # two methods of this package, one of the process group, torch's function, its wrapper, the user's
+_LARGEST_DEPTH = 8  # with a deprecated function of torch and its wrapper
 _inner_files: set[str] = set()
 _users_files: set[str] = set()
 
@@ -262,11 +263,13 @@ def _find_caller(name: str, inner_frames: int) -> tuple[types.CodeType | None, i
         depth += 1
     if frame is None:  # called from C++ on a thread without Python frames of the user
         return None, 0
-    # The next call of this operation from this instruction has the same frames, so `note` need not search again.
-    if len(_call_sites) >= _MOST_CALL_SITES:
-        _call_sites.clear()
-    _depths[name] = depth
-    _call_sites[id(frame.f_code) + frame.f_lasti + hash(name)] = frame.f_code
+    # The next call of this operation from this instruction has the same frames, so `note` need not search again. This
+    # does not hold for calls from deep inside torch, such as those of FSDP: the next may have a user's module between.
+    if depth <= _LARGEST_DEPTH:
+        if len(_call_sites) >= _MOST_CALL_SITES:
+            _call_sites.clear()
+        _depths[name] = depth
+        _call_sites[id(frame.f_code) + frame.f_lasti + hash(name)] = frame.f_code
     return frame.f_code, frame.f_lasti
 
 
