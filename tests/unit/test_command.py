@@ -11,7 +11,7 @@ import mpicomm
 from benchmarks import ratios
 from benchmarks.ratios import Ratio
 from mpicomm.cli.main import main
-from mpicomm.reports.runs import FILE
+from mpicomm.metrics_file import NAME
 from tests.launching import ROOT, run_alone
 
 ENTRIES = [
@@ -26,7 +26,7 @@ def a_run(directory: Path, *, broken: bool = False) -> str:
     """Write the metrics file of a run, and return the run's directory."""
     directory.mkdir()
     lines = [json.dumps(entry) for entry in ENTRIES]
-    (directory / FILE).write_text("\n".join([*["{"] * broken, *lines[broken:], ""]))
+    (directory / NAME).write_text("\n".join([*["{"] * broken, *lines[broken:], ""]))
     return str(directory)
 
 
