@@ -339,6 +339,11 @@ class JointWork(_Work):
         return all_of([work.get_future() for work in self._works]).then(result)
 
 
+# A wait() in compiled code may run operations.
+for _kind in (_Work, CompletedWork, QueuedWork, MessageWork, JointWork):
+    torch_internals.hide_from_compiler(_kind)
+
+
 def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
     """Wait for a work; an inner backend's work accepts timeouts, but no deadlines."""
     if deadline is None:
