@@ -204,7 +204,8 @@ def test_every_argument_of_every_public_function_is_here() -> None:
     tables = {**VERBS, **OTHERS, "Trainer": ({}, TRAINER)}
     functions = {name: getattr(mpicomm, name) for name in mpicomm.__all__}
     functions = {name: each for name, each in functions.items() if inspect.isfunction(each) or name == "Trainer"}
-    methods = {name: getattr(mpicomm.Trainer, name) for name in vars(mpicomm.Trainer) if not name.startswith("_")}
+    methods = {name: each for name, each in vars(mpicomm.Trainer).items() if not name.startswith("_")}
+    methods = {name: each for name, each in methods.items() if inspect.isfunction(each)}
     for name, function in {**functions, **methods}.items():
         _, wrong = {**tables, **METHODS}[name]
         known = [each for each in inspect.signature(function).parameters if each != "self"]
