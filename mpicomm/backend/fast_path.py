@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls, reductions, torch_internals
+from mpicomm.backend.mpi_calls import Spec
 from mpicomm.backend.operations import Operations
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.torch_internals import (
@@ -36,8 +37,6 @@ from mpicomm.watchdog import flight_recorder
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype
-
-Spec = tuple[object, int, "Datatype"]
 
 _MOST_BYTES = 2**31 - 1  # above this, the overhead of the general path is negligible
 _LEAST_BY_NODE = 2**16  # bytes; below this, shared memory is not considered
@@ -184,13 +183,11 @@ class FastPath:
         return self._run("all_gather", source.dtype, count, None, opts, targets, call, targets, source)
 
     def _all_gather_list(self, targets: list[torch.Tensor], source: torch.Tensor) -> None:
-        nbytes, start = source.nbytes, self._staging_address
-        ctypes.memmove(start + self._rank * nbytes, source.data_ptr(), nbytes)
-        memory = self._memory_at(start, nbytes * self._size)
-        self._comm.Allgather(self._in_place, (memory, source.numel(), self._carriers[source.dtype]))
-        for target in targets:
-            ctypes.memmove(target.data_ptr(), start, nbytes)
-            start += nbytes
+        nbytes = source.nbytes
+        ctypes.memmove(self._staging_address + self._rank * nbytes, source.data_ptr(), nbytes)
+        blocks = (self._staging_of(source), source.numel(), self._carriers[source.dtype])
+        self._comm.Allgather(self._in_place, blocks)
+        self._copy_from_staging(targets)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CompletedWork | None:
         """Gather every rank's tensor into a list on the root."""
@@ -213,13 +210,10 @@ class FastPath:
             mpi_calls.gather(self._comm, source, None, (), root)
             return
         mpi_calls.root_sees_more(self._comm, None, root)
-        nbytes, start, carrier = source.nbytes, self._staging_address, self._carriers[source.dtype]
-        memory = self._memory_at(start, nbytes * self._size)
-        blocks = (memory, [source.numel()] * self._size, carrier)
+        carrier = self._carriers[source.dtype]
+        blocks = (self._staging_of(source), [source.numel()] * self._size, carrier)
         self._comm.Gatherv(self._spec(source, carrier), blocks, root)
-        for target in targets:
-            ctypes.memmove(target.data_ptr(), start, nbytes)
-            start += nbytes
+        self._copy_from_staging(targets)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CompletedWork | None:
         """Send one tensor of the root's list to each rank."""
@@ -246,8 +240,7 @@ class FastPath:
         for source in sources:
             ctypes.memmove(start, source.data_ptr(), nbytes)
             start += nbytes
-        memory = self._memory_at(self._staging_address, nbytes * self._size)
-        blocks = (memory, [output.numel()] * self._size, carrier)
+        blocks = (self._staging_of(output), [output.numel()] * self._size, carrier)
         self._comm.Scatterv(blocks, self._spec(output, carrier), root)
 
     def all_to_all_single(
@@ -343,6 +336,16 @@ class FastPath:
         work = CompletedWork()
         work.tensors = results
         return work
+
+    def _staging_of(self, block: torch.Tensor) -> object:
+        """Return memory for a block like `block` of each rank."""
+        return self._memory_at(self._staging_address, block.nbytes * self._size)
+
+    def _copy_from_staging(self, targets: list[torch.Tensor]) -> None:
+        start, nbytes = self._staging_address, targets[0].nbytes
+        for target in targets:
+            ctypes.memmove(target.data_ptr(), start, nbytes)
+            start += nbytes
 
     def _spec(self, dense: torch.Tensor, datatype: Datatype) -> Spec:
         """Return mpi4py's buffer specification of a dense tensor."""
