@@ -56,11 +56,6 @@ class Worker:
         return self._pending == 0
 
     @property
-    def is_running(self) -> bool:
-        """Whether a thread is running a job."""
-        return self._runner != 0
-
-    @property
     def is_current_thread(self) -> bool:
         """Whether the caller runs on the thread that is running jobs, that is, in a callback of an operation."""
         return threading.get_ident() == self._runner  # current_thread() adds dummies for threads started by C++

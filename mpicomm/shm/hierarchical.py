@@ -51,7 +51,7 @@ class HierarchicalCollectives:
             slices = piece.tensor_split(self._node.size)
             mine = slices[self._node.rank]
             total = torch.empty_like(mine, dtype=how.wide)
-            self._node.compare(piece)
+            self._node.compare(piece)  # required before each operation; exchanges addresses, synchronises the ranks
             self._node.reduce_scatter(piece, total, OrderedSum(how.wide))
             memory = mpi.api().memory.fromaddress(total.data_ptr(), total.nbytes)
             self._across.Allreduce(mpi.api().IN_PLACE, (memory, total.numel(), datatype), mpi.api().SUM)

@@ -23,8 +23,6 @@ from mpicomm.watchdog import local_processes
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import Challenge, LocalProcess, Message, Proof, Welcome
 
-TOKEN_BYTES = 32
-
 _NONCE_BYTES = 16
 _AUTHENTICATION_SECONDS = 10.0  # time limit for a new connection to authenticate
 _BACKLOG = 4096

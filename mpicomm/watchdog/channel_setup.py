@@ -105,5 +105,5 @@ def _connect(channel: Channel, place: RankInfo, hub_addresses: Sequence[Address 
         raise OSError(f"rank {place.hub} on {place.hosts[place.hub]} could not listen")
     try:
         channel.connect(*there, CONNECT_SECONDS)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise OSError(f"rank {place.hub} at {there[0]} port {there[1]}: {error}") from error

@@ -29,7 +29,7 @@ from mpicomm.startup import open_files
 from mpicomm.watchdog import channel as channels
 from mpicomm.watchdog import flight_recorder, local_processes, protocol
 from mpicomm.watchdog.agent import Limits, Watchdog
-from mpicomm.watchdog.channel import TOKEN_BYTES, Channel, RankInfo
+from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import Message, OperationInfo
 
@@ -312,7 +312,7 @@ def crowd(size: int, per_node: int, *, is_real: bool = True) -> Iterator[Crowd]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         log = os.open(Path(folder, "log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         stack.callback(os.close, log)
-        job = Job(size, per_node, Path(folder), os.urandom(TOKEN_BYTES), log, {})
+        job = Job(size, per_node, Path(folder), os.urandom(32), log, {})
         for hub in range(0, size, per_node) if is_real else [0]:
             job.ports[hub] = os.pipe()
             for end in job.ports[hub]:

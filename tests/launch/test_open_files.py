@@ -34,11 +34,11 @@ class Alone:
 def be_rank_0() -> None:
     """Open the store and the out-of-band channel of a thousand ranks, and print how many have connected to each."""
     from mpicomm.startup import rendezvous, topology
-    from mpicomm.watchdog.channel import TOKEN_BYTES, Channel
+    from mpicomm.watchdog.channel import Channel
     from tests.launch.many_watchdogs import Job
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    job = Job(SIZE, SIZE, Path(), bytes(TOKEN_BYTES), 2, {})
+    job = Job(SIZE, SIZE, Path(), bytes(32), 2, {})
     ports, writing = os.pipe()
     if os.fork() == 0:
         be_the_others(job, ports)

@@ -135,7 +135,7 @@ def test_a_waiting_thread_does_not_overtake_the_worker(group: Group) -> None:
     order: list[str] = []
     worker, gate = worker_of(group), threading.Event()
     hold(group, lambda: gate.wait() and order.append("worker"))
-    assert mpi.poll(lambda: worker.is_running, 10)
+    assert mpi.poll(lambda: worker._runner != 0, 10)
     threading.Timer(0.1, gate.set).start()
     dist.all_reduce(torch.ones(3), group=group.handle, async_op=True).wait()
     order.append("waiting thread")

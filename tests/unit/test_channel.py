@@ -24,7 +24,7 @@ from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, Message, RankFailed
 
-TOKEN = bytes(range(channels.TOKEN_BYTES))
+TOKEN = bytes(range(32))
 HOST = "127.0.0.1"
 SECONDS = 10.0  # time limit of each wait in these tests
 LIMIT = connections._LIMIT
