@@ -48,8 +48,8 @@ def require(kind: str) -> None:
 
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
     """Force the tensors of a new group to use one transport; operations fail if it is not available."""
-    handle._fast_path._fits = lambda _nbytes: False  # type: ignore[attr-defined]
     path: Any = handle._operations.node  # type: ignore[attr-defined]
+    path.least_bytes = 0
     path.is_worth_it = lambda _operation, _nbytes: True
     if kind == "direct":
         path.connect = directly

@@ -74,6 +74,12 @@ def counts(tensors: Tensors) -> list[int]:
     return [each.numel() for each in tensors]
 
 
+def uneven_counts(tensors: Tensors) -> list[int] | None:
+    """Return the tensors' numbers of elements, or None if all are equal: MPI has simpler calls for these."""
+    found = counts(tensors)
+    return None if all(count == found[0] for count in found) else found
+
+
 def pack_all(tensors: Tensors) -> torch.Tensor:
     """Return the concatenated content of all tensors: a view if they are adjacent in one storage, else a copy."""
     flat = _common_memory(tensors)

@@ -2,29 +2,32 @@
 
 A synchronous collective is one blocking MPI call on the caller's thread. An asynchronous collective is queued for the
 group's worker thread; later collectives queue behind it until the worker is idle, so each rank keeps the order of its
-calls. Point-to-point messages are MPI requests; the thread that waits for a message drives its progress.
+calls. Point-to-point messages are MPI requests (messages.py).
 """
 
 from __future__ import annotations
 
 import collections
 import datetime
+import functools
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import callbacks, dtypes, torch_internals
+from mpicomm.backend import callbacks, torch_internals
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.callbacks import OrderedFuture
+from mpicomm.backend.collective import Collective
 from mpicomm.backend.debug_check import DebugCheck
-from mpicomm.backend.work import CompletedWork, MessageWork, QueuedWork
-from mpicomm.backend.worker_thread import Poller, Worker
+from mpicomm.backend.gpu_transport import Transport
+from mpicomm.backend.messages import Messages
+from mpicomm.backend.work import CompletedWork, QueuedWork
+from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError
 from mpicomm.settings import Settings
 from mpicomm.watchdog import agent, flight_recorder, hang_report
@@ -33,15 +36,10 @@ from mpicomm.watchdog.flight_recorder import Operation
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-_REAP_ABOVE = 32  # in-flight messages above which the executor looks for completed ones
-_LAST_MESSAGES_SECONDS = 1.0  # for in-flight messages to complete when the group is destroyed
 _LATE_SECONDS = 1.0  # grace period for a timed-out operation to complete when its group is destroyed
 
 _NO_TIME = datetime.timedelta(0)
 _KEPT, _FEW = 64, 64  # number of works kept alive, and the maximum number of elements of their tensors
-
-_abandoned: list[MessageWork] = []
-"""In-flight messages of destroyed groups, kept alive: MPI may still read and write their memory."""
 
 
 class CallOptions(Protocol):
@@ -71,69 +69,94 @@ class Executor:
         self._keeps_communicator = False
         self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
         self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
-        self._try_turn, self.give_turn_back = self._turn.acquire, self._turn.release
+        self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
         # Whether collectives run without a preceding check or barrier.
         self._is_simple = self._debug_check is None and not self._raises_timeouts
         self._starting = threading.Lock()
         self._worker: Worker | None = None
-        self._poller: Poller | None = None
-        self._in_flight: set[MessageWork] = set()
-        self._reap_at = _REAP_ABOVE
-        self._events: dict[MessageWork, Any] = {}  # profiler spans of in-flight messages
+        self.messages = Messages(self, record, raises_timeouts=self._raises_timeouts)
         self.title = "mpicomm"  # the name of the backend in the profiler
         self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
         self._batch = threading.local()  # `works`: the works of this thread's open coalescing manager
         self._is_open = True
 
-    @property
-    def timeout_of_messages(self) -> float | None:
-        """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
-        return self._record.timeout if self._raises_timeouts else None
-
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def launch(
+    def submit(self, collective: Collective, transport: Transport, opts: CallOptions) -> Any:
+        """Record a collective operation and start it; return its work."""
+        self.check_open()
+        call = collective.prepared(transport)
+        if torch_internals.is_profiling():
+            inputs = collective.compared if collective.inputs is None else collective.inputs
+            call = self._profiled(call, collective.name, inputs)
+        dtype = collective.compared[0].dtype
+        signature = "" if self._debug_check is None else collective.signature
+        results = list(collective.results)
+        return self._submit(collective.name, dtype, collective.count, collective.root, opts, results, call, signature)
+
+    def submit_plain(
         self,
         name: str,
-        call: Callable[[], None],
-        results: Tensors,
+        dtype: torch.dtype,
+        count: int,
+        root: int | None,
         opts: CallOptions,
-        subjects: Tensors,
-        *,
-        root: int | None = None,
-        also: str = "",
-        any_size: bool = False,
-        inputs: Tensors | None = None,
+        results: list[torch.Tensor],
+        run: Callable[..., None],
+        *arguments: Any,
     ) -> Any:
-        """Record a collective operation and start it.
+        """Do the same as `submit` for an operation that needs no preparation: `run(*arguments)` is the whole of it.
 
-        Args:
-            results: The tensors that the operation writes on this rank.
-            subjects: The tensors to compare between ranks: equal dtypes, and equal shapes unless `any_size`.
-            also: Further text that must be equal on all ranks.
-            inputs: The inputs to report to the profiler; default: the subjects.
+        Returns:
+            The work; None, without side effects, if this call must be prepared: ranks compare their calls, or a
+            profiler is active.
         """
-        # 1. check the group, and wrap the call for inference mode and the profiler
-        self._check_open()
+        if not self._is_simple or torch_internals.is_profiling():
+            return None
+        if opts.asyncOp or (results and _needs_inference_mode(results[0])) or not self._take_turn():
+            self.check_open()
+            return self._submit(name, dtype, count, root, opts, results, functools.partial(run, *arguments), "")
+        operation = None
+        try:
+            operation = flight_recorder.note(self._record, name, dtype, count, root, False, True)
+            if (timeout := opts.timeout) > _NO_TIME:
+                operation.limit = timeout.total_seconds()
+            run(*arguments)
+        except BaseException as error:
+            if operation is not None:
+                self._mark_broken(operation, error)
+            raise
+        finally:
+            if operation is not None:
+                operation.finish()
+            self._give_turn_back()
+        work = CompletedWork()
+        work.tensors = results
+        return work
+
+    def _submit(
+        self,
+        name: str,
+        dtype: torch.dtype | None,
+        count: int,
+        root: int | None,
+        opts: CallOptions,
+        results: list[torch.Tensor],
+        call: Callable[[], None],
+        signature: str,
+    ) -> Any:
+        """Record a call, and run it now or queue it."""
         if results and results[0].is_inference():
-            call = _inferring(call)
-        if torch_internals.is_profiling():
-            call = self._profiled(call, name, subjects if inputs is None else inputs)
-        count = subjects[0].numel() if len(subjects) == 1 else sum(each.numel() for each in subjects)
-        signature = "" if self._debug_check is None else _signature(name, subjects, root, also, any_size)
+            call = functools.partial(_in_inference_mode, call)
         runs_here = self._runs_here(opts.asyncOp)
-        # 2. record the call
-        operation = flight_recorder.note(self._record, name, subjects[0].dtype, count, root, False, runs_here)
+        operation = flight_recorder.note(self._record, name, dtype, count, root, False, runs_here)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
-        # 3. run or queue the call
-        return self._start(
-            operation, call, list(results), opts.asyncOp, signature, self._wait_limit(operation), runs_here
-        )
+        return self._start(operation, call, results, opts.asyncOp, signature, self._wait_limit(operation), runs_here)
 
     def barrier(self, opts: CallOptions) -> Any:
         """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
-        self._check_open()
+        self.check_open()
         runs_here = self._runs_here(opts.asyncOp)
         operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here)
         operation.limit = None  # TimeoutError is raised instead
@@ -146,22 +169,26 @@ class Executor:
 
         The operation has no sequence number and no timeout in the watchdog.
         """
-        self._check_open()
+        self.check_open()
         operation = flight_recorder.note(self._record, name, None, 0, None, True, True)
         operation.limit = None
         return operation
 
     def _profiled(self, call: Callable[[], None], name: str, inputs: Tensors) -> Callable[[], None]:
         """Start a profiler span; return a call that runs `call` and ends the span."""
-        event = torch_internals.start_event(f"{self.title}:{name}", inputs)
+        span = self.start_span(name, inputs)
 
         def profiled() -> None:
             try:
                 call()
             finally:
-                torch_internals.end_event(event)
+                torch_internals.end_event(span)
 
         return profiled
+
+    def start_span(self, name: str, inputs: Tensors) -> Any:
+        """Start a span of the profiler, which is active."""
+        return torch_internals.start_event(f"{self.title}:{name}", inputs)
 
     def _wait_limit(self, operation: Operation) -> float | None:
         """Return the timeout in seconds of the interruptible barrier before the operation; None for no barrier."""
@@ -227,37 +254,31 @@ class Executor:
                     self._debug_check.check(signature, operation)
                 call()
         except BaseException as error:
-            if not getattr(error, "is_on_all_ranks", False):
-                self.mark_broken(operation, error)
+            self._mark_broken(operation, error)
             raise
         finally:
             operation.finish()
 
-    def mark_broken(self, operation: Operation, error: BaseException) -> None:
-        """Mark the group as unusable: the next call of this rank may not match the calls of the other ranks.
+    def _mark_broken(self, operation: Operation, error: BaseException) -> None:
+        """Mark the group as unusable, unless all ranks raise this error: the ranks' next calls may not match.
 
         Args:
             error: The exception that ended the operation on this rank; a signal handler may raise any exception
                 between two parts of an operation.
         """
-        if self._record.broken:
+        if self._record.broken or getattr(error, "is_on_all_ranks", False):
             return
         how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"
         self._record.broken = f"{hang_report.operation(operation.describe(0.0))} {how}"
         if (watch := agent.current()) is not None:
             watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
 
-    def take_turn(self) -> bool:
-        """Acquire the lock for a collective without queueing, check or barrier; return whether that succeeded.
-
-        On success the caller must call `give_turn_back`.
-        """
+    def _take_turn(self) -> bool:
+        """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
         worker = self._worker
         if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or callbacks.may_matter():
             return False
-        if not self._is_simple or not self._is_open:
-            return False
-        return not self._record.broken and not torch_internals.is_profiling() and self._try_turn(False)
+        return self._is_open and not self._record.broken and self._try_turn(False)
 
     def _wait_for_all(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank in a barrier that Python can interrupt (collective).
@@ -273,7 +294,7 @@ class Executor:
         is_late = not mpi.poll(lambda: request.Test() or bool(self._record.broken), seconds)
         if is_late or self._record.broken:
             self._outstanding.append(request)
-            self._check_open()
+            self.check_open()
             raise self.time_out(operation, seconds)
         if self._raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
             operation.limit = limit
@@ -336,45 +357,6 @@ class Executor:
         elif may_block:
             worker.run_for(work)
 
-    # -- messages ------------------------------------------------------------------------------------------------
-
-    def note_message(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
-        """Record a point-to-point message in the flight recorder."""
-        self._check_open()
-        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
-        if self._raises_timeouts:
-            operation.limit = None
-        return operation
-
-    def track(self, name: str, work: MessageWork) -> MessageWork:
-        """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
-        if len(self._in_flight) >= self._reap_at:
-            self._reap()
-            self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
-        if torch_internals.is_profiling():
-            self._events[work] = torch_internals.start_event(f"{self.title}:{name}", work.result())
-        self._in_flight.add(work)
-        self._let_advance(work)
-        self.remember(work)
-        return work
-
-    def _let_advance(self, work: MessageWork) -> None:
-        """Wake the poller thread, so that the message progresses while its rank computes."""
-        poller = self._poller
-        if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():
-            return
-        self._get_poller().rouse()
-
-    def watch(self, work: MessageWork) -> None:
-        """Let the poller thread complete the future of a message when the message completes."""
-        self._get_poller().watch(work)
-
-    def forget(self, work: MessageWork) -> None:
-        """Drop the references to a completed message, and end its profiler span."""
-        self._in_flight.discard(work)
-        if self._events:
-            torch_internals.end_event(self._events.pop(work, None))
-
     # -- batches -------------------------------------------------------------------------------------------------
 
     def start_batch(self) -> None:
@@ -399,14 +381,14 @@ class Executor:
             self._worker.wait_until_idle()
 
     def advance(self) -> None:
-        """Drive the progress of in-flight messages."""
+        """Drive the progress of messages in flight."""
         if self._is_open and not self._record.broken:
-            self._reap()
+            self.messages.advance()
 
     def is_sending(self) -> bool:
         """Return whether sent messages are still in flight."""
         self.advance()
-        return any(work.is_sent for work in list(self._in_flight))
+        return self.messages.is_sending()
 
     def close(self) -> None:
         """Finish the queued operations, end the threads and free the communicator (collective)."""
@@ -433,16 +415,13 @@ class Executor:
         if (watch := agent.current()) is not None:
             watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")
         # 2. fail the queued operations and the in-flight messages
-        if self._poller is not None:
-            self._poller.stop()
+        self.messages.stop()
         error = MpicommError(f"group {self._record.name} was aborted before the operation completed.\nEnd the job.")
         if self._worker is not None:
             self._worker.give_up(error)
-        if self._in_flight or not self._is_at_rest():
+        if not self._is_at_rest():
             mpi.abandon()
-        for message in list(self._in_flight):
-            message.give_up(error)
-        _abandoned.extend(self._in_flight)  # MPI may still read and write their memory
+        self.messages.give_up(error)
 
     def is_stuck(self) -> bool:
         """Return whether an operation of a broken group is still not complete, after a grace period."""
@@ -460,9 +439,9 @@ class Executor:
         self._kept.clear()
         if self._worker is not None:
             self._worker.stop()
-        if self._poller is not None:
-            self._poller.stop()
-        self._finish_messages()
+        self.messages.stop()
+        if not self.messages.finish():
+            self.keep_communicator()
         self._on_close()
         if not self._keeps_communicator:
             self._comm.Free()
@@ -483,7 +462,12 @@ class Executor:
             return True
         return not is_async and (worker is None or worker.is_idle) and not callbacks.before(self)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Check that the group can be used.
+
+        Raises:
+            MpicommError: If it is broken or was destroyed.
+        """
         name = self._record.name
         if self._record.broken:
             flight_recorder.refuse_children()
@@ -494,66 +478,21 @@ class Executor:
     def _get_worker(self) -> Worker:
         with self._starting:
             if self._worker is None:
-                _require_threads()
+                require_threads()
                 self._worker = Worker(f"mpicomm-worker-{self._record.name}")
             return self._worker
 
-    def _get_poller(self) -> Poller:
-        with self._starting:
-            if self._poller is None:
-                _require_threads()
-                self._poller = Poller(f"mpicomm-poller-{self._record.name}", self._has_messages_left)
-            return self._poller
 
-    def _has_messages_left(self) -> bool:
-        """Test every in-flight message once; return whether any remains in flight."""
-        self._reap()
-        return bool(self._in_flight)
-
-    def _reap(self) -> None:
-        for work in list(self._in_flight):
-            work.is_completed()  # a completed message calls `forget`
-
-    def _finish_messages(self) -> None:
-        def all_through() -> bool:
-            self._reap()
-            return not self._in_flight
-
-        if not mpi.poll(all_through, _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
-            warnings.warn(
-                f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
-                f"Call wait() on the works of isend and irecv first.",
-                stacklevel=4,
-            )
-            _abandoned.extend(self._in_flight)
-            self.keep_communicator()
+def _in_inference_mode(call: Callable[[], None]) -> None:
+    """Run a call that may write inference tensors, on any thread."""
+    with torch.inference_mode():
+        call()
 
 
-def _inferring(call: Callable[[], None]) -> Callable[[], None]:
-    """Return a call that may write inference tensors on any thread."""
-
-    def inferring() -> None:
-        with torch.inference_mode():
-            call()
-
-    return inferring
+def _needs_inference_mode(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may be written only in inference mode, while this thread is not in it."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _nothing() -> None:
     """Do nothing: the call of a barrier, which only synchronises, and of a queued callback."""
-
-
-def _signature(name: str, subjects: Tensors, root: int | None, also: str, any_size: bool) -> str:
-    """Return the text that must be equal on all ranks of a collective, e.g. `broadcast float32[4] (root: ...)`."""
-    shown = [dtypes.short(each.dtype) + ("" if any_size else str(list(each.shape))) for each in subjects]
-    return " ".join(
-        filter(None, [name, also, ", ".join(shown), "" if root is None else f"(root: rank {root} of the group)"])
-    )
-
-
-def _require_threads() -> None:
-    if not mpi.serves_threads():
-        raise MpicommError(
-            "asynchronous operations require the MPI thread level MPI_THREAD_MULTIPLE, "
-            "but MPI provides a lower level.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."
-        )

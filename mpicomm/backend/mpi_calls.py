@@ -62,8 +62,9 @@ def tag_of_barrier() -> int:
 
 def all_reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op) -> None:
     """Reduce in place, with the result on all ranks."""
+    in_place = mpi.api().IN_PLACE
     for part in _parts(dense):
-        comm.Allreduce(mpi.api().IN_PLACE, _spec(part, datatype), op)
+        comm.Allreduce(in_place, _spec(part, datatype), op)
 
 
 def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, root: int) -> None:

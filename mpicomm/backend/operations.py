@@ -1,10 +1,10 @@
-"""The operations of a group: each one packs tensors into dense memory and passes the executor the call on it."""
+"""The operations of a group: each describes its call as a `Collective`, and gives it to the executor."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +12,14 @@ import torch
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls
 from mpicomm.backend.buffers import Tensors
+from mpicomm.backend.collective import Collective, Step
+from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.executor import CallOptions, Executor
 from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.shm_selector import ShmSelector
-from mpicomm.backend.staging import Call, Use
+from mpicomm.backend.staging import Use
 from mpicomm.backend.work import MessageWork
 from mpicomm.settings import Settings
 from mpicomm.watchdog import flight_recorder
@@ -31,11 +33,6 @@ _WRITTEN = (Use(reads=False, writes=True),)
 _IN_PLACE = (Use(reads=True, writes=True),)
 _SPREAD_READ = (Use(reads=True, writes=False, is_spread=True),)
 _SPREAD_WRITTEN = (Use(reads=False, writes=True, is_spread=True),)
-# For an output and an input:
-_GATHERED = (*_SPREAD_WRITTEN, *_READ)
-_SCATTERED = (*_WRITTEN, *_SPREAD_READ)
-_EXCHANGED = (*_SPREAD_WRITTEN, *_SPREAD_READ)
-_WHOLE = (*_WRITTEN, *_READ)
 
 
 class Operations:
@@ -52,48 +49,26 @@ class Operations:
         self.record = record
         self.transport = transport
         self.node = ShmSelector(comm, record, is_wanted=settings.shares_memory)
+        self.dense = DenseCollectives(comm, self.node)
         self.executor = Executor(comm, record, settings, self.node.close)
         self._monitored = MonitoredBarrier(comm)
+
+    def _submit(self, collective: Collective, opts: CallOptions) -> Any:
+        return self.executor.submit(collective, self.transport, opts)
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
         """All-reduce a tensor in place."""
-        call = self.transport.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
-        return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=reduction.name)
+        return self.all_reduce_coalesced([tensor], [reduction], opts)
 
     def all_reduce_coalesced(self, tensors: Tensors, reductions: Sequence[Reduction], opts: CallOptions) -> Any:
         """All-reduce each tensor in place."""
-        calls = [
-            self.transport.prepare(functools.partial(self._all_reduce, reduction), (tensor,), _IN_PLACE)
+        steps = [
+            Step(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
             for tensor, reduction in zip(tensors, reductions, strict=True)
         ]
-        return self.executor.launch("all_reduce", _joint(calls), tensors, opts, tensors, also=reductions[0].name)
-
-    def _all_reduce(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
-        if not self.node.may_reduce("all_reduce", tensor, reduction):
-            return self._all_reduce_by_mpi(reduction, tensor)
-        dense = buffers.pack(tensor)
-
-        def call() -> None:
-            if self.node.all_reduce(dense, reduction):
-                buffers.unpack(dense, tensor)
-            else:
-                self._all_reduce_by_mpi(reduction, tensor)()
-
-        return call
-
-    def _all_reduce_by_mpi(self, reduction: Reduction, tensor: torch.Tensor) -> Call:
-        if reduction.is_native and buffers.is_dense(tensor):
-            return functools.partial(mpi_calls.all_reduce, self.comm, tensor, reduction.datatype, reduction.op)
-        job = _Job(tensor, reduction, keep=False)
-
-        def call() -> None:
-            for piece, dense in job.loaded():
-                mpi_calls.all_reduce(self.comm, dense, reduction.datatype, reduction.op)
-                reduction.store(dense, piece)
-
-        return call
+        return self._submit(Collective("all_reduce", steps, tensors, tensors, also=reductions[0].name), opts)
 
     def all_reduce_sparse(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
         """Sum sparse (COO) tensors in place: every rank gathers all entries and adds those with equal indices."""
@@ -102,7 +77,7 @@ class Operations:
         places = entries.indices().t().contiguous()  # (entries, sparse dimensions)
         values = reduction.load(entries.values(), keep=True)
 
-        def call() -> None:
+        def run() -> None:
             # 2. gather the entries of all ranks; coalesce() adds those with equal indices
             found = self.comm.allgather(len(places))
             total = torch.sparse_coo_tensor(
@@ -122,8 +97,9 @@ class Operations:
                 )
             buffers.settle(tensor)
 
-        also = f"{reduction.name} sparse"
-        return self.executor.launch("all_reduce", call, [tensor], opts, [tensor], also=also)
+        step = Step(run, (), (), num_blocks=None)
+        collective = Collective("all_reduce", [step], [tensor], [tensor], also=f"{reduction.name} sparse")
+        return self._submit(collective, opts)
 
     def _gather_rows(self, rows: torch.Tensor, found: Sequence[int]) -> torch.Tensor:
         """Return the rows of all ranks in rank order, `found[r]` of rank r."""
@@ -134,216 +110,95 @@ class Operations:
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, opts: CallOptions) -> Any:
         """Reduce in place on `root`; the tensors of other ranks keep their content."""
-        make = functools.partial(self._reduce, reduction, root)
-        call = self.transport.prepare(make, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
-        return self.executor.launch("reduce", call, [tensor], opts, [tensor], root=root, also=reduction.name)
-
-    def _reduce(self, reduction: Reduction, root: int, tensor: torch.Tensor) -> Call:
-        if not self.node.may_reduce("reduce", tensor, reduction):
-            return self._reduce_by_mpi(reduction, root, tensor)
-        dense = buffers.pack(tensor)
-
-        def call() -> None:
-            if not self.node.reduce(dense, reduction, root):
-                self._reduce_by_mpi(reduction, root, tensor)()
-            elif self.comm.rank == root:
-                buffers.unpack(dense, tensor)
-
-        return call
-
-    def _reduce_by_mpi(self, reduction: Reduction, root: int, tensor: torch.Tensor) -> Call:
-        is_root = self.comm.rank == root
-        job = _Job(tensor, reduction, keep=not is_root)
-
-        def call() -> None:
-            for piece, dense in job.loaded():
-                mpi_calls.reduce(self.comm, dense, reduction.datatype, reduction.op, root)
-                if is_root:
-                    reduction.store(dense, piece)
-
-        return call
+        run = functools.partial(self.dense.reduce, reduction=reduction, root=root)
+        step = Step(run, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
+        return self._submit(Collective("reduce", [step], [tensor], [tensor], root, reduction.name), opts)
 
     def reduce_scatter(
         self, outputs: Tensors, sources: Tensors, reductions: Sequence[Reduction], opts: CallOptions
     ) -> Any:
         """Reduce each source (group size times its output); each rank receives its block."""
-        calls = [
-            self.transport.prepare(
-                functools.partial(self._reduce_scatter, reduction, None), pair, _SCATTERED, num_blocks=self.comm.size
+        steps = [
+            Step(
+                functools.partial(self.dense.reduce_scatter, reduction=reduction),
+                pair,
+                (*_WRITTEN, *_SPREAD_READ),
+                self.comm.size,
             )
             for *pair, reduction in zip(outputs, sources, reductions, strict=True)
         ]
-        return self.executor.launch("reduce_scatter", _joint(calls), outputs, opts, sources, also=reductions[0].name)
-
-    def _reduce_scatter(
-        self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
-    ) -> Call:
-        if counts is not None or not self.node.may_reduce("reduce_scatter", source, reduction):
-            return self._reduce_scatter_by_mpi(reduction, counts, output, source)
-        dense, result = buffers.pack(source), buffers.output_buffer(output)
-        result = buffers.without_alias(result, dense)
-
-        def call() -> None:
-            if self.node.reduce_scatter(dense, result, reduction):
-                buffers.unpack(result, output)
-            else:
-                self._reduce_scatter_by_mpi(reduction, counts, output, source)()
-
-        return call
-
-    def _reduce_scatter_by_mpi(
-        self, reduction: Reduction, counts: Sequence[int] | None, output: torch.Tensor, source: torch.Tensor
-    ) -> Call:
-        dense = reduction.load(source, keep=True)
-        result = _reduced_output_buffer(reduction, output, dense)
-
-        def call() -> None:
-            mpi_calls.reduce_scatter(self.comm, dense, counts, result, reduction.datatype, reduction.op)
-            reduction.store(result, output)
-
-        return call
+        return self._submit(Collective("reduce_scatter", steps, outputs, sources, also=reductions[0].name), opts)
 
     def reduce_scatter_list(
         self, output: torch.Tensor, sources: Tensors, reduction: Reduction, opts: CallOptions
     ) -> Any:
         """Reduce `sources[r]` of all ranks into rank r's output; sizes may differ between ranks."""
-        counts = _uneven(sources)
+        counts = buffers.uneven_counts(sources)
 
-        def make(output: torch.Tensor, *sources: torch.Tensor) -> Call:
-            return self._reduce_scatter(reduction, counts, output, buffers.pack_all(sources))
+        def run(output: torch.Tensor, *sources: torch.Tensor) -> None:
+            self.dense.reduce_scatter(output, buffers.pack_all(sources), reduction, counts)
 
-        uses = [*_WRITTEN, *_READ * len(sources)]
-        call = self.transport.prepare(make, (output, *sources), uses, num_blocks=None if counts else self.comm.size)
-        return self.executor.launch("reduce_scatter", call, [output], opts, sources, also=reduction.name)
+        step = Step(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None if counts else self.comm.size)
+        return self._submit(Collective("reduce_scatter", [step], [output], sources, also=reduction.name), opts)
 
     # -- data movement -------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int, opts: CallOptions) -> Any:
         """Copy `root`'s tensor to all ranks."""
-        is_root = self.comm.rank == root
-        make = self._broadcast_mine if is_root else functools.partial(self._receive_broadcast, root)
-        call = self.transport.prepare(make, (tensor,), _READ if is_root else _WRITTEN)
-        return self.executor.launch("broadcast", call, [tensor], opts, [tensor], root=root)
-
-    def _broadcast_mine(self, tensor: torch.Tensor) -> Call:
-        return functools.partial(self._broadcast, buffers.pack(tensor), self.comm.rank)
-
-    def _receive_broadcast(self, root: int, tensor: torch.Tensor) -> Call:
-        dense = buffers.output_buffer(tensor)
-
-        def call() -> None:
-            self._broadcast(dense, root)
-            buffers.unpack(dense, tensor)
-
-        return call
-
-    def _broadcast(self, dense: torch.Tensor, root: int) -> None:
-        if not (self.node.may_take("broadcast", dense) and self.node.broadcast(dense, root)):
-            mpi_calls.broadcast(self.comm, dense, root)
+        run = functools.partial(self.dense.broadcast, root=root)
+        step = Step(run, (tensor,), _READ if self.comm.rank == root else _WRITTEN)
+        return self._submit(Collective("broadcast", [step], [tensor], [tensor], root), opts)
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
         """Gather each source of all ranks into its output (group size times the source), in rank order."""
-        calls = [
-            self.transport.prepare(self._all_gather, pair, _GATHERED, num_blocks=self.comm.size)
+        steps = [
+            Step(self.dense.all_gather, pair, (*_SPREAD_WRITTEN, *_READ), self.comm.size)
             for pair in zip(outputs, sources, strict=True)
         ]
-        return self.executor.launch("all_gather", _joint(calls), outputs, opts, sources)
-
-    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Call:
-        dense, result = buffers.pack(source), buffers.output_buffer(output)
-
-        def call() -> None:
-            self._put(dense, result, self.comm.rank * dense.numel())
-            if not (self.node.may_take("all_gather", result) and self.node.all_gather(result)):
-                mpi_calls.all_gather(self.comm, result, None)
-            buffers.unpack(result, output)
-
-        return call
+        return self._submit(Collective("all_gather", steps, outputs, sources), opts)
 
     def all_gather_list(self, outputs: Sequence[Tensors], sources: Tensors, opts: CallOptions) -> Any:
         """Gather rank r's `sources[i]` into `outputs[i][r]`; sizes may differ between ranks."""
-        calls = [
-            self.transport.prepare(
-                self._all_gather_list,
+        steps = [
+            Step(
+                lambda source, *targets: self.dense.all_gather_list(targets, source),
                 (source, *targets),
-                [*_READ, *_WRITTEN * len(targets)],
-                num_blocks=None if _uneven(targets) else self.comm.size,
+                (*_READ, *_WRITTEN * len(targets)),
+                None if buffers.uneven_counts(targets) else self.comm.size,
             )
             for targets, source in zip(outputs, sources, strict=True)
         ]
         results = [each for targets in outputs for each in targets]
-        return self.executor.launch("all_gather", _joint(calls), results, opts, results, inputs=sources)
-
-    def _all_gather_list(self, source: torch.Tensor, *targets: torch.Tensor) -> Call:
-        dense, flat, counts = buffers.pack(source), buffers.output_buffer_of_all(targets), _uneven(targets)
-
-        def call() -> None:
-            self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))
-            mpi_calls.all_gather(self.comm, flat, counts)
-            buffers.unpack_all(flat, targets)
-
-        return call
-
-    def _put(self, dense: torch.Tensor, result: torch.Tensor, start: int) -> None:
-        """Copy this rank's part to its place in `result`, unless it is there already, as in FSDP."""
-        mine = result.detach().view(-1).narrow(0, start, dense.numel())
-        if mine.data_ptr() != dense.data_ptr():
-            mine.copy_(dense.detach().view(-1))
+        return self._submit(Collective("all_gather", steps, results, results, inputs=sources), opts)
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
         """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty on other ranks."""
 
-        def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
-            flat, counts = (buffers.output_buffer_of_all(outputs), buffers.counts(outputs)) if outputs else (None, [])
-            dense = buffers.without_alias(buffers.pack(source), flat)
+        def run(source: torch.Tensor, *outputs: torch.Tensor) -> None:
+            self.dense.gather(outputs, source, root)
 
-            def call() -> None:
-                mpi_calls.gather(self.comm, dense, flat, counts, root)
-                if flat is not None:
-                    buffers.unpack_all(flat, outputs)
-
-            return call
-
-        uses = [*_READ, *_WRITTEN * len(outputs)]
-        call = self.transport.prepare(make, (source, *outputs), uses, num_blocks=None)
-        return self.executor.launch("gather", call, outputs, opts, [source], root=root, any_size=True)
+        step = Step(run, (source, *outputs), (*_READ, *_WRITTEN * len(outputs)), None)
+        return self._submit(Collective("gather", [step], outputs, [source], root, any_size=True), opts)
 
     def gather_single(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
         """Gather the sources into `outputs[0]` on `root`, in rank order; `outputs` is empty on other ranks."""
 
-        def make(source: torch.Tensor, *outputs: torch.Tensor) -> Call:
-            result = buffers.output_buffer(outputs[0]) if outputs else None
-            dense = buffers.without_alias(buffers.pack(source), result)
-            counts = [dense.numel()] * self.comm.size
+        def run(source: torch.Tensor, output: torch.Tensor | None = None) -> None:
+            self.dense.gather_single(output, source, root)
 
-            def call() -> None:
-                mpi_calls.gather(self.comm, dense, result, counts, root)
-                if result is not None:
-                    buffers.unpack(result, outputs[0])
-
-            return call
-
-        uses = [*_READ, *_SPREAD_WRITTEN * len(outputs)]
-        call = self.transport.prepare(make, (source, *outputs), uses, num_blocks=self.comm.size)
-        return self.executor.launch("gather", call, outputs, opts, [source], root=root)
+        step = Step(run, (source, *outputs), (*_READ, *_SPREAD_WRITTEN * len(outputs)), self.comm.size)
+        return self._submit(Collective("gather", [step], outputs, [source], root), opts)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int, opts: CallOptions) -> Any:
         """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty on other ranks."""
 
-        def make(output: torch.Tensor, *sources: torch.Tensor) -> Call:
-            result = buffers.output_buffer(output)
-            flat = buffers.without_alias(buffers.pack_all(sources), result) if sources else None
-            counts = buffers.counts(sources)
+        def run(output: torch.Tensor, *sources: torch.Tensor) -> None:
+            self.dense.scatter(output, sources, root)
 
-            def call() -> None:
-                mpi_calls.scatter(self.comm, flat, counts, result, root)
-                buffers.unpack(result, output)
-
-            return call
-
-        uses = [*_WRITTEN, *_READ * len(sources)]
-        call = self.transport.prepare(make, (output, *sources), uses, num_blocks=None)
-        return self.executor.launch("scatter", call, [output], opts, [output], root=root, any_size=True, inputs=sources)
+        step = Step(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None)
+        return self._submit(
+            Collective("scatter", [step], [output], [output], root, any_size=True, inputs=sources), opts
+        )
 
     def all_to_all(
         self,
@@ -358,42 +213,24 @@ class Operations:
         Args:
             counts: None, like `source_counts`, if all blocks of all ranks have the same size; then None on all ranks.
         """
-
-        def make(output: torch.Tensor, source: torch.Tensor) -> Call:
-            result = buffers.output_buffer(output)
-            dense = buffers.without_alias(buffers.pack(source), result)
-
-            def call() -> None:
-                mpi_calls.all_to_all(self.comm, dense, source_counts, result, counts)
-                buffers.unpack(result, output)
-
-            return call
-
+        run = functools.partial(self.dense.all_to_all, counts=counts, source_counts=source_counts)
         is_even = counts is None
+        uses = (*_SPREAD_WRITTEN, *_SPREAD_READ) if is_even else (*_WRITTEN, *_READ)
+        step = Step(run, (output, source), uses, self.comm.size if is_even else None)
         also = "even" if is_even else "uneven"
-        call = self.transport.prepare(
-            make, (output, source), _EXCHANGED if is_even else _WHOLE, num_blocks=self.comm.size if is_even else None
-        )
-        return self.executor.launch("all_to_all", call, [output], opts, [source], also=also, any_size=not is_even)
+        return self._submit(Collective("all_to_all", [step], [output], [source], None, also, not is_even), opts)
 
     def all_to_all_list(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
         """Send `sources[r]` to rank r and receive its tensor in `outputs[r]`."""
 
-        def make(*tensors: torch.Tensor) -> Call:
-            outputs, sources = tensors[: self.comm.size], tensors[self.comm.size :]
-            flat = buffers.output_buffer_of_all(outputs)
-            dense = buffers.without_alias(buffers.pack_all(sources), flat)
-            counts, source_counts = buffers.counts(outputs), buffers.counts(sources)
+        def run(*tensors: torch.Tensor) -> None:
+            self.dense.all_to_all_list(tensors[: self.comm.size], tensors[self.comm.size :])
 
-            def call() -> None:
-                mpi_calls.all_to_all(self.comm, dense, source_counts, flat, counts)
-                buffers.unpack_all(flat, outputs)
+        uses = (*_WRITTEN * len(outputs), *_READ * len(sources))
+        step = Step(run, (*outputs, *sources), uses, None)
+        return self._submit(Collective("all_to_all", [step], outputs, sources, None, "list", any_size=True), opts)
 
-            return call
-
-        uses = [*_WRITTEN * len(outputs), *_READ * len(sources)]
-        call = self.transport.prepare(make, (*outputs, *sources), uses, num_blocks=None)
-        return self.executor.launch("all_to_all", call, outputs, opts, sources, also="list", any_size=True)
+    # -- barriers ------------------------------------------------------------------------------------------------
 
     def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
         """Wait for all ranks; the error on rank 0 lists the missing ranks, and the group stays usable."""
@@ -414,14 +251,16 @@ class Operations:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Start sending; the work completes when the tensor may be modified again."""
-        operation = self.executor.note_message("send", tensor, dst)
+        messages = self.executor.messages
+        operation = messages.note("send", tensor, dst)
         dense = self.transport.fetch(tensor)
         request = mpi_calls.send(self.comm, dense, dst, tag)
-        return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))
+        return messages.track("send", MessageWork([tensor], request, dense, operation, messages))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from the first rank that sends if it is None."""
-        operation = self.executor.note_message("recv", tensor, src)
+        messages = self.executor.messages
+        operation = messages.note("recv", tensor, src)
         dense, bring = self.transport.expect(tensor)
 
         def arrived(status: Any) -> None:
@@ -431,56 +270,8 @@ class Operations:
 
         source = mpi.api().ANY_SOURCE if src is None else src
         request = mpi_calls.receive(self.comm, dense, source, tag)
-        work = MessageWork([tensor], request, dense, operation, self.executor, arrived)
-        return self.executor.track("recvAnySource" if src is None else "recv", work)  # torch's names
-
-
-def _joint(calls: Sequence[Call]) -> Call:
-    """Return one call that runs all calls in order."""
-    if len(calls) == 1:
-        return calls[0]
-
-    def call() -> None:
-        for each in calls:
-            each()
-
-    return call
-
-
-class _Job:
-    """A tensor to reduce in place: loaded on the caller's thread, or piece by piece during the call if it is large."""
-
-    __slots__ = ("_dense", "_keep", "_packed", "_pieces", "_tensor", "reduction")
-
-    def __init__(self, tensor: torch.Tensor, reduction: Reduction, *, keep: bool) -> None:
-        self.reduction = reduction
-        self._keep = keep
-        self._tensor = tensor
-        self._packed = buffers.pack(tensor) if reduction.is_cut(tensor) else tensor
-        self._pieces = reduction.pieces(self._packed)
-        self._dense = reduction.load(tensor, keep=keep) if len(self._pieces) == 1 else None
-
-    def loaded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each piece with its dense memory; a piece is loaded when the one before it is done."""
-        if self._dense is not None:
-            yield self._pieces[0], self._dense
-            return
-        for piece in self._pieces:
-            yield piece, self.reduction.load(piece, keep=self._keep)
-        if not self._keep:
-            buffers.unpack(self._packed, self._tensor)
-
-
-def _reduced_output_buffer(reduction: Reduction, output: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """Return memory for a reduced block; the output may overlap this rank's block of the input, which MPI forbids."""
-    result = reduction.output_buffer(output)
-    return torch.empty_like(result) if buffers.overlap(dense, result) else result
-
-
-def _uneven(tensors: Tensors) -> list[int] | None:
-    """Return the tensors' sizes, or None if all are equal: MPI has simpler calls for these."""
-    counts = buffers.counts(tensors)
-    return None if all(count == counts[0] for count in counts) else counts
+        work = MessageWork([tensor], request, dense, operation, messages, arrived)
+        return messages.track("recvAnySource" if src is None else "recv", work)  # torch's names
 
 
 def _check_count(status: Any, dense: torch.Tensor) -> None:

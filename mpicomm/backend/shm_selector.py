@@ -58,6 +58,9 @@ class ShmSelector:
     uses MPI. Tensors are dense.
     """
 
+    least_bytes = min(least for of_size in _LEAST_BYTES.values() for least in of_size)
+    """Below this, no operation uses shared memory."""
+
     def __init__(self, comm: Intracomm, record: flight_recorder.Group, *, is_wanted: bool) -> None:
         """Prepare the path without communication.
 

@@ -27,18 +27,22 @@ Timeout = datetime.timedelta | Deadline | None
 _LEAST_SECONDS = 1e-3  # torch treats a timeout of zero as no timeout
 
 
-class Keeper(Queue, Protocol):
-    """The interface of a group's executor that its works use."""
-
-    @property
-    def timeout_of_messages(self) -> float | None:
-        """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
+class OperationQueue(Queue, Protocol):
+    """The interface of a group's executor that the works of its collectives use."""
 
     def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
         """Run the queued operations until `work` is done, or until another thread has to run them."""
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out; the group becomes unusable."""
+
+
+class MessageKeeper(Protocol):
+    """The interface of a group's messages that their works use."""
+
+    @property
+    def timeout_of_messages(self) -> float | None:
+        """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
 
     def watch(self, work: MessageWork) -> None:
         """Complete the future of `work` when its message has completed."""
@@ -104,11 +108,11 @@ class CompletedWork(_Work):
 class QueuedWork(_Work):
     """An operation in the queue of the group's worker thread."""
 
-    def __init__(self, tensors: list[torch.Tensor], operation: Operation, keeper: Keeper) -> None:
+    def __init__(self, tensors: list[torch.Tensor], operation: Operation, queue: OperationQueue) -> None:
         super().__init__(tensors)
         self._operation = operation
-        self._keeper = keeper
-        self._future = OrderedFuture(keeper, torch_internals.gpus_of(tensors))
+        self._queue = queue
+        self._future = OrderedFuture(queue, torch_internals.gpus_of(tensors))
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
@@ -129,9 +133,9 @@ class QueuedWork(_Work):
             TimeoutError: If it has not completed after `timeout`; the group is then unusable.
         """
         deadline = _deadline(timeout)
-        self._keeper.run_queued_until(self, may_block=deadline is None)
+        self._queue.run_queued_until(self, may_block=deadline is None)
         if deadline is not None and not mpi.poll(self._future.done, deadline):
-            raise self._keeper.time_out(self._operation, deadline.seconds)
+            raise self._queue.time_out(self._operation, deadline.seconds)
         # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.
         self._future.wait()
         return True
@@ -158,7 +162,7 @@ class MessageWork(_Work):
         request: Request,
         memory: torch.Tensor,
         operation: Operation,
-        keeper: Keeper,
+        keeper: MessageKeeper,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
         """Manage an MPI request.

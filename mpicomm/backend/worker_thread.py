@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from mpicomm import mpi
 from mpicomm.backend import callbacks
 from mpicomm.backend.callbacks import Callback
 from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.work import MessageWork, QueuedWork
+from mpicomm.errors import MpicommError
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
 _SHARE = 19  # a pause is at least this many times as long as the round before it
@@ -255,3 +257,16 @@ class Poller:
             while not (self._watched or self._stopping or self._look()):
                 self._changed.wait()
             self.is_idle = False
+
+
+def require_threads() -> None:
+    """Check that threads may call MPI.
+
+    Raises:
+        MpicommError: If MPI provides a lower thread level.
+    """
+    if not mpi.serves_threads():
+        raise MpicommError(
+            "asynchronous operations require the MPI thread level MPI_THREAD_MULTIPLE, "
+            "but MPI provides a lower level.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."
+        )

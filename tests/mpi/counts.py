@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.backend import fast_path, mpi_calls
+from mpicomm.backend import dense_collectives, mpi_calls
 from tests.worlds import Group
 
 
@@ -42,6 +42,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, group: Group, largest: int) -> None:
     """Limit the counts of the MPI calls of a group to `largest`."""
     operations = group.handle._operations  # type: ignore[attr-defined]
     monkeypatch.setattr(mpi_calls, "largest_count", lambda: largest)
-    # The fast path makes a single call, on the ranks whose queues are empty, while the other ranks make several.
-    monkeypatch.setattr(fast_path, "_MOST_BYTES", -1)
-    monkeypatch.setattr(operations, "comm", FewCounts(operations.comm, largest))
+    monkeypatch.setattr(dense_collectives, "_STAGED_BYTES", 0)  # such lists are below the limit
+    few = FewCounts(operations.comm, largest)
+    monkeypatch.setattr(operations, "comm", few)
+    monkeypatch.setattr(operations.dense, "comm", few)

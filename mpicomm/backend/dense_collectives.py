@@ -1,0 +1,206 @@
+"""The collectives of a group on dense tensors in memory that MPI can access, on the host or on a GPU.
+
+Every operation selects its algorithm here: MPI calls, or the shared memory of the nodes. The selection depends on the
+operation, the size, the dtype and the nodes of the ranks, which are equal on all ranks. All operations block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend import buffers, dtypes, mpi_calls
+from mpicomm.backend.buffers import Tensors
+from mpicomm.backend.reductions import Reduction
+from mpicomm.backend.shm_selector import ShmSelector
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_STAGED_BYTES = 2**16  # the most bytes of a list of tensors that are copied through one buffer
+
+
+class DenseCollectives:
+    """The collectives of one group on dense tensors, whose number, dtypes and sizes the caller has checked.
+
+    Inputs may overlap outputs. Only one thread may call these methods at a time.
+    """
+
+    def __init__(self, comm: Intracomm, node: ShmSelector) -> None:
+        self.comm = comm
+        self.node = node
+        self._rank, self._size = comm.rank, comm.size
+        self._memory_at = mpi.api().memory.fromaddress
+        with torch.inference_mode(False):
+            self._staging = torch.empty(_STAGED_BYTES, dtype=torch.uint8, device="cpu")
+        self._staging_address = self._staging.data_ptr()
+
+    # -- reductions ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """All-reduce a tensor in place."""
+        if self._may_share("all_reduce", tensor, reduction) and self.node.all_reduce(tensor, reduction):
+            return
+        if reduction.is_native:
+            mpi_calls.all_reduce(self.comm, tensor, reduction.datatype, reduction.op)
+            return
+        for piece in reduction.pieces(tensor):
+            dense = reduction.load(piece, keep=False)
+            mpi_calls.all_reduce(self.comm, dense, reduction.datatype, reduction.op)
+            reduction.store(dense, piece)
+
+    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
+        """Reduce in place on the root; the tensors of other ranks keep their content."""
+        if self._may_share("reduce", tensor, reduction) and self.node.reduce(tensor, reduction, root):
+            return
+        if reduction.is_native:
+            mpi_calls.reduce(self.comm, tensor, reduction.datatype, reduction.op, root)
+            return
+        is_root = self._rank == root
+        for piece in reduction.pieces(tensor):
+            dense = reduction.load(piece, keep=not is_root)
+            mpi_calls.reduce(self.comm, dense, reduction.datatype, reduction.op, root)
+            if is_root:
+                reduction.store(dense, piece)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction, counts: Sequence[int] | None = None
+    ) -> None:
+        """Reduce the source, with `counts[r]` elements for rank r (None: equally many) that it receives."""
+        result = torch.empty_like(output) if buffers.overlap(source, output) else output
+        may_share = counts is None and self._may_share("reduce_scatter", source, reduction)
+        if may_share and self.node.reduce_scatter(source, result, reduction):
+            buffers.unpack(result, output)
+        elif reduction.is_native:
+            mpi_calls.reduce_scatter(self.comm, source, counts, result, reduction.datatype, reduction.op)
+            buffers.unpack(result, output)
+        else:
+            dense, total = reduction.load(source, keep=True), reduction.output_buffer(result)
+            mpi_calls.reduce_scatter(self.comm, dense, counts, total, reduction.datatype, reduction.op)
+            reduction.store(total, output)
+
+    def _may_share(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
+        return tensor.nbytes >= self.node.least_bytes and self.node.may_reduce(operation, tensor, reduction)
+
+    # -- data movement -------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy the root's tensor to all ranks."""
+        if self._may_share_move("broadcast", tensor) and self.node.broadcast(tensor, root):
+            return
+        mpi_calls.broadcast(self.comm, tensor, root)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Gather every rank's source into the output, in rank order; the source may be this rank's block of it."""
+        self._put(source, output, self._rank * source.numel())
+        if not (self._may_share_move("all_gather", output) and self.node.all_gather(output)):
+            mpi_calls.all_gather(self.comm, output, None)
+
+    def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
+        """Gather rank r's source into `outputs[r]`; sizes may differ between ranks."""
+        if self._fits_staging(outputs, source):
+            nbytes = source.nbytes
+            ctypes.memmove(self._staging_address + self._rank * nbytes, source.data_ptr(), nbytes)
+            blocks = (self._staging_of(source), source.numel(), dtypes.carrier(source.dtype))
+            self.comm.Allgather(mpi.api().IN_PLACE, blocks)
+            self._copy_from_staging(outputs)
+            return
+        flat, counts = buffers.output_buffer_of_all(outputs), buffers.uneven_counts(outputs)
+        self._put(source, flat, sum(buffers.counts(outputs[: self._rank])))
+        mpi_calls.all_gather(self.comm, flat, counts)
+        buffers.unpack_all(flat, outputs)
+
+    def gather(self, outputs: Tensors, source: torch.Tensor, root: int) -> None:
+        """Gather rank r's source into `outputs[r]` on the root; `outputs` is empty on other ranks."""
+        if not outputs:
+            mpi_calls.gather(self.comm, source, None, (), root)
+        elif self._fits_staging(outputs, source) and not mpi_calls.root_sees_more(self.comm, None, root):
+            carrier = dtypes.carrier(source.dtype)
+            blocks = (self._staging_of(source), [source.numel()] * self._size, carrier)
+            self.comm.Gatherv(
+                (self._memory_at(source.data_ptr(), source.nbytes), source.numel(), carrier), blocks, root
+            )
+            self._copy_from_staging(outputs)
+        else:
+            flat = buffers.output_buffer_of_all(outputs)
+            mpi_calls.gather(self.comm, buffers.without_alias(source, flat), flat, buffers.counts(outputs), root)
+            buffers.unpack_all(flat, outputs)
+
+    def gather_single(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
+        """Gather the sources into the output on the root, in rank order; the output is None on other ranks."""
+        counts = [source.numel()] * self._size
+        mpi_calls.gather(self.comm, buffers.without_alias(source, output), output, counts, root)
+
+    def scatter(self, output: torch.Tensor, sources: Tensors, root: int) -> None:
+        """Send `sources[r]` of the root to rank r's output; `sources` is empty on other ranks."""
+        if not sources:
+            mpi_calls.scatter(self.comm, None, (), output, root)
+        elif self._fits_staging(sources, output) and not mpi_calls.root_sees_more(self.comm, None, root):
+            count, nbytes, start = output.numel(), output.nbytes, self._staging_address
+            for source in sources:
+                ctypes.memmove(start, source.data_ptr(), nbytes)
+                start += nbytes
+            carrier = dtypes.carrier(output.dtype)
+            mine = (self._memory_at(output.data_ptr(), nbytes), count, carrier)
+            self.comm.Scatterv((self._staging_of(output), [count] * self._size, carrier), mine, root)
+        else:
+            flat = buffers.without_alias(buffers.pack_all(sources), output)
+            mpi_calls.scatter(self.comm, flat, buffers.counts(sources), output, root)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int] | None = None,
+        source_counts: Sequence[int] | None = None,
+    ) -> None:
+        """Send `source_counts[r]` elements of the source to rank r; receive `counts[r]` elements from it.
+
+        Args:
+            counts: None, like `source_counts`, if all blocks of all ranks have the same size; then None on all ranks.
+        """
+        mpi_calls.all_to_all(self.comm, buffers.without_alias(source, output), source_counts, output, counts)
+
+    def all_to_all_list(self, outputs: Tensors, sources: Tensors) -> None:
+        """Send `sources[r]` to rank r and receive its tensor in `outputs[r]`; sizes may differ."""
+        flat = buffers.output_buffer_of_all(outputs)
+        self.all_to_all(flat, buffers.pack_all(sources), buffers.counts(outputs), buffers.counts(sources))
+        buffers.unpack_all(flat, outputs)
+
+    def _may_share_move(self, operation: str, tensor: torch.Tensor) -> bool:
+        return tensor.nbytes >= self.node.least_bytes and self.node.may_take(operation, tensor)
+
+    def _put(self, source: torch.Tensor, output: torch.Tensor, start: int) -> None:
+        """Copy this rank's part to element `start` of the output, unless it is there already, as in FSDP."""
+        address, place = source.data_ptr(), output.data_ptr() + start * source.itemsize
+        if address == place:
+            return
+        if source.nbytes <= _STAGED_BYTES and source.is_cpu and output.is_cpu:
+            ctypes.memmove(place, address, source.nbytes)
+        else:  # torch copies with several threads
+            output.detach().view(-1).narrow(0, start, source.numel()).copy_(source.detach().view(-1))
+
+    # -- small lists: one copy through a buffer that is kept -----------------------------------------------------
+
+    def _fits_staging(self, tensors: Tensors, block: torch.Tensor) -> bool:
+        """Return whether a list has tensors like `block`, small enough to copy all of them through the buffer."""
+        nbytes = block.nbytes
+        return (
+            nbytes * self._size <= _STAGED_BYTES
+            and block.is_cpu
+            and all([each.nbytes == nbytes and each.is_cpu for each in tensors])  # noqa: C419  faster
+        )
+
+    def _staging_of(self, block: torch.Tensor) -> object:
+        """Return memory for a block like `block` of each rank."""
+        return self._memory_at(self._staging_address, block.nbytes * self._size)
+
+    def _copy_from_staging(self, targets: Tensors) -> None:
+        start, nbytes = self._staging_address, targets[0].nbytes
+        for target in targets:
+            ctypes.memmove(target.data_ptr(), start, nbytes)
+            start += nbytes

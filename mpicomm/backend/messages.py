@@ -1,0 +1,142 @@
+"""The point-to-point messages of a group in flight: MPI requests, which the thread that waits for one progresses."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any, Protocol
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend import torch_internals
+from mpicomm.backend.work import MessageWork
+from mpicomm.backend.worker_thread import Poller, require_threads
+from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog.flight_recorder import Operation
+
+_REAP_ABOVE = 32  # messages in flight above which the group looks for completed ones
+_LAST_MESSAGES_SECONDS = 1.0  # for messages in flight to complete when the group is destroyed
+
+_abandoned: list[MessageWork] = []
+"""In-flight messages of destroyed groups, kept alive: MPI may still read and write their memory."""
+
+
+class GroupState(Protocol):
+    """The interface of a group's executor that its messages use."""
+
+    def check_open(self) -> None:
+        """Check that the group can be used."""
+
+    def start_span(self, name: str, inputs: list[torch.Tensor]) -> Any:
+        """Start a span of the profiler, which is active."""
+
+    def remember(self, work: Any) -> None:
+        """Add a work to the batch of this thread, if one is open."""
+
+
+class Messages:
+    """The messages of one group that have not completed."""
+
+    def __init__(self, state: GroupState, record: flight_recorder.Group, *, raises_timeouts: bool) -> None:
+        self._state = state
+        self._record = record
+        self._raises_timeouts = raises_timeouts
+        self._starting = threading.Lock()
+        self._poller: Poller | None = None
+        self._in_flight: set[MessageWork] = set()
+        self._reap_at = _REAP_ABOVE
+        self._spans: dict[MessageWork, Any] = {}  # of the profiler
+
+    @property
+    def timeout_of_messages(self) -> float | None:
+        """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
+        return self._record.timeout if self._raises_timeouts else None
+
+    def note(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
+        """Record a message in the flight recorder."""
+        self._state.check_open()
+        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
+        if self._raises_timeouts:
+            operation.limit = None
+        return operation
+
+    def track(self, name: str, work: MessageWork) -> MessageWork:
+        """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
+        if len(self._in_flight) >= self._reap_at:
+            self._reap()
+            self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
+        if torch_internals.is_profiling():
+            self._spans[work] = self._state.start_span(name, work.result())
+        self._in_flight.add(work)
+        self._let_advance(work)
+        self._state.remember(work)
+        return work
+
+    def _let_advance(self, work: MessageWork) -> None:
+        """Wake the poller thread, so that the message progresses while its rank computes."""
+        poller = self._poller
+        if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():
+            return
+        self._get_poller().rouse()
+
+    def watch(self, work: MessageWork) -> None:
+        """Let the poller thread complete the future of a message when the message completes."""
+        self._get_poller().watch(work)
+
+    def forget(self, work: MessageWork) -> None:
+        """Drop the references to a completed message, and end its profiler span."""
+        self._in_flight.discard(work)
+        if self._spans:
+            torch_internals.end_event(self._spans.pop(work, None))
+
+    def advance(self) -> None:
+        """Drive the progress of the messages in flight."""
+        self._reap()
+
+    def is_sending(self) -> bool:
+        """Return whether sent messages are still in flight."""
+        return any(work.is_sent for work in list(self._in_flight))
+
+    # -- shutdown ------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop the poller thread; the futures of messages in flight complete with an error."""
+        if self._poller is not None:
+            self._poller.stop()
+
+    def finish(self) -> bool:
+        """Wait for the messages in flight, for a second; return whether all have completed, and warn if not."""
+        if mpi.poll(lambda: not self._are_left(), _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
+            return True
+        warnings.warn(
+            f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
+            f"Call wait() on the works of isend and irecv first.",
+            stacklevel=5,
+        )
+        _abandoned.extend(self._in_flight)
+        return False
+
+    def give_up(self, error: Exception) -> None:
+        """Complete the messages in flight with an error."""
+        if self._in_flight:
+            mpi.abandon()
+        for message in list(self._in_flight):
+            message.give_up(error)
+        _abandoned.extend(self._in_flight)  # MPI may still read and write their memory
+
+    def _get_poller(self) -> Poller:
+        with self._starting:
+            if self._poller is None:
+                require_threads()
+                self._poller = Poller(f"mpicomm-poller-{self._record.name}", self._are_left)
+            return self._poller
+
+    def _are_left(self) -> bool:
+        """Test every message in flight once; return whether any remains in flight."""
+        self._reap()
+        return bool(self._in_flight)
+
+    def _reap(self) -> None:
+        for work in list(self._in_flight):
+            work.is_completed()  # a completed message calls `forget`
