@@ -113,7 +113,8 @@ class Executor:
         """
         if not self._is_simple or torch_internals.is_profiling():
             return None
-        if opts.asyncOp or (results and _needs_inference_mode(results[0])) or not self._take_turn():
+        needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
+        if opts.asyncOp or needs_mode or not self._take_turn():
             self.check_open()
             return self._submit(name, dtype, count, root, opts, results, functools.partial(run, *arguments), "")
         operation = None
@@ -130,9 +131,7 @@ class Executor:
             if operation is not None:
                 operation.finish()
             self._give_turn_back()
-        work = CompletedWork()
-        work.tensors = results
-        return work
+        return CompletedWork.of(results)
 
     def _submit(
         self,
@@ -218,9 +217,7 @@ class Executor:
         """
         if runs_here:
             self._run(operation, call, signature, wait_limit)
-            done = CompletedWork()
-            done.tensors = results
-            return done
+            return CompletedWork.of(results)
         work = QueuedWork(results, operation, self)
 
         def in_turn() -> None:
@@ -487,11 +484,6 @@ def _in_inference_mode(call: Callable[[], None]) -> None:
     """Run a call that may write inference tensors, on any thread."""
     with torch.inference_mode():
         call()
-
-
-def _needs_inference_mode(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be written only in inference mode, while this thread is not in it."""
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _nothing() -> None:

@@ -62,9 +62,8 @@ def tag_of_barrier() -> int:
 
 def all_reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op) -> None:
     """Reduce in place, with the result on all ranks."""
-    in_place = mpi.api().IN_PLACE
     for part in _parts(dense):
-        comm.Allreduce(in_place, _spec(part, datatype), op)
+        comm.Allreduce(mpi.api().IN_PLACE, _spec(part, datatype), op)
 
 
 def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, root: int) -> None:
@@ -245,7 +244,7 @@ def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     if dense.is_cuda:
         buffers.settle(dense)
     memory = mpi.api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
-    return (memory, dense.numel(), datatype or dtypes.carrier(dense.dtype))
+    return memory, dense.numel(), dtypes.carrier(dense.dtype) if datatype is None else datatype
 
 
 def _blocks_spec(dense: torch.Tensor, size: int, datatype: Datatype | None = None) -> Spec:

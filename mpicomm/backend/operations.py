@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import buffers, dtypes, mpi_calls
+from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.collective import Collective, Step
 from mpicomm.backend.dense_collectives import DenseCollectives
@@ -20,7 +20,7 @@ from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.shm_selector import ShmSelector
 from mpicomm.backend.staging import Use
-from mpicomm.backend.work import MessageWork
+from mpicomm.backend.work import CompletedWork, MessageWork
 from mpicomm.settings import Settings
 from mpicomm.watchdog import flight_recorder
 
@@ -33,6 +33,8 @@ _WRITTEN = (Use(reads=False, writes=True),)
 _IN_PLACE = (Use(reads=True, writes=True),)
 _SPREAD_READ = (Use(reads=True, writes=False, is_spread=True),)
 _SPREAD_WRITTEN = (Use(reads=False, writes=True, is_spread=True),)
+
+_BUFFERED_BYTES = 2**12  # MPI may copy messages of this size, and completes them at once
 
 
 class Operations:
@@ -249,12 +251,15 @@ class Operations:
 
     # -- point-to-point ------------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork | CompletedWork:
         """Start sending; the work completes when the tensor may be modified again."""
         messages = self.executor.messages
         operation = messages.note("send", tensor, dst)
         dense = self.transport.fetch(tensor)
         request = mpi_calls.send(self.comm, dense, dst, tag)
+        if tensor.nbytes <= _BUFFERED_BYTES and request.Test() and not torch_internals.is_profiling():
+            operation.finish()
+            return CompletedWork.of([tensor])
         return messages.track("send", MessageWork([tensor], request, dense, operation, messages))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:

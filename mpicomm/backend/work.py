@@ -87,7 +87,14 @@ class _Work(dist.Work):
 class CompletedWork(_Work):
     """An operation that completed before its call returned."""
 
-    __init__ = dist.Work.__init__  # for speed: most operations create this class, and set `tensors` themselves
+    __init__ = dist.Work.__init__  # for speed: most operations create this class, by `of`
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor]) -> CompletedWork:
+        """Return the work of an operation that wrote these tensors."""
+        work = cls()
+        work.tensors = tensors
+        return work
 
     def wait(self, timeout: Timeout = None) -> bool:  # noqa: ARG002  torch's signature
         """Return immediately: the operation has completed."""

@@ -45,7 +45,6 @@ class Worker:
         self._runner = 0  # the ident of that thread
         self._count = threading.Condition()
         self._pending = 0
-        self.submitted = 0
         self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
         self._awaited: Sequence[Callback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
@@ -67,7 +66,6 @@ class Worker:
         self._gpu.note()
         with self._count:
             self._pending += 1
-            self.submitted += 1
             self._open[work] = None
             self._jobs.append((call, work, after))
         self._wakes.put(True)

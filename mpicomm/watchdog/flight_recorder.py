@@ -48,8 +48,8 @@ _call_sites: dict[int, types.CodeType] = {}
 The key is the id() of the code object, plus the instruction offset, plus the hash of the operation's name.
 """
 
-_depths: dict[str, int] = {}
-"""By operation: the number of frames between `note` and the call site that was found last."""
+_depths: tuple[dict[str, int], dict[str, int]] = ({}, {})
+"""For queued and for running operations, by name: the number of frames between `note` and the last call site."""
 
 _rank_pid = 0
 """In a forked child, the pid of the rank; 0 in the rank itself."""
@@ -209,12 +209,12 @@ def note(
     # 1. find the call site
     global _last  # noqa: PLW0603  as the ring
     try:
-        frame = _getframe(_depths.get(name, _USUAL_DEPTH))
+        frame = _getframe(_depths[is_running].get(name, _USUAL_DEPTH))
         code, instruction = frame.f_code, frame.f_lasti
     except ValueError:
         code, instruction = None, 0
     if _call_sites.get(id(code) + instruction + hash(name), _NOWHERE) is not code:
-        code, instruction = _find_caller(name, inner_frames)
+        code, instruction = _find_caller(name, is_running, inner_frames)
     if not _thread.calls_operations:
         _note_thread()
     # 2. fill in the operation
@@ -254,7 +254,7 @@ def _note_thread() -> None:
     _callers.update(thread for thread in threading.enumerate() if thread.ident == ident)
 
 
-def _find_caller(name: str, inner_frames: int) -> tuple[types.CodeType | None, int]:
+def _find_caller(name: str, is_running: bool, inner_frames: int) -> tuple[types.CodeType | None, int]:
     """Return code object and instruction offset of the call site in the user's program."""
     depth = inner_frames
     frame: types.FrameType | None = _getframe(depth + 1)
@@ -268,7 +268,7 @@ def _find_caller(name: str, inner_frames: int) -> tuple[types.CodeType | None, i
     if depth <= _LARGEST_DEPTH:
         if len(_call_sites) >= _MOST_CALL_SITES:
             _call_sites.clear()
-        _depths[name] = depth
+        _depths[is_running][name] = depth
         _call_sites[id(frame.f_code) + frame.f_lasti + hash(name)] = frame.f_code
     return frame.f_code, frame.f_lasti
 

@@ -77,8 +77,8 @@ def test_a_synchronous_operation_comes_after_those_that_were_queued(group: Group
     """The queue is blocked until it contains the synchronous operation, or the operation has completed without it."""
     tensor = torch.full((3,), 1.0 + group.rank)
     worker, has_ended = worker_of(group), threading.Event()
-    queued = worker.submitted + 3  # the blocking call, a broadcast and an all_reduce
-    hold(group, lambda: mpi.poll(lambda: worker.submitted == queued or has_ended.is_set(), 30))
+    # The queue then has the blocking call, the broadcast and the all_reduce.
+    hold(group, lambda: mpi.poll(lambda: len(worker._open) == 3 or has_ended.is_set(), 30))
     dist.broadcast(tensor, group_src=group.size - 1, group=group.handle, async_op=True)
     dist.all_reduce(tensor, group=group.handle)
     has_ended.set()
@@ -94,11 +94,10 @@ def test_what_a_callback_calls_comes_before_what_its_thread_calls_later(group: G
     worker, gate = worker_of(group), threading.Event()
     hold(group, gate.wait)
     work = dist.all_reduce(first, group=group.handle, async_op=True)
-    queued = worker.submitted + 1  # including the callback
 
     def call_back(_future: torch.futures.Future) -> None:
         if group.rank % 2:
-            mpi.poll(lambda: worker.submitted > queued, 1)
+            mpi.poll(lambda: len(worker._open) > 0, 1)  # the later all_reduce; the callback is no longer in it
         dist.all_reduce(by_callback, group=group.handle)
 
     called_back = work.get_future().then(call_back)

@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
+from mpicomm.backend import mpi_calls
+from mpicomm.backend.work import MessageWork
 from tests.mpi.sweep import sweep
 from tests.worlds import Group, on_groups
 
@@ -220,6 +223,38 @@ def test_what_is_through_is_not_kept(world: mpicomm.World) -> None:
     assert memory() is None
 
 
+class _Uncopied:
+    """A request whose message MPI completes only at its third test."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self._tests = 0
+
+    def Test(self, status: Any = None) -> bool:  # noqa: N802  mpi4py's names
+        self._tests += 1
+        return self._tests > 2 and self._request.Test(status)
+
+    def Wait(self, status: Any = None) -> bool:  # noqa: N802
+        return self._request.Wait(status)
+
+
+@needs_two
+def test_a_small_message_is_in_flight_until_mpi_has_copied_it(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.full((3,), 7.0 + world.rank)
+    send = mpi_calls.send
+    monkeypatch.setattr(mpi_calls, "send", lambda *args: _Uncopied(send(*args)))
+    if world.rank == 0:
+        work = dist.isend(tensor, 1)
+        assert work is not None
+        assert isinstance(work, MessageWork)
+        work.wait()
+    elif world.rank == 1:
+        dist.recv(tensor, 0)
+        assert torch.equal(tensor, torch.full((3,), 7.0))
+
+
 @needs_two
 def test_a_thousand_open_messages(world: mpicomm.World) -> None:
     tensors = [torch.full((4,), float(index)) for index in range(1000)]
@@ -287,7 +322,7 @@ def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpico
     tensor = torch.full((8_000_000,), 1.0 + world.rank)
     start = [lambda: dist.isend(tensor, 1), lambda: dist.irecv(tensor, 0)]
     if world.rank == busy:
-        poller = dist.group.WORLD._operations.executor._get_poller()
+        poller = dist.group.WORLD._operations.executor.messages._get_poller()
         assert mpi.poll(lambda: poller.is_idle, 30)
         work = start[busy]()
         store.set(started, "")
@@ -315,7 +350,7 @@ def test_what_lets_messages_advance_sleeps_when_there_are_none(world: mpicomm.Wo
             works.append(dist.isend(torch.ones(1_000_000), other, group=group))
             for work in works:
                 work.wait()
-            poller = group._operations.executor._poller
+            poller = group._operations.executor.messages._poller
             assert mpi.poll(functools.partial(getattr, poller, "is_idle"), 10, longest_pause=0.01)
     dist.destroy_process_group(group)
     assert poller is None or not poller._thread.is_alive()

@@ -8,14 +8,14 @@ MUTANTS = [
     # -- fast_path.py: small synchronous collectives ---------------------------------------------------------
     Mutant(
         "backend/fast_path.py",
-        old="        and tensor.is_contiguous()\n",
+        old="            and tensor.is_contiguous()\n",
         new="",
         fault="The fast path reduces the memory of a strided tensor as if its elements were contiguous.",
         tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
         ranks=4,
     ),
     Mutant(
-        "backend/fast_path.py",
+        "backend/executor.py",
         old="recorder.note(self._record, name, dtype, count, root, False, True)",
         new="recorder.note(self._record, name, dtype, count, root, True, True)",
         fault="An all_reduce on the fast path is recorded as a message and does not count in the group's sequence.",
@@ -23,10 +23,10 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "backend/fast_path.py",
+        "backend/executor.py",
         old="""        except BaseException as error:
             if operation is not None:
-                executor.mark_broken(operation, error)
+                self._mark_broken(operation, error)
             raise
 """,
         new="""        except BaseException:
@@ -87,37 +87,59 @@ MUTANTS = [
     ),
     # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
-        "backend/operations.py",
-        old="self._put(dense, flat, sum(buffers.counts(targets[: self.comm.rank])))",
-        new="self._put(dense, flat, self.comm.rank * dense.numel())",
+        "backend/dense_collectives.py",
+        old="self._put(source, flat, sum(buffers.counts(outputs[: self._rank])))",
+        new="self._put(source, flat, self._rank * source.numel())",
         fault="all_gather of a list places the rank's own part as if all parts had the same length.",
         tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
         ranks=4,
     ),
     Mutant(
         "backend/operations.py",
-        old='return self.executor.track("send", MessageWork([tensor], request, dense, operation, self.executor))',
-        new='return self.executor.track("send", MessageWork([tensor], request, tensor, operation, self.executor))',
+        old='return messages.track("send", MessageWork([tensor], request, dense, operation, messages))',
+        new='return messages.track("send", MessageWork([tensor], request, tensor, operation, messages))',
         fault="The dense copy of a tensor that is being sent is freed before the send has completed.",
         tests="tests/mpi/test_messages.py -k 'test_ring_of_large_messages and staged'",
         ranks=4,
     ),
     Mutant(
-        "backend/operations.py",
-        old="""        if not self._keep:
-            buffers.unpack(self._packed, self._tensor)
-""",
-        new="",
-        fault="The result of a reduction in pieces is not copied back into a strided tensor.",
+        "backend/collective.py",
+        old="            if use.writes:\n",
+        new="            if use.writes and not use.reads:\n",
+        fault="The result of a reduction is not copied back into a strided tensor.",
         tests="tests/mpi/test_matrix.py -k 'test_all_reduce_and_reduce and bfloat16'",
         ranks=4,
     ),
     Mutant(
-        "backend/operations.py",
-        old="        result = buffers.without_alias(result, dense)\n",
-        new="",
+        "backend/dense_collectives.py",
+        old="result = torch.empty_like(output) if buffers.overlap(source, output) else output",
+        new="result = output",
         fault="reduce_scatter within a node writes its output while other ranks read it as input.",
         tests="tests/mpi/test_collectives.py -k 'test_the_output_may_overlap_two_blocks_of_the_input and direct'",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/dense_collectives.py",
+        old="                ctypes.memmove(start, source.data_ptr(), nbytes)\n                start += nbytes\n",
+        new="                ctypes.memmove(start, source.data_ptr(), nbytes)\n",
+        fault="scatter of small tensors copies all parts to the place of the first one.",
+        tests="tests/mpi/test_fast_path.py -k scatter",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/dense_collectives.py",
+        old="all([each.nbytes == nbytes and each.is_cpu for each in tensors])",
+        new="True",
+        fault="Lists of small tensors of different sizes are copied as if all had the size of this rank's tensor.",
+        tests="tests/mpi/test_collectives.py -k uneven",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/operations.py",
+        old="request.Test() and not torch_internals.is_profiling()",
+        new="(request.Test() or True) and not torch_internals.is_profiling()",
+        fault="A small message that MPI has not copied counts as sent, and its tensor may change before it is.",
+        tests="tests/mpi/test_messages.py -k test_a_small_message_is_in_flight",
         ranks=4,
     ),
     # -- executor.py ----------------------------------------------------------------------------------------
@@ -139,8 +161,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/executor.py",
-        old="if not self._is_simple or not self._is_open:",
-        new="if not self._is_simple:",
+        old="return self._is_open and not self._record.broken and self._try_turn(False)",
+        new="return not self._record.broken and self._try_turn(False)",
         fault="The fast path of a destroyed group remains open, and calls MPI on a freed communicator.",
         tests="tests/mpi/test_groups.py -k test_a_destroyed_group_cannot_be_used",
         ranks=4,
@@ -156,7 +178,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/executor.py",
+        "backend/messages.py",
         old="if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():",
         new="if poller is not None or work.is_completed() or not mpi.serves_threads():",
         fault="A new message does not wake a sleeping poller, and then advances only while a thread waits for it.",
