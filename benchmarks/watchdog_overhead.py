@@ -70,19 +70,24 @@ def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, f
 def _off() -> None:
     flight_recorder.note = lambda *_arguments: UNRECORDED  # type: ignore[assignment]
     _watchdog()._next_tick = time.monotonic() + 1e6
-    _executor()._raises_timeouts = False
+    _raise_timeouts(False)
 
 
 def _on() -> None:
     flight_recorder.note = NOTE
     _watchdog()._next_tick = 0.0
     _watchdog()._channel.wake()
-    _executor()._raises_timeouts = False
+    _raise_timeouts(False)
 
 
 def _on_and_raising() -> None:
     _on()
-    _executor()._raises_timeouts = True
+    _raise_timeouts(True)
+
+
+def _raise_timeouts(raises: bool) -> None:
+    executor = _executor()
+    executor._state.raises_timeouts, executor._is_simple = raises, not raises
 
 
 def _watchdog() -> agent.Watchdog:

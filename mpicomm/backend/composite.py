@@ -104,7 +104,7 @@ class CompositeProcessGroup(MPIProcessGroup):
         device = inputs[0].device
         self._start_coalescing(device)
         for output, source in zip(outputs, inputs, strict=True):
-            self._operations.executor.remember(call(output, source, opts))
+            self._operations.executor.batch.add(call(output, source, opts))
         return self._end_coalescing(device)
 
 
@@ -134,7 +134,7 @@ def _delegate(name: str, inner_name: str) -> None:
             self._stream.started(operation, work)
         else:
             operation.finish()
-        self._operations.executor.remember(work)
+        self._operations.executor.batch.add(work)
         return work
 
     setattr(CompositeProcessGroup, name, method)

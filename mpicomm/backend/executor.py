@@ -12,7 +12,6 @@ import datetime
 import functools
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,21 +19,22 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import callbacks, torch_internals
-from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.callbacks import OrderedFuture
 from mpicomm.backend.collective import Collective
 from mpicomm.backend.debug_check import DebugCheck
 from mpicomm.backend.gpu_transport import Transport
+from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.messages import Messages
-from mpicomm.backend.work import CompletedWork, QueuedWork
+from mpicomm.backend.profiling import Profiler
+from mpicomm.backend.work import Batch, CompletedWork, QueuedWork
 from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError
 from mpicomm.settings import Settings
-from mpicomm.watchdog import agent, flight_recorder, hang_report
+from mpicomm.watchdog import flight_recorder
 from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm, Request
+    from mpi4py.MPI import Intracomm
 
 _LATE_SECONDS = 1.0  # grace period for a timed-out operation to complete when its group is destroyed
 
@@ -64,31 +64,29 @@ class Executor:
         self._comm = comm
         self._on_close = on_close
         self._record = record
-        self._raises_timeouts = settings.raises_timeouts
         self._debug_check = DebugCheck(comm, list(record.ranks)) if settings.compares_calls else None
-        self._keeps_communicator = False
-        self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
+        # Whether collectives run without a preceding check or barrier.
+        self._is_simple = self._debug_check is None and not settings.raises_timeouts
+        self._state = GroupState(comm, record, raises_timeouts=settings.raises_timeouts)
+        self.profiler = Profiler()
+        self.batch = Batch()
+        self.messages = Messages(self._state, self.profiler, self.batch)
         self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
         self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
-        # Whether collectives run without a preceding check or barrier.
-        self._is_simple = self._debug_check is None and not self._raises_timeouts
         self._starting = threading.Lock()
         self._worker: Worker | None = None
-        self.messages = Messages(self, record, raises_timeouts=self._raises_timeouts)
-        self.title = "mpicomm"  # the name of the backend in the profiler
         self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
-        self._batch = threading.local()  # `works`: the works of this thread's open coalescing manager
-        self._is_open = True
+        self._keeps_communicator = False
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def submit(self, collective: Collective, transport: Transport, opts: CallOptions) -> Any:
         """Record a collective operation and start it; return its work."""
-        self.check_open()
+        self._state.check_open()
         call = collective.prepared(transport)
         if torch_internals.is_profiling():
             inputs = collective.compared if collective.inputs is None else collective.inputs
-            call = self._profiled(call, collective.name, inputs)
+            call = self.profiler.spanned(call, collective.name, inputs)
         dtype = collective.compared[0].dtype
         signature = "" if self._debug_check is None else collective.signature
         results = list(collective.results)
@@ -115,7 +113,7 @@ class Executor:
             return None
         needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
         if opts.asyncOp or needs_mode or not self._take_turn():
-            self.check_open()
+            self._state.check_open()
             return self._submit(name, dtype, count, root, opts, results, functools.partial(run, *arguments), "")
         operation = None
         try:
@@ -125,7 +123,7 @@ class Executor:
             run(*arguments)
         except BaseException as error:
             if operation is not None:
-                self._mark_broken(operation, error)
+                self._state.fail(operation, error)
             raise
         finally:
             if operation is not None:
@@ -155,7 +153,7 @@ class Executor:
 
     def barrier(self, opts: CallOptions) -> Any:
         """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
-        self.check_open()
+        self._state.check_open()
         runs_here = self._runs_here(opts.asyncOp)
         operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here)
         operation.limit = None  # TimeoutError is raised instead
@@ -168,30 +166,14 @@ class Executor:
 
         The operation has no sequence number and no timeout in the watchdog.
         """
-        self.check_open()
+        self._state.check_open()
         operation = flight_recorder.note(self._record, name, None, 0, None, True, True)
         operation.limit = None
         return operation
 
-    def _profiled(self, call: Callable[[], None], name: str, inputs: Tensors) -> Callable[[], None]:
-        """Start a profiler span; return a call that runs `call` and ends the span."""
-        span = self.start_span(name, inputs)
-
-        def profiled() -> None:
-            try:
-                call()
-            finally:
-                torch_internals.end_event(span)
-
-        return profiled
-
-    def start_span(self, name: str, inputs: Tensors) -> Any:
-        """Start a span of the profiler, which is active."""
-        return torch_internals.start_event(f"{self.title}:{name}", inputs)
-
     def _wait_limit(self, operation: Operation) -> float | None:
         """Return the timeout in seconds of the interruptible barrier before the operation; None for no barrier."""
-        if self._raises_timeouts:
+        if self._state.raises_timeouts:
             return operation.limit
         return math.inf if self._debug_check is not None else None
 
@@ -225,7 +207,7 @@ class Executor:
             self._run(operation, call, signature, wait_limit)
 
         self._keep(work)
-        self.remember(work)
+        self.batch.add(work)
         # Submit last: the worker thread then competes for the GIL.
         self._get_worker().submit(in_turn, work, callbacks.before(self))
         if not is_async:
@@ -246,86 +228,31 @@ class Executor:
         try:
             with self._turn:
                 if wait_limit is not None:
-                    self._wait_for_all(operation, wait_limit)
+                    self._state.wait_for_all(operation, wait_limit)
                 if self._debug_check is not None:
                     self._debug_check.check(signature, operation)
                 call()
         except BaseException as error:
-            self._mark_broken(operation, error)
+            self._state.fail(operation, error)
             raise
         finally:
             operation.finish()
-
-    def _mark_broken(self, operation: Operation, error: BaseException) -> None:
-        """Mark the group as unusable, unless all ranks raise this error: the ranks' next calls may not match.
-
-        Args:
-            error: The exception that ended the operation on this rank; a signal handler may raise any exception
-                between two parts of an operation.
-        """
-        if self._record.broken or getattr(error, "is_on_all_ranks", False):
-            return
-        how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"
-        self._record.broken = f"{hang_report.operation(operation.describe(0.0))} {how}"
-        if (watch := agent.current()) is not None:
-            watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
 
     def _take_turn(self) -> bool:
         """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
         worker = self._worker
         if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or callbacks.may_matter():
             return False
-        return self._is_open and not self._record.broken and self._try_turn(False)
-
-    def _wait_for_all(self, operation: Operation, seconds: float) -> None:
-        """Wait for every rank in a barrier that Python can interrupt (collective).
-
-        Raises:
-            TimeoutError: If a rank has not arrived after `seconds`; the message lists the missing ranks.
-            MpicommError: If the group broke meanwhile, e.g. another rank timed out earlier.
-        """
-        limit, start = operation.limit, time.monotonic()
-        if self._raises_timeouts:
-            operation.limit = None
-        request = self._comm.Ibarrier()
-        is_late = not mpi.poll(lambda: request.Test() or bool(self._record.broken), seconds)
-        if is_late or self._record.broken:
-            self._outstanding.append(request)
-            self.check_open()
-            raise self.time_out(operation, seconds)
-        if self._raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
-            operation.limit = limit
-            operation.extend_deadline(time.monotonic() - start)
+        return self._state.is_usable and self._try_turn(False)
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
-        """Return the error of a collective that timed out, and mark the group as unusable."""
-        # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
-        what = hang_report.operation(operation.describe(0.0))
-        self._record.broken = f"{what} timed out after {seconds:g} s"
-        operation.limit = None
-        # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
-        watch = agent.current()
-        missing, table = (
-            watch.missing(operation) if watch is not None else ([], "At least one rank has not reached it.")
-        )
-        operation.pause()
-        if watch is not None:
-            watch.break_group(self._record.name, f"{self._record.broken} on rank {watch.place.rank}")
-        # 3. compose the error
-        if not missing:
-            return TimeoutError(
-                f"{self._record.broken}.\n{table}\nCheck the output of the other ranks, or increase the timeout."
-            )
-        return TimeoutError(
-            f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
-            f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
-            f"Check what the missing ranks are doing, or increase the timeout of the operation."
-        )
+        """Return the error of a collective that timed out; the group becomes unusable."""
+        return self._state.time_out(operation, seconds)
 
     def add_callback(self, future: OrderedFuture, run: Callable[[], None]) -> None:
         """Queue a callback of an operation's future behind the operations that are already queued."""
         worker = self._worker
-        if worker is None or not self._is_open:
+        if worker is None or not self._state.is_open:
             torch.futures.Future.add_done_callback(future, lambda _future: run())
             return
         if worker.is_current_thread:
@@ -354,22 +281,6 @@ class Executor:
         elif may_block:
             worker.run_for(work)
 
-    # -- batches -------------------------------------------------------------------------------------------------
-
-    def start_batch(self) -> None:
-        """Start a batch on this thread: collect the works of later operations."""
-        self._batch.works = []
-
-    def end_batch(self) -> list[Any]:
-        """End the batch of this thread; return the works of its operations that did not complete within their call."""
-        return self._batch.__dict__.pop("works", [])
-
-    def remember(self, work: Any) -> None:
-        """Add a work to the batch of this thread, if one is open."""
-        works = self._batch.__dict__.get("works")
-        if works is not None:
-            works.append(work)
-
     # -- shutdown ------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -379,7 +290,7 @@ class Executor:
 
     def advance(self) -> None:
         """Drive the progress of messages in flight."""
-        if self._is_open and not self._record.broken:
+        if self._state.is_usable:
             self.messages.advance()
 
     def is_sending(self) -> bool:
@@ -389,9 +300,9 @@ class Executor:
 
     def close(self) -> None:
         """Finish the queued operations, end the threads and free the communicator (collective)."""
-        if not self._is_open:
+        if not self._state.is_open:
             return
-        self._is_open = False
+        self._state.is_open = False
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
@@ -405,12 +316,10 @@ class Executor:
     def abort(self) -> None:
         """Abort the group without waiting for other ranks; operations in progress may never complete."""
         # 1. mark the group, here and on the other ranks
-        if not self._is_open:
+        if not self._state.is_open:
             return
-        self._is_open = False
-        self._record.broken = self._record.broken or "it was aborted"
-        if (watch := agent.current()) is not None:
-            watch.break_group(self._record.name, f"it was aborted on rank {watch.place.rank}")
+        self._state.is_open = False
+        self._state.break_by("it was aborted")
         # 2. fail the queued operations and the in-flight messages
         self.messages.stop()
         error = MpicommError(f"group {self._record.name} was aborted before the operation completed.\nEnd the job.")
@@ -444,9 +353,8 @@ class Executor:
             self._comm.Free()
 
     def _is_at_rest(self) -> bool:
-        """Return whether no MPI call of a broken group is pending: late ranks may have completed the barriers."""
-        self._outstanding = [request for request in self._outstanding if not request.Test()]
-        return not self._outstanding and (self._worker is None or self._worker.is_idle)
+        """Return whether no MPI call of a broken group is pending."""
+        return not self._state.has_outstanding() and (self._worker is None or self._worker.is_idle)
 
     def _runs_here(self, is_async: bool) -> bool:
         callbacks.refuse_in_messages()
@@ -458,19 +366,6 @@ class Executor:
                 worker.wait_for_place_of(callback)
             return True
         return not is_async and (worker is None or worker.is_idle) and not callbacks.before(self)
-
-    def check_open(self) -> None:
-        """Check that the group can be used.
-
-        Raises:
-            MpicommError: If it is broken or was destroyed.
-        """
-        name = self._record.name
-        if self._record.broken:
-            flight_recorder.refuse_children()
-            raise MpicommError(f"group {name} cannot be used any more: {self._record.broken}.\nEnd the job.")
-        if not self._is_open:
-            raise MpicommError(f"group {name} was destroyed.\nCreate a new one with torch.distributed.new_group().")
 
     def _get_worker(self) -> Worker:
         with self._starting:

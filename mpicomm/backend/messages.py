@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mpicomm import mpi
 from mpicomm.backend import torch_internals
-from mpicomm.backend.work import MessageWork
+from mpicomm.backend.group_state import GroupState
+from mpicomm.backend.profiling import Profiler
+from mpicomm.backend.work import Batch, MessageWork
 from mpicomm.backend.worker_thread import Poller, require_threads
 from mpicomm.watchdog import flight_recorder
 from mpicomm.watchdog.flight_recorder import Operation
@@ -22,26 +24,14 @@ _abandoned: list[MessageWork] = []
 """In-flight messages of destroyed groups, kept alive: MPI may still read and write their memory."""
 
 
-class GroupState(Protocol):
-    """The interface of a group's executor that its messages use."""
-
-    def check_open(self) -> None:
-        """Check that the group can be used."""
-
-    def start_span(self, name: str, inputs: list[torch.Tensor]) -> Any:
-        """Start a span of the profiler, which is active."""
-
-    def remember(self, work: Any) -> None:
-        """Add a work to the batch of this thread, if one is open."""
-
-
 class Messages:
     """The messages of one group that have not completed."""
 
-    def __init__(self, state: GroupState, record: flight_recorder.Group, *, raises_timeouts: bool) -> None:
+    def __init__(self, state: GroupState, profiler: Profiler, batch: Batch) -> None:
         self._state = state
-        self._record = record
-        self._raises_timeouts = raises_timeouts
+        self._record = state.record
+        self._profiler = profiler
+        self._batch = batch
         self._starting = threading.Lock()
         self._poller: Poller | None = None
         self._in_flight: set[MessageWork] = set()
@@ -51,13 +41,13 @@ class Messages:
     @property
     def timeout_of_messages(self) -> float | None:
         """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
-        return self._record.timeout if self._raises_timeouts else None
+        return self._record.timeout if self._state.raises_timeouts else None
 
     def note(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
         """Record a message in the flight recorder."""
         self._state.check_open()
         operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
-        if self._raises_timeouts:
+        if self._state.raises_timeouts:
             operation.limit = None
         return operation
 
@@ -67,10 +57,10 @@ class Messages:
             self._reap()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
         if torch_internals.is_profiling():
-            self._spans[work] = self._state.start_span(name, work.result())
+            self._spans[work] = self._profiler.start(name, work.result())
         self._in_flight.add(work)
         self._let_advance(work)
-        self._state.remember(work)
+        self._batch.add(work)
         return work
 
     def _let_advance(self, work: MessageWork) -> None:

@@ -19,7 +19,6 @@ from mpicomm.backend import checks, groups, reductions, torch_internals
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.fast_path import FastPath
 from mpicomm.backend.operations import Operations
-from mpicomm.backend.work import JointWork
 
 Timeout = datetime.timedelta | None
 
@@ -39,7 +38,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._store = store
         self._operations = operations
         self._fast_path = FastPath(operations)
-        operations.executor.title = backend_name
+        operations.executor.profiler.backend_name = backend_name
         self._rank = operations.comm.rank
         self._size = operations.comm.size
         self._name = name
@@ -183,11 +182,11 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002  torch's signature
         """Collect the works of the operations called from now on."""
-        self._operations.executor.start_batch()
+        self._operations.executor.batch.start()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
         """Return one work for all operations called since `_start_coalescing`."""
-        return JointWork(self._operations.executor.end_batch())
+        return self._operations.executor.batch.end()
 
     # -- reductions ----------------------------------------------------------------------------------------------
 

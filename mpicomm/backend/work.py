@@ -350,6 +350,26 @@ class JointWork(_Work):
         return all_of([work.get_future() for work in self._works]).then(result)
 
 
+class Batch(threading.local):
+    """The works of the operations that this thread has called in an open coalescing manager."""
+
+    works: list[dist.Work] | None = None
+
+    def start(self) -> None:
+        """Collect the works of later operations."""
+        self.works = []
+
+    def add(self, work: dist.Work) -> None:
+        """Add a work, if a batch is open."""
+        if self.works is not None:
+            self.works.append(work)
+
+    def end(self) -> JointWork:
+        """Return one work for the operations that did not complete within their calls."""
+        works, self.works = self.works, None
+        return JointWork(works or [])
+
+
 # A wait() in compiled code may run operations.
 for _kind in (_Work, CompletedWork, QueuedWork, MessageWork, JointWork):
     torch_internals.hide_from_compiler(_kind)

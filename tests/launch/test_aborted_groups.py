@@ -58,7 +58,7 @@ for case in sys.argv[1:]:
     while time.monotonic() < deadline:
         time.sleep(0.1)
         try:
-            group.send([tensor], world.rank) if world.rank == 0 else group._operations.executor.check_open()
+            group.send([tensor], world.rank) if world.rank == 0 else group._operations.executor._state.check_open()
         except mpicomm.MpicommError as error:
             say(error)
             break

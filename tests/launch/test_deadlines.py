@@ -35,7 +35,7 @@ def wait_until_unusable():
     until = time.monotonic() + 15
     while time.monotonic() < until:
         try:
-            group._operations.executor.check_open()
+            group._operations.executor._state.check_open()
         except mpicomm.MpicommError:
             return
         time.sleep(0.05)

@@ -26,7 +26,7 @@ MUTANTS = [
         "backend/executor.py",
         old="""        except BaseException as error:
             if operation is not None:
-                self._mark_broken(operation, error)
+                self._state.fail(operation, error)
             raise
 """,
         new="""        except BaseException:
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "backend/executor.py",
-        old="return self._is_open and not self._record.broken and self._try_turn(False)",
+        old="return self._state.is_usable and self._try_turn(False)",
         new="return not self._record.broken and self._try_turn(False)",
         fault="The fast path of a destroyed group remains open, and calls MPI on a freed communicator.",
         tests="tests/mpi/test_groups.py -k test_a_destroyed_group_cannot_be_used",

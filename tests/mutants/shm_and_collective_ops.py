@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "backend/composite.py",
-        old="        self._operations.executor.remember(work)\n        return work\n",
+        old="        self._operations.executor.batch.add(work)\n        return work\n",
         new="        return work\n",
         fault="The work of a batch does not wait for the operations of the inner backend.",
         tests="tests/mpi/test_composite.py -k test_a_batch_of_calls_inside",

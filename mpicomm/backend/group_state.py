@@ -1,0 +1,116 @@
+"""The state of a group on this rank: open, destroyed or broken, and the errors that break it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mpicomm import mpi
+from mpicomm.errors import MpicommError
+from mpicomm.watchdog import agent, flight_recorder, hang_report
+from mpicomm.watchdog.flight_recorder import Operation
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm, Request
+
+
+class GroupState:
+    """The state of one group."""
+
+    def __init__(self, comm: Intracomm, record: flight_recorder.Group, *, raises_timeouts: bool) -> None:
+        """Describe an open group.
+
+        Args:
+            raises_timeouts: Whether operations raise TimeoutError; otherwise the watchdog aborts the job.
+        """
+        self.record = record
+        self.raises_timeouts = raises_timeouts
+        self.is_open = True
+        self._comm = comm
+        self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether operations can run."""
+        return self.is_open and not self.record.broken
+
+    def check_open(self) -> None:
+        """Check that the group can be used.
+
+        Raises:
+            MpicommError: If it is broken or was destroyed.
+        """
+        name = self.record.name
+        if self.record.broken:
+            flight_recorder.refuse_children()
+            raise MpicommError(f"group {name} cannot be used any more: {self.record.broken}.\nEnd the job.")
+        if not self.is_open:
+            raise MpicommError(f"group {name} was destroyed.\nCreate a new one with torch.distributed.new_group().")
+
+    def break_by(self, cause: str) -> None:
+        """Mark the group as unusable, and tell the watchdog, which tells the other ranks."""
+        self.record.broken = self.record.broken or cause
+        if (watch := agent.current()) is not None:
+            watch.break_group(self.record.name, f"{cause} on rank {watch.place.rank}")
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """Mark the group as unusable, unless all ranks raise this error: the ranks' next calls may not match.
+
+        Args:
+            error: The exception that ended the operation on this rank; a signal handler may raise any exception
+                between two parts of an operation.
+        """
+        if self.record.broken or getattr(error, "is_on_all_ranks", False):
+            return
+        how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"
+        self.break_by(f"{hang_report.operation(operation.describe(0.0))} {how}")
+
+    def wait_for_all(self, operation: Operation, seconds: float) -> None:
+        """Wait for every rank in a barrier that Python can interrupt (collective).
+
+        Raises:
+            TimeoutError: If a rank has not arrived after `seconds`; the message lists the missing ranks.
+            MpicommError: If the group broke meanwhile, e.g. another rank timed out earlier.
+        """
+        limit, start = operation.limit, time.monotonic()
+        if self.raises_timeouts:
+            operation.limit = None
+        request = self._comm.Ibarrier()
+        is_late = not mpi.poll(lambda: request.Test() or bool(self.record.broken), seconds)
+        if is_late or self.record.broken:
+            self._outstanding.append(request)
+            self.check_open()
+            raise self.time_out(operation, seconds)
+        if self.raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
+            operation.limit = limit
+            operation.extend_deadline(time.monotonic() - start)
+
+    def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
+        """Return the error of a collective that timed out, and mark the group as unusable."""
+        # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
+        what = hang_report.operation(operation.describe(0.0))
+        self.record.broken = f"{what} timed out after {seconds:g} s"
+        operation.limit = None
+        # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
+        watch = agent.current()
+        missing, table = (
+            watch.missing(operation) if watch is not None else ([], "At least one rank has not reached it.")
+        )
+        operation.pause()
+        if watch is not None:
+            watch.break_group(self.record.name, f"{self.record.broken} on rank {watch.place.rank}")
+        # 3. compose the error
+        if not missing:
+            return TimeoutError(
+                f"{self.record.broken}.\n{table}\nCheck the output of the other ranks, or increase the timeout."
+            )
+        return TimeoutError(
+            f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
+            f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
+            f"Check what the missing ranks are doing, or increase the timeout of the operation."
+        )
+
+    def has_outstanding(self) -> bool:
+        """Return whether barriers that timed out are pending; late ranks may have completed them meanwhile."""
+        self._outstanding = [request for request in self._outstanding if not request.Test()]
+        return bool(self._outstanding)
