@@ -118,7 +118,7 @@ class DenseCollectives:
         """Gather rank r's source into `outputs[r]` on the root; `outputs` is empty on other ranks."""
         if not outputs:
             mpi_calls.gather(self.comm, source, None, (), root)
-        elif self._fits_staging(outputs, source) and not mpi_calls.root_sees_more(self.comm, None, root):
+        elif self._fits_staging(outputs, source):
             carrier = dtypes.carrier(source.dtype)
             blocks = (self._staging_of(source), [source.numel()] * self._size, carrier)
             self.comm.Gatherv(
@@ -139,7 +139,7 @@ class DenseCollectives:
         """Send `sources[r]` of the root to rank r's output; `sources` is empty on other ranks."""
         if not sources:
             mpi_calls.scatter(self.comm, None, (), output, root)
-        elif self._fits_staging(sources, output) and not mpi_calls.root_sees_more(self.comm, None, root):
+        elif self._fits_staging(sources, output):
             count, nbytes, start = output.numel(), output.nbytes, self._staging_address
             for source in sources:
                 ctypes.memmove(start, source.data_ptr(), nbytes)

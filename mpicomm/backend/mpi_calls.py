@@ -1,18 +1,18 @@
 """MPI calls on dense host memory, for any element count.
 
 Before version 4 of the standard, MPI counts are 32-bit integers. With such an MPI, larger tensors use other calls:
-reductions and broadcasts are split into parts, a point-to-point message is sent as one element of a contiguous datatype
-as long as the message, and operations with a block for each rank use such messages. All ranks must select the same
-method. For most operations a rank derives it from its own arguments; where sizes differ between ranks, the ranks agree
-on it first.
+reductions and broadcasts are split into parts, and a point-to-point message is sent as one element of a contiguous
+datatype as long as the message. In operations with a block for each rank, a large block is such a message, and the
+collective call moves the others. A block is large if as many of its size as there are ranks would exceed the limit:
+both of its ranks know that, whatever the sizes of the other blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,26 +131,31 @@ def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | No
 
 def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, counts: Sequence[int], root: int) -> None:
     """Gather `dense` of all ranks into the root's `result`, which holds `counts[r]` elements of rank r."""
-    if root_sees_more(comm, result, root):
-        receives = {} if result is None else _blocks(result, counts, comm.size)
-        _exchange(comm, {root: dense}, receives)
-    elif result is None:
-        comm.Gatherv(_spec(dense), None, root)
-    else:
-        comm.Gatherv(_spec(dense), _vector_spec(result, counts), root)
+    if max((dense.numel(), *counts)) <= _most_in_block(comm):
+        comm.Gatherv(_spec(dense), None if result is None else _vector_spec(result, counts), root)
+        return
+    sent = _Blocks(dense, {root: dense.numel()}, comm)
+    received = None if result is None else _Blocks(result, dict(enumerate(counts)), comm)
+    output = None if received is None else _vector_spec(received.others, received.counts)
+    with _messages(comm, sent.large, received.large if received else {}):
+        comm.Gatherv(_spec(sent.others), output, root)
+    if received is not None:
+        received.fill()
 
 
 def scatter(
     comm: Intracomm, dense: torch.Tensor | None, counts: Sequence[int], result: torch.Tensor, root: int
 ) -> None:
     """Scatter the root's `dense`: rank r receives `counts[r]` elements in `result`."""
-    if root_sees_more(comm, dense, root):
-        sends = {} if dense is None else _blocks(dense, counts, comm.size)
-        _exchange(comm, sends, {root: result})
-    elif dense is None:
-        comm.Scatterv(None, _spec(result), root)
-    else:
-        comm.Scatterv(_vector_spec(dense, counts), _spec(result), root)
+    if max((result.numel(), *counts)) <= _most_in_block(comm):
+        comm.Scatterv(None if dense is None else _vector_spec(dense, counts), _spec(result), root)
+        return
+    sent = None if dense is None else _Blocks(dense, dict(enumerate(counts)), comm)
+    received = _Blocks(result, {root: result.numel()}, comm)
+    source = None if sent is None else _vector_spec(sent.others, sent.counts)
+    with _messages(comm, sent.large if sent else {}, received.large):
+        comm.Scatterv(source, _spec(received.others), root)
+    received.fill()
 
 
 def all_to_all(
@@ -165,14 +170,21 @@ def all_to_all(
     Args:
         counts: None, like `result_counts`, if all blocks of all ranks have the same size and all ranks know that.
     """
-    most = max(dense.numel(), result.numel())
-    is_large = most > largest_count() if counts is None else _any_rank_sees_more(comm, most)
-    if is_large:
-        _exchange(comm, _blocks(dense, counts, comm.size), _blocks(result, result_counts, comm.size))
-    elif counts is None or result_counts is None:
-        comm.Alltoall(_blocks_spec(dense, comm.size), _blocks_spec(result, comm.size))
-    else:
+    if counts is None or result_counts is None:
+        if dense.numel() > largest_count():
+            even = [dense.numel() // comm.size] * comm.size
+            all_to_all(comm, dense, even, result, even)
+        else:
+            comm.Alltoall(_blocks_spec(dense, comm.size), _blocks_spec(result, comm.size))
+        return
+    if max((*counts, *result_counts)) <= _most_in_block(comm):
         comm.Alltoallv(_vector_spec(dense, counts), _vector_spec(result, result_counts))
+        return
+    sent = _Blocks(dense, dict(enumerate(counts)), comm)
+    received = _Blocks(result, dict(enumerate(result_counts)), comm)
+    with _messages(comm, sent.large, received.large):
+        comm.Alltoallv(_vector_spec(sent.others, sent.counts), _vector_spec(received.others, received.counts))
+    received.fill()
 
 
 # -- point-to-point ----------------------------------------------------------------------------------------------------
@@ -204,36 +216,47 @@ def _post(call: Callable[..., Request], dense: torch.Tensor, peer: int, tag: int
         whole.Free()  # MPI defers the release until the message completes
 
 
-def _exchange(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-    """Send one tensor to each rank in `sends` and receive one from each rank in `receives`; both may name this rank."""
-    mine, here = sends.pop(comm.rank, None), receives.pop(comm.rank, None)
+# -- blocks above MPI's limit ------------------------------------------------------------------------------------------
+
+
+def _most_in_block(comm: Intracomm) -> int:
+    """Return the largest element count of a block that the collective call moves with those of the other ranks."""
+    return largest_count() // comm.size
+
+
+class _Blocks:
+    """A dense tensor with a block for each of some ranks: the large blocks by rank, and the others together."""
+
+    def __init__(self, dense: torch.Tensor, counts: dict[int, int], comm: Intracomm) -> None:
+        """Separate the large blocks.
+
+        Args:
+            counts: The number of elements of each rank's block.
+        """
+        flat, most = dense.detach().view(-1), _most_in_block(comm)
+        blocks = dict(zip(counts, flat.split(list(counts.values())), strict=True))
+        self.large = {rank: block for rank, block in blocks.items() if block.numel() > most}
+        self.counts = [0 if rank in self.large else count for rank, count in counts.items()]
+        self._places = [block for rank, block in blocks.items() if rank not in self.large]
+        self.others = torch.cat([*self._places, flat[:0]])
+
+    def fill(self) -> None:
+        """Copy received blocks to their places in the tensor."""
+        for block, got in zip(self._places, self.others.split(buffers.counts(self._places)), strict=True):
+            block.copy_(got)
+
+
+@contextlib.contextmanager
+def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Start messages to and from other ranks, and wait for them at the end; both may have a block of this rank."""
     tag = largest_tag() + 2
-    requests = [receive(comm, output_buffer, src, tag) for src, output_buffer in receives.items()]
-    requests += [send(comm, part, dst, tag) for dst, part in sends.items()]
-    if here is not None and mine is not None:
-        here.view(-1).detach().copy_(mine.detach().view(-1))
-    mpi.api().Request.Waitall(requests)
-
-
-# -- counts above MPI's limit ------------------------------------------------------------------------------------------
-
-
-def root_sees_more(comm: Intracomm, memory: torch.Tensor | None, root: int) -> bool:
-    """Return whether the root's tensor exceeds MPI's largest count (collective if that is 32-bit)."""
-    if largest_count() > _INT_MAX:
-        return False
-    answer = array("i", [memory is not None and memory.numel() > largest_count()])
-    comm.Bcast(answer, root)
-    return bool(answer[0])
-
-
-def _any_rank_sees_more(comm: Intracomm, count: int) -> bool:
-    """Return whether any rank's count exceeds MPI's largest count (collective if that is 32-bit)."""
-    if largest_count() > _INT_MAX:
-        return False
-    answer = array("i", [count > largest_count()])
-    comm.Allreduce(mpi.api().IN_PLACE, answer, mpi.api().MAX)
-    return bool(answer[0])
+    requests = [receive(comm, block, src, tag) for src, block in receives.items() if src != comm.rank]
+    requests += [send(comm, block, dst, tag) for dst, block in sends.items() if dst != comm.rank]
+    if comm.rank in sends:
+        receives[comm.rank].copy_(sends[comm.rank].detach().view(-1))
+    yield
+    if requests:
+        mpi.api().Request.Waitall(requests)
 
 
 # -- buffer specifications ---------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ from tests.worlds import BY_MPI, Group, on_groups
 WIDTH = 3
 
 
-@pytest.fixture(params=["whole", "in parts"], autouse=True)
+@pytest.fixture(params=["whole", "in parts", "some in parts"], autouse=True)
 def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
-    """Run with MPI's own limit on counts, 2^31 or more, or with a limit of two."""
+    """Run with MPI's own limit on counts, 2^31 or more, with a limit of two, or so that only some blocks exceed it."""
     if request.param == "in parts":
         limit(monkeypatch, group, 2)
+    elif request.param == "some in parts":
+        limit(monkeypatch, group, 2 * WIDTH * group.size)
 
 
 def rows(src: int, dst: int) -> int:

@@ -375,10 +375,18 @@ MUTANTS = [
     ),
     Mutant(
         "backend/mpi_calls.py",
-        old="    mpi.api().Request.Waitall(requests)\n",
-        new="",
+        old="        mpi.api().Request.Waitall(requests)\n",
+        new="        pass\n",
         fault="An exchange of parts that are too long for one call returns before its messages have completed.",
         tests="tests/mpi/test_all_to_all.py -k test_even_parts",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/mpi_calls.py",
+        old="            block.copy_(got)\n",
+        new="            pass\n",
+        fault="Blocks that the collective call moves, between larger ones, are received and not copied to the output.",
+        tests="tests/mpi/test_all_to_all.py",
         ranks=4,
     ),
     # -- process_group.py -----------------------------------------------------------------------------------
