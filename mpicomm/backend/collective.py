@@ -15,7 +15,7 @@ from mpicomm.backend.staging import Call, Use
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CollectiveStep:
     """A part of a collective that runs on its own: one for each tensor of a coalesced operation."""
 
     run: Callable[..., None]
@@ -41,7 +41,7 @@ class Collective:
     """One call of a collective operation."""
 
     name: str
-    steps: Sequence[Step]
+    steps: Sequence[CollectiveStep]
 
     results: Tensors
     """The tensors that the operation writes on this rank."""

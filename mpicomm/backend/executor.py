@@ -2,7 +2,7 @@
 
 A synchronous collective is one blocking MPI call on the caller's thread. An asynchronous collective is queued for the
 group's worker thread; later collectives queue behind it until the worker is idle, so each rank keeps the order of its
-calls. Point-to-point messages are MPI requests (messages.py).
+calls. Point-to-point messages are MPI requests (pending_messages.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpicomm.backend.collective import Collective
 from mpicomm.backend.debug_check import DebugCheck
 from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
-from mpicomm.backend.messages import Messages
+from mpicomm.backend.pending_messages import PendingMessages
 from mpicomm.backend.profiling import Profiler
-from mpicomm.backend.work import Batch, CompletedWork, QueuedWork
+from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError
 from mpicomm.settings import Settings
@@ -69,8 +69,8 @@ class Executor:
         self._is_simple = self._debug_check is None and not settings.raises_timeouts
         self._state = GroupState(comm, record, raises_timeouts=settings.raises_timeouts)
         self.profiler = Profiler()
-        self.batch = Batch()
-        self.messages = Messages(self._state, self.profiler, self.batch)
+        self.batch = WorkBatch()
+        self.messages = PendingMessages(self._state, self.profiler, self.batch)
         self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
         self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
         self._starting = threading.Lock()

@@ -12,7 +12,7 @@ import torch
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
 from mpicomm.backend.buffers import Tensors
-from mpicomm.backend.collective import Collective, Step
+from mpicomm.backend.collective import Collective, CollectiveStep
 from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.executor import CallOptions, Executor
 from mpicomm.backend.gpu_transport import Transport
@@ -67,7 +67,7 @@ class Operations:
     def all_reduce_coalesced(self, tensors: Tensors, reductions: Sequence[Reduction], opts: CallOptions) -> Any:
         """All-reduce each tensor in place."""
         steps = [
-            Step(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
+            CollectiveStep(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
             for tensor, reduction in zip(tensors, reductions, strict=True)
         ]
         return self._submit(Collective("all_reduce", steps, tensors, tensors, also=reductions[0].name), opts)
@@ -99,7 +99,7 @@ class Operations:
                 )
             buffers.settle(tensor)
 
-        step = Step(run, (), (), num_blocks=None)
+        step = CollectiveStep(run, (), (), num_blocks=None)
         collective = Collective("all_reduce", [step], [tensor], [tensor], also=f"{reduction.name} sparse")
         return self._submit(collective, opts)
 
@@ -113,7 +113,7 @@ class Operations:
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, opts: CallOptions) -> Any:
         """Reduce in place on `root`; the tensors of other ranks keep their content."""
         run = functools.partial(self.dense.reduce, reduction=reduction, root=root)
-        step = Step(run, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
+        step = CollectiveStep(run, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
         return self._submit(Collective("reduce", [step], [tensor], [tensor], root, reduction.name), opts)
 
     def reduce_scatter(
@@ -121,7 +121,7 @@ class Operations:
     ) -> Any:
         """Reduce each source (group size times its output); each rank receives its block."""
         steps = [
-            Step(
+            CollectiveStep(
                 functools.partial(self.dense.reduce_scatter, reduction=reduction),
                 pair,
                 (*_WRITTEN, *_SPREAD_READ),
@@ -140,7 +140,9 @@ class Operations:
         def run(output: torch.Tensor, *sources: torch.Tensor) -> None:
             self.dense.reduce_scatter(output, buffers.pack_all(sources), reduction, counts)
 
-        step = Step(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None if counts else self.comm.size)
+        step = CollectiveStep(
+            run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None if counts else self.comm.size
+        )
         return self._submit(Collective("reduce_scatter", [step], [output], sources, also=reduction.name), opts)
 
     # -- data movement -------------------------------------------------------------------------------------------
@@ -148,13 +150,13 @@ class Operations:
     def broadcast(self, tensor: torch.Tensor, root: int, opts: CallOptions) -> Any:
         """Copy `root`'s tensor to all ranks."""
         run = functools.partial(self.dense.broadcast, root=root)
-        step = Step(run, (tensor,), _READ if self.comm.rank == root else _WRITTEN)
+        step = CollectiveStep(run, (tensor,), _READ if self.comm.rank == root else _WRITTEN)
         return self._submit(Collective("broadcast", [step], [tensor], [tensor], root), opts)
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
         """Gather each source of all ranks into its output (group size times the source), in rank order."""
         steps = [
-            Step(self.dense.all_gather, pair, (*_SPREAD_WRITTEN, *_READ), self.comm.size)
+            CollectiveStep(self.dense.all_gather, pair, (*_SPREAD_WRITTEN, *_READ), self.comm.size)
             for pair in zip(outputs, sources, strict=True)
         ]
         return self._submit(Collective("all_gather", steps, outputs, sources), opts)
@@ -162,7 +164,7 @@ class Operations:
     def all_gather_list(self, outputs: Sequence[Tensors], sources: Tensors, opts: CallOptions) -> Any:
         """Gather rank r's `sources[i]` into `outputs[i][r]`; sizes may differ between ranks."""
         steps = [
-            Step(
+            CollectiveStep(
                 lambda source, *targets: self.dense.all_gather_list(targets, source),
                 (source, *targets),
                 (*_READ, *_WRITTEN * len(targets)),
@@ -179,7 +181,7 @@ class Operations:
         def run(source: torch.Tensor, *outputs: torch.Tensor) -> None:
             self.dense.gather(outputs, source, root)
 
-        step = Step(run, (source, *outputs), (*_READ, *_WRITTEN * len(outputs)), None)
+        step = CollectiveStep(run, (source, *outputs), (*_READ, *_WRITTEN * len(outputs)), None)
         return self._submit(Collective("gather", [step], outputs, [source], root, any_size=True), opts)
 
     def gather_single(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
@@ -188,7 +190,7 @@ class Operations:
         def run(source: torch.Tensor, output: torch.Tensor | None = None) -> None:
             self.dense.gather_single(output, source, root)
 
-        step = Step(run, (source, *outputs), (*_READ, *_SPREAD_WRITTEN * len(outputs)), self.comm.size)
+        step = CollectiveStep(run, (source, *outputs), (*_READ, *_SPREAD_WRITTEN * len(outputs)), self.comm.size)
         return self._submit(Collective("gather", [step], outputs, [source], root), opts)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int, opts: CallOptions) -> Any:
@@ -197,7 +199,7 @@ class Operations:
         def run(output: torch.Tensor, *sources: torch.Tensor) -> None:
             self.dense.scatter(output, sources, root)
 
-        step = Step(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None)
+        step = CollectiveStep(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None)
         return self._submit(
             Collective("scatter", [step], [output], [output], root, any_size=True, inputs=sources), opts
         )
@@ -218,7 +220,7 @@ class Operations:
         run = functools.partial(self.dense.all_to_all, counts=counts, source_counts=source_counts)
         is_even = counts is None
         uses = (*_SPREAD_WRITTEN, *_SPREAD_READ) if is_even else (*_WRITTEN, *_READ)
-        step = Step(run, (output, source), uses, self.comm.size if is_even else None)
+        step = CollectiveStep(run, (output, source), uses, self.comm.size if is_even else None)
         also = "even" if is_even else "uneven"
         return self._submit(Collective("all_to_all", [step], [output], [source], None, also, not is_even), opts)
 
@@ -229,7 +231,7 @@ class Operations:
             self.dense.all_to_all_list(tensors[: self.comm.size], tensors[self.comm.size :])
 
         uses = (*_WRITTEN * len(outputs), *_READ * len(sources))
-        step = Step(run, (*outputs, *sources), uses, None)
+        step = CollectiveStep(run, (*outputs, *sources), uses, None)
         return self._submit(Collective("all_to_all", [step], outputs, sources, None, "list", any_size=True), opts)
 
     # -- barriers ------------------------------------------------------------------------------------------------

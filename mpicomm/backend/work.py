@@ -350,7 +350,7 @@ class JointWork(_Work):
         return all_of([work.get_future() for work in self._works]).then(result)
 
 
-class Batch(threading.local):
+class WorkBatch(threading.local):
     """The works of the operations that this thread has called in an open coalescing manager."""
 
     works: list[dist.Work] | None = None

@@ -178,7 +178,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/messages.py",
+        "backend/pending_messages.py",
         old="if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():",
         new="if poller is not None or work.is_completed() or not mpi.serves_threads():",
         fault="A new message does not wake a sleeping poller, and then advances only while a thread waits for it.",

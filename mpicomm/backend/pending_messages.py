@@ -12,7 +12,7 @@ from mpicomm import mpi
 from mpicomm.backend import torch_internals
 from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.profiling import Profiler
-from mpicomm.backend.work import Batch, MessageWork
+from mpicomm.backend.work import MessageWork, WorkBatch
 from mpicomm.backend.worker_thread import Poller, require_threads
 from mpicomm.watchdog import flight_recorder
 from mpicomm.watchdog.flight_recorder import Operation
@@ -24,10 +24,10 @@ _abandoned: list[MessageWork] = []
 """In-flight messages of destroyed groups, kept alive: MPI may still read and write their memory."""
 
 
-class Messages:
+class PendingMessages:
     """The messages of one group that have not completed."""
 
-    def __init__(self, state: GroupState, profiler: Profiler, batch: Batch) -> None:
+    def __init__(self, state: GroupState, profiler: Profiler, batch: WorkBatch) -> None:
         self._state = state
         self._record = state.record
         self._profiler = profiler
