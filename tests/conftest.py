@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -36,6 +37,11 @@ def _is_under_mpi(config: pytest.Config) -> bool:
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_under_mpi(config):
+        with contextlib.suppress(ImportError):  # tests of other versions do not install it
+            import hypothesis
+
+            hypothesis.settings.register_profile("at any speed", deadline=None)
+            hypothesis.settings.load_profile("at any speed")
         return
     from tests.verdict import CollectiveVerdict, QuietRank
 

@@ -298,7 +298,7 @@ def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
 
 
 @each_scheduler
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(derandomize=True, max_examples=20)
 @example(words=["", "'", '"', "$HOME", "`id`", "a\nb", "\\", "*", "#", "\r", "ä\x07", "-- ", "!", "&&", "\udcff"])
 @example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in unprintable words
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\036", exclude_categories=["Cs"])), max_size=6))

@@ -102,7 +102,7 @@ def without_suffix(text: str) -> tuple[int, str]:
     return int(number), unit
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(sizes(), st.booleans())
 def test_slurm_gets_a_task_for_each_rank(size: dict[str, object], has_torchrun: bool) -> None:
     spec = job("slurm", *(["torchrun", "x.py"] if has_torchrun else PROGRAM), **size)
@@ -127,7 +127,7 @@ def seconds(time: str) -> int:
     return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + rest
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(sizes(), st.booleans())
 def test_pbs_gets_a_chunk_for_each_node(size: dict[str, object], has_torchrun: bool) -> None:
     spec = job("pbs", *(["torchrun", "x.py"] if has_torchrun else PROGRAM), **size)
@@ -262,7 +262,7 @@ FREE = ("name", "partition", "account", "array", "mail_user", "output", "error",
 
 
 @each_scheduler
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(field=st.sampled_from(FREE), value=NASTY)
 def test_a_value_is_refused_or_cannot_break_the_script(scheduler: str, field: str, value: str) -> None:
     plain = script(job(scheduler, name="x"))

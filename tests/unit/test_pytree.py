@@ -62,7 +62,7 @@ def sent(data: pytree.Data) -> Any:
     return got.rebuilt(wire_format.unpack(got, {device: content.clone() for device, content in packed.items()}))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(CONTAINERS)
 def test_what_is_sent_is_what_is_received(data: Any) -> None:
     assert same(sent(pytree.take(data, "send")), data)
@@ -82,7 +82,7 @@ def test_objects(thing: object) -> None:
     assert sent(pytree.pickled(thing)) == thing
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(CONTAINERS)
 def test_every_leaf_has_a_place(data: Any) -> None:
     taken = pytree.take(data, "send")
@@ -132,7 +132,7 @@ def test_halves_that_look_like_a_description(structure: Any, of_leaves: Any) -> 
     assert all(math.prod(shape) * dtype.itemsize < 2**62 for _, dtype, shape, *_ in found.leaves)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(CONTAINERS, st.data())
 def test_a_description_with_a_change_is_one_or_an_error(data: Any, draws: st.DataObject) -> None:
     plain = json.loads(wire_format.encode(pytree.take(data, "send")))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -34,7 +34,6 @@ sizes = st.integers(1, 7)
 
 
 @given(st.integers(1, 200), sizes, sizes, sizes)
-@settings(deadline=None)
 def test_every_sample_is_in_one_batch_of_one_rank(
     length: int, batch_size: int, grad_accum_steps: int, size: int
 ) -> None:
@@ -51,7 +50,6 @@ def test_every_sample_is_in_one_batch_of_one_rank(
 
 
 @given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), st.integers(1, 4), st.integers(0, 30))
-@settings(deadline=None)
 def test_another_number_of_ranks_goes_on(
     length: int, batch_size: int, grad_accum_steps: int, before: int, after: int, steps: int
 ) -> None:
@@ -73,7 +71,6 @@ def _of(partition: EpochPartition, start: int, end: int) -> list[int]:
 
 
 @given(st.integers(1, 100), sizes, sizes, sizes)
-@settings(deadline=None)
 def test_steps_are_whole_where_the_last_is_dropped(
     length: int, batch_size: int, grad_accum_steps: int, size: int
 ) -> None:

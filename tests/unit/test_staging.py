@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.backend.staging import Call, Staged, Use
@@ -55,7 +55,6 @@ def test_every_dtype_and_size_in_place(dtype: torch.dtype, count: int) -> None:
     assert mover.is_quiet
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 5),
     width=st.integers(0, 40),
@@ -82,7 +81,6 @@ def test_a_gather_of_any_width_in_chunks_of_any_length(
     assert max(lengths) <= max(chunk // (4 * size), 1)
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 5), width=st.integers(0, 40), chunk=st.integers(1, 64), seed=st.integers(0, 2**16))
 def test_an_exchange_within_one_tensor(size: int, width: int, chunk: int, seed: int) -> None:
     transport, mover = staged(size, chunk, seed)
