@@ -119,19 +119,33 @@ class QueuedWork(_Work):
         super().__init__(tensors)
         self._operation = operation
         self._queue = queue
-        self._future = OrderedFuture(queue, torch_internals.gpus_of(tensors))
+        self._lock = threading.Lock()  # guards the completion, and the creation of the future
+        self._done = False
         self._error: BaseException | None = None
+        self._future: OrderedFuture | None = None  # created when it is needed: this takes microseconds
 
     def finish(self, error: BaseException | None) -> None:
-        """Complete the future, on the worker thread."""
-        self._error = error
-        if error is None:
-            self._future.set_result(self.tensors)
-        elif isinstance(error, Exception):
-            self._future.set_exception(error)
-        else:  # of a signal handler on the thread that waits; futures hold no such exceptions
-            what = f"the operation was interrupted by {type(error).__name__}"
-            self._future.set_exception(MpicommError(f"{what}.\nEnd the job: the ranks may be out of step."))
+        """Complete the work, on the thread that ran the operation."""
+        with self._lock:
+            self._error = error
+            self._done = True
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: OrderedFuture) -> None:
+        if self._error is None:
+            future.set_result(self.tensors)
+        else:
+            future.set_exception(self._failure())
+
+    def _failure(self) -> Exception:
+        """Return the error that wait() raises."""
+        if isinstance(self._error, Exception):
+            return self._error
+        # Of a signal handler on the thread that ran the operation; futures hold no such exceptions.
+        what = f"the operation was interrupted by {type(self._error).__name__}"
+        return MpicommError(f"{what}.\nEnd the job: the ranks may be out of step.")
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Wait until the operation has completed.
@@ -141,15 +155,18 @@ class QueuedWork(_Work):
         """
         deadline = _deadline(timeout)
         self._queue.run_queued_until(self, may_block=deadline is None)
-        if deadline is not None and not mpi.poll(self._future.done, deadline):
+        if deadline is not None and not mpi.poll(self.is_completed, deadline):
             raise self._queue.time_out(self._operation, deadline.seconds)
-        # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.
-        self._future.wait()
+        if not self._done:
+            # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.
+            self.get_future().wait()
+        if self._error is not None:
+            raise self._failure()
         return True
 
     def is_completed(self) -> bool:
         """Return whether the operation has completed."""
-        return self._future.done()
+        return self._done
 
     def exception(self) -> BaseException | None:
         """Return the error of the operation, or None if it has not failed."""
@@ -157,6 +174,13 @@ class QueuedWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future that completes when the operation does; its callbacks run in the group's queue."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = OrderedFuture(self._queue, torch_internals.gpus_of(self.tensors))
+            is_done = self._done
+        if is_done:
+            self._complete(self._future)
         return self._future
 
 
