@@ -17,7 +17,7 @@ from benchmarks.ratios import Ratio
 from mpicomm import job_info
 from mpicomm.bench import overlap, startup, startup_probe, timing, training
 from mpicomm.bench.startup import Sample
-from mpicomm.bench.timing import Bench, Times
+from mpicomm.bench.timing import Bench, Timed, Times
 from mpicomm.launch.request import Start
 
 
@@ -64,7 +64,27 @@ def test_latency_is_the_fastest_round_of_the_slowest_rank(monkeypatch: pytest.Mo
     bench = Bench(gather, lambda: None, lambda: None, rounds=3, seconds=1e-6)  # short enough for three calls per round
     warm_up = [1] * 6
     found = timing.in_turn(bench, {"call": clock.after(*warm_up, 9, 9, 9, 5, 5, 5, 7, 7, 7)})
-    assert found == {"call": Times(least=15.0, median=21.0, p99=27.0)}
+    assert found == {"call": Times(rounds=(27.0, 15.0, 21.0), p99=27.0)}
+    assert (found["call"].least, found["call"].median) == (15.0, 21.0)
+
+
+def test_time_before_calls_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    events: list[str] = []
+
+    def logged(name: str, us: int) -> Callable[[], None]:
+        def call() -> None:
+            events.append(name)
+            clock.us += us
+
+        return call
+
+    bench = Bench(lambda mine: [mine], logged("barrier", 100), logged("settle", 1), rounds=1, seconds=1e-6)
+    timed = Timed(logged("call", 10), logged("rewrite", 1000), logged("enter", 1000))
+    assert timing.in_turn(bench, {"call": timed})["call"] == Times(rounds=(11.0,), p99=11.0)
+    rounds = 3  # two of the calibration
+    assert events == ["enter", *["rewrite", "settle", "barrier", "call", "settle"] * 3] * rounds
 
 
 def test_without_a_look_at_each_call_there_is_no_percentile() -> None:
@@ -84,7 +104,7 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
         for name, call in calls.items():
             events.append(name)
             call()
-        return {name: Times(us[name], us[name], None) for name in calls}
+        return {name: Times((us[name],), None) for name in calls}
 
     def start() -> Any:
         events.append("start")
@@ -113,7 +133,9 @@ def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
     """Data take 1 ms, data and computation 5 ms, the whole step 9 ms with one backend and 4.99 ms with the other."""
     us = {"data": 1000.0, "compute": 5000.0, "mpi": 9000.0, "none": 4990.0}
     monkeypatch.setattr(
-        training.timing, "in_turn", lambda _, calls: {name: Times(us[name], 2 * us[name], None) for name in calls}
+        training.timing,
+        "in_turn",
+        lambda _, calls: {name: Times((us[name], 2 * us[name], 3 * us[name]), None) for name in calls},
     )
     monkeypatch.setattr(training, "_spread", lambda model, *_: model)
     rows = training.measure([("small", "ddp")], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
