@@ -18,6 +18,7 @@ _OPERATIONS = (
 )  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 _MODELS, _STRATEGIES = ("small", "middle", "large"), ("ddp", "fsdp")
+_DECODERS = ("small", "middle")
 _SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
 _FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _STEP = 4  # factor between successive sizes
@@ -32,6 +33,10 @@ _OF_STEPS = """\
 Measure training steps with DistributedDataParallel or FSDP2 and several backends, which run in turn: milliseconds on
 the slowest rank, split into data loading, computation and communication. The models are two linear layers, with 33 k,
 525 k and 8.4 M parameters."""
+_OF_DECODING = """\
+Decode tokens with a small random Llama-like model in float32, whose layers are split over the ranks (tensor
+parallelism): an all_reduce after attention and one after the MLP of each layer. Each backend and a single process with
+the whole model run in turn, with one thread per process; their tokens are compared."""
 _OF_STARTUP = """\
 Start ranks repeatedly, and measure the time from the command to the end of the first all_reduce, step by step, and that
 of torchrun with Gloo for comparison. In a Slurm allocation all of its nodes are used."""
@@ -54,15 +59,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )  # fmt: skip
     _add_list(parser, "--dtype", "dtype", _DTYPES, ["float32"])
     parser.add_argument("--async", dest="starts", action="store_true", help="run asynchronously; measure the overlap")
-    parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
-    parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
-    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
-    others = parser.add_subparsers(title="other measurements", metavar="ddp|startup")
-    _add_steps(others)
     parser.add_argument(
         "--reuse-inputs", dest="reuses_inputs", action="store_true",
         help="run the timed calls in a row, on zeros that are not written again between the calls",
     )  # fmt: skip
+    parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
+    parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
+    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
+    others = parser.add_subparsers(title="other measurements", metavar="ddp|decode|startup")
+    _add_steps(others)
+    _add_decoding(others)
     _add_startup(others)
 
 
@@ -71,6 +77,13 @@ def _add_steps(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_list(parser, "--model", "model", _MODELS, list(_MODELS))
     _add_list(parser, "--strategy", "strategy", _STRATEGIES, ["ddp"])
     _add_ranks(parser, benchmark_runs.STEPS, "; none is a no-op, a lower bound")
+    parser.set_defaults(csv=None, plot=None, compare=None)
+
+
+def _add_decoding(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = others.add_parser("decode", help="tensor-parallel inference", description=_OF_DECODING)
+    _add_list(parser, "--model", "model", _DECODERS, list(_DECODERS))
+    _add_ranks(parser, benchmark_runs.DECODING, "; none is a no-op, an upper bound; deepspeed only if named")
     parser.set_defaults(csv=None, plot=None, compare=None)
 
 

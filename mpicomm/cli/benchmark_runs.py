@@ -174,6 +174,27 @@ STEPS = Benchmark(
 )
 
 
+def _measure_decoding(arguments: argparse.Namespace, world: World, names: list[str], device: Any, bench: Any) -> Values:
+    import torch
+
+    from mpicomm.bench import compared_backends, decode
+
+    torch.set_num_threads(1)  # of each rank, and of the process that decodes alone
+    reducers = {name: compared_backends.reducer(name, world) for name in names}
+    models = ensure_ranks.progress(world.rank, arguments.model)
+    rows = [row for model in models for row in decode.measure(model, reducers, world, bench, device)]
+    return {"tokens": decode.TOKENS, "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+DECODING = Benchmark(
+    "bench decode",
+    "tokens per second of the fastest round; the model is split over the ranks, or whole on one of them",
+    _measure_decoding,
+    lambda _, found: [benchmarks.decode_table(found["rows"])],
+    ("mpi", "gloo", "none", "deepspeed"),
+)
+
+
 def _measure_startup(arguments: argparse.Namespace) -> Values:
     environ = {**os.environ, **_WITHOUT_GPUS}
     ways = {
