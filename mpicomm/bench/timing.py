@@ -85,32 +85,33 @@ def in_turn(bench: Bench, calls: Mapping[str, Call | Timed], *, each: bool = Tru
     Args:
         bench: The functions for timing.
         calls: The calls by name.
-        each: Time every call; if False only whole rounds, for calls that return before their work completes.
+        each: Time every call; if False only whole rounds, for calls that return before their work completes, or that
+            take less than a microsecond.
     """
     timed = {name: call if isinstance(call, Timed) else Timed(call) for name, call in calls.items()}
-    numbers = {name: _number(bench, call) for name, call in timed.items()}
+    numbers = {name: _number(bench, call, each=each) for name, call in timed.items()}
     samples: dict[str, list[numpy.ndarray]] = {name: [] for name in timed}
     for _ in range(bench.rounds):
         for name, call in timed.items():
-            samples[name].append(_round(bench, call, numbers[name]))
+            samples[name].append(_round(bench, call, numbers[name], each=each))
     return {name: _of_all_ranks(bench, rounds, each=each) for name, rounds in samples.items()}
 
 
-def _number(bench: Bench, timed: Timed) -> int:
+def _number(bench: Bench, timed: Timed, *, each: bool) -> int:
     """Return the number of calls per round, the same on every rank."""
-    _round(bench, timed, _WARM_UP)
+    _round(bench, timed, _WARM_UP, each=each)
     start = time.perf_counter()
-    _round(bench, timed, _WARM_UP)
+    _round(bench, timed, _WARM_UP, each=each)
     slowest = max(map(float, bench.gather(time.perf_counter() - start))) / _WARM_UP  # type: ignore[arg-type]
     return round(min(max(bench.seconds / max(slowest, 1e-9), _FEWEST), _MOST))
 
 
-def _round(bench: Bench, timed: Timed, number: int) -> numpy.ndarray:
+def _round(bench: Bench, timed: Timed, number: int, *, each: bool) -> numpy.ndarray:
     """Return the duration of each of `number` calls, in nanoseconds."""
     if timed.before_round is not None:
         timed.before_round()
     if timed.before_each is None:
-        return _in_a_row(bench, timed.call, number)
+        return _in_a_row(bench, timed.call, number) if each else _together(bench, timed.call, number)
     return _one_by_one(bench, timed.call, timed.before_each, number)
 
 
@@ -126,6 +127,16 @@ def _in_a_row(bench: Bench, call: Call, number: int) -> numpy.ndarray:
     bench.settle()
     moments[number] = now()
     return numpy.diff(moments)
+
+
+def _together(bench: Bench, call: Call, number: int) -> numpy.ndarray:
+    """Return the mean duration `number` times: reading the clock takes as long as a tenth of a small operation."""
+    bench.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(number):
+        call()
+    bench.settle()
+    return numpy.full(number, (time.perf_counter_ns() - start) / number)
 
 
 def _one_by_one(bench: Bench, call: Call, before: Call, number: int) -> numpy.ndarray:
