@@ -91,10 +91,11 @@ def _make(name: str, world: World) -> Backend:
         return _by_deepspeed(deepspeed_kernel.load(world))
     if name == ASYNCHRONOUS:
         return _by_torch_and_wait(group(OURS, world))
-    return _by_torch(group(name, world))
+    return by_torch(group(name, world))
 
 
-def _by_torch(group: Any) -> Backend:
+def by_torch(group: Any) -> Backend:
+    """Return the backend that runs the operations of torch.distributed on a group."""
     return lambda operation, starts: functools.partial(operation.by_torch, group, starts=starts)
 
 
