@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mpicomm.runtime import World
 
@@ -17,6 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The kernel returns without an error, and without a sum, for other dtypes."""
 
 _LEVEL = 2  # of vector instructions, as the kernel numbers them: AVX-512 on x86
+_SEGMENT = "/dev/shm/deepspeed_allreduce_buffer"
 _SIZE = "LOCAL_SIZE"  # the kernel reads the number of ranks of the node from this variable
 
 
@@ -53,4 +56,7 @@ def load(world: World) -> Callable[[torch.Tensor], object]:
         os.environ.pop(_SIZE)
         if before is not None:
             os.environ[_SIZE] = before
+    dist.barrier()  # every rank has opened the segments of all others
+    name = f"{_SEGMENT}_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{world.rank}"
+    Path(name).unlink(missing_ok=True)  # the kernel leaves it behind
     return torch.ops.deepspeed.inference_all_reduce_

@@ -88,6 +88,39 @@ def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, An
     ] * len(OPERATIONS[name].places)
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("rewrites", [True, False])
+def test_inputs_are_written_again_before_each_call(world: mpicomm.World, rewrites: bool) -> None:
+    seen: list[torch.Tensor] = []
+
+    def overwrites(operation: MeasuredOperation, starts: bool) -> Any:
+        def call() -> None:
+            seen.append(operation.send.clone())
+            operation.send.fill_(9)
+
+        return call
+
+    measured(world, {"overwrites": overwrites}, "all_to_all", [4096], rewrites=rewrites)
+    first, *timed, last = seen
+    assert torch.equal(first, last), "the checks before and after the timed calls"
+    assert len(timed) > 10
+    if rewrites:
+        assert all(torch.equal(each, first) for each in timed)
+    else:
+        assert timed[0].eq(0).all()
+        assert all(each.eq(9).all() for each in timed[1:])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_that_is_wrong_after_some_calls_is_wrong(world: mpicomm.World) -> None:
+    def stops(operation: MeasuredOperation, starts: bool) -> Any:
+        left = [operation.by_torch] * 3
+        return lambda: left.pop()(dist.group.WORLD) if left else None
+
+    found = measured(world, {"stops": stops}, "all_reduce", [4096])
+    assert [row.wrong > 0 for row in found.rows] == [True]
+
+
 @pytest.mark.mpi(min_size=2)
 def test_collectives_of_the_backend_none_do_nothing(world: mpicomm.World) -> None:
     group = compared_backends.group(compared_backends.NOTHING, world)
