@@ -1,8 +1,8 @@
 """Operations on several nodes, with and without shared memory within each node: `srun -N2 --ntasks-per-node=2 ...`.
 
-`python -m benchmarks.hierarchical` measures all operations at 64 MiB in one run, with a group that may use shared
+`python -m benchmarks.multi_node` measures all operations at 64 MiB in one run, with a group that may use shared
 memory (hierarchical operations) and with one that may not. Rank 0 writes
-docs/results/hierarchical-<nodes>x<ranks of each>-<MPI>.json.
+docs/results/multi-node-<nodes>x<ranks of each>-<MPI>.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
         found = sweep.measure(cases, backends, timing.on_ranks_of(world, ROUNDS))
         dist.destroy_process_group(flat)
     if world.rank == 0:
-        name = f"hierarchical-{world.num_nodes}x{world.size // world.num_nodes}"
+        name = f"multi-node-{world.num_nodes}x{world.size // world.num_nodes}"
         what = "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s"
         rows = [dataclasses.asdict(row) for row in found.rows]
         rank_results.write(name, world.size, what, nodes=world.num_nodes, inputs=sweep.REWRITTEN, rows=rows)
