@@ -18,7 +18,7 @@ from benchmarks import rank_results
 from mpicomm.bench import compared_backends, sweep, timing
 from mpicomm.bench.measured_operations import OPERATIONS
 
-ROUNDS, BYTES = 5, 2**26
+ROUNDS, BYTES = 3, 2**26
 _SETTING = "MPICOMM_SHARED_MEMORY"  # read when a group is created
 
 

@@ -73,6 +73,19 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
     assert ("mpi4py" in refusers) == (is_beyond_mpi or name == "reduce_scatter")
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_operations_that_are_started_and_waited_for(world: mpicomm.World, name: str) -> None:
+    found = measured(world, compared_backends.make(["mpi-async"], world), name, [ODD_SIZE])
+    assert [(row.backend, row.wrong) for row in found.rows] == [("mpi-async", 0)] * len(OPERATIONS[name].places)
+
+
+@pytest.mark.mpi
+def test_operations_that_wait_have_no_overlap(world: mpicomm.World) -> None:
+    found = measured(world, compared_backends.make(["mpi-async"], world), "broadcast", [4], asynchronous=True)
+    assert found == Found([], {"broadcast, float32, in place, mpi-async": "mpi-async waits; use mpi with --async"})
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
