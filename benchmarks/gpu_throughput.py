@@ -6,8 +6,6 @@ perfect overlap, staging takes as long as the slowest of these. Rank 0 writes do
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +14,12 @@ import torch.distributed as dist
 
 import mpicomm
 from benchmarks import rank_results
-from benchmarks.rounds import fastest
+from mpicomm.bench import timing
+from mpicomm.bench.timing import Bench, Timed
 from mpicomm.errors import DeviceError
 
 ROUNDS = 7
+SECONDS = 0.01  # of a round
 MEBIBYTES = (1, 4, 16, 64, 256)
 
 
@@ -28,7 +28,8 @@ def main() -> None:
     with mpicomm.bootstrap("mpi") as world:
         if world.device.type != "cuda":
             raise DeviceError("there is no GPU.\nRun this where there is one.")
-        found = {f"{size} MiB": _measure(size, world.device) for size in MEBIBYTES}
+        bench = timing.on_ranks_of(world, ROUNDS, device="cuda", seconds=SECONDS)
+        found = {f"{size} MiB": _measure(size, world.device, bench) for size in MEBIBYTES}
         if world.rank == 0:
             group: Any = dist.group.WORLD
             how = {
@@ -39,7 +40,7 @@ def main() -> None:
             rank_results.write(f"gpu-{world.size}", world.size, what, **how, gibibytes_per_second=found)
 
 
-def _measure(mebibytes: int, device: torch.device) -> dict[str, float]:
+def _measure(mebibytes: int, device: torch.device, bench: Bench) -> dict[str, float]:
     """Return the throughput in GiB/s, the best of interleaved rounds (collective)."""
     count = mebibytes * 2**20 // 4
     on_gpu, on_host = torch.ones(count, device=device), torch.ones(count)
@@ -54,18 +55,12 @@ def _measure(mebibytes: int, device: torch.device) -> dict[str, float]:
         "plain copy to the GPU": lambda: on_gpu.copy_(pinned, non_blocking=True),
     }
 
-    def seconds(case: Callable[[], object]) -> float:
+    def rewrite() -> None:
         for tensor in (on_gpu, on_host, narrow):
             tensor.fill_(1)
-        torch.cuda.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        case()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
 
-    least = fastest({name: functools.partial(seconds, case) for name, case in cases.items()}, ROUNDS)
-    return {name: round(mebibytes / 1024 / each, 2) for name, each in least.items()}
+    times = timing.in_turn(bench, {name: Timed(case, rewrite) for name, case in cases.items()})
+    return {name: round(mebibytes / 1024 / (1e-6 * each.least), 2) for name, each in times.items()}
 
 
 if __name__ == "__main__":

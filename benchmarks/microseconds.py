@@ -5,7 +5,6 @@ Rank 0 writes docs/results/microseconds-<ranks>-<MPI>.json.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 import mpicomm
 from benchmarks import rank_results
-from benchmarks.rounds import fastest, mean_microseconds
 from mpicomm import mpi
 from mpicomm.backend.work import CompletedWork
+from mpicomm.bench import timing
 from mpicomm.watchdog import flight_recorder
 
-ROUNDS, CALLS = 21, 3000
+ROUNDS = 21
 _TORCH = "of it torch, with a no-op group"
 _RECORDER = "of that the flight recorder"
 
@@ -30,7 +29,8 @@ def main() -> None:
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
     parts = _parts(world.comm)
-    found = fastest({name: functools.partial(mean_microseconds, part, CALLS) for name, part in parts.items()}, ROUNDS)
+    times = timing.in_turn(timing.on_ranks_of(world, ROUNDS), parts, each=False)
+    found = {name: each.least for name, each in times.items()}
     if world.rank == 0:
         found[_RECORDER] -= found[_TORCH]
         us = {name: round(microseconds, 2) for name, microseconds in found.items()}

@@ -7,7 +7,6 @@ Rank 0 writes docs/results/pytrees-<ranks>-<MPI>.json.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,12 @@ from torch.utils import _pytree as torch_pytree
 
 import mpicomm
 from benchmarks import rank_results
-from benchmarks.rounds import fastest, mean_microseconds
+from mpicomm.bench import timing
+from mpicomm.bench.timing import Bench
 from mpicomm.collective_ops import pytree
 
-ROUNDS, CALLS, TENSORS = 21, 10, 200
+ROUNDS, TENSORS = 21, 200
+SECONDS = 0.01  # of a round
 COUNTS = (16, 256, 1024, 4096)  # elements of each tensor
 Cases = dict[str, Callable[[], object]]
 
@@ -29,14 +30,15 @@ def main() -> None:
     """Measure, and write the results on rank 0."""
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
-        found = {f"{TENSORS} x {4 * count} B": _all_reduces(count) for count in COUNTS}
-        found |= {name: _fastest(_with_both(container)) for name, container in _containers().items()}
+        bench = timing.on_ranks_of(world, ROUNDS, seconds=SECONDS)
+        found = {f"{TENSORS} x {4 * count} B": _all_reduces(count, bench) for count in COUNTS}
+        found |= {name: _fastest(_with_both(container), bench) for name, container in _containers().items()}
     if world.rank == 0:
         what = "sums of zeros, the fastest round"
         rank_results.write(f"pytrees-{world.size}", world.size, what, microseconds=found)
 
 
-def _all_reduces(count: int) -> dict[str, float]:
+def _all_reduces(count: int, bench: Bench) -> dict[str, float]:
     """Return microseconds of operations on a dict of tensors (collective)."""
     small = {f"p{index}": torch.zeros(count) for index in range(TENSORS)}
     fused = torch.zeros(TENSORS * count)
@@ -51,7 +53,8 @@ def _all_reduces(count: int) -> dict[str, float]:
             "dist.all_reduce of one tensor": lambda: dist.all_reduce(fused),
             "mpicomm.all_reduce of one tensor": lambda: mpicomm.all_reduce(fused),
             "200 calls of dist.all_reduce": one_by_one,
-        }
+        },
+        bench,
     )
     for caller in ("mpicomm", "dist"):
         ratio = least["mpicomm.all_reduce of the dict"] / least[f"{caller}.all_reduce of one tensor"]
@@ -91,10 +94,9 @@ def _with_both(container: Any) -> Cases:
     }
 
 
-def _fastest(cases: Cases) -> dict[str, float]:
+def _fastest(cases: Cases, bench: Bench) -> dict[str, float]:
     """Return the mean microseconds of a call in the fastest of the interleaved rounds (collective)."""
-    least = fastest({name: functools.partial(mean_microseconds, case, CALLS) for name, case in cases.items()}, ROUNDS)
-    return {name: round(value, 1) for name, value in least.items()}
+    return {name: round(times.least, 1) for name, times in timing.in_turn(bench, cases).items()}
 
 
 if __name__ == "__main__":

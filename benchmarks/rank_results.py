@@ -12,19 +12,20 @@ from mpicomm.reports import result_files
 _DIRECTORY = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
-def write(name: str, size: int, what: str, **figures: Any) -> None:
+def write(name: str, size: int, what: str, path: Path | None = None, /, **figures: Any) -> None:
     """Write a file, and print it.
 
     Args:
         name: The start of the file name; the name of the MPI library is appended.
         size: The number of ranks.
         what: The measured quantity and its unit.
+        path: The file; by default one in docs/results.
         figures: The results, and other properties of the measurement.
     """
     spec = sys.modules["__main__"].__spec__
     assert spec is not None, "run the program with python -m"
     program = spec.name.removesuffix(".__main__")
     head = job_info.description(what, f"mpirun -n {size} python -m {program}")
-    path = _DIRECTORY / f"{name}-{result_files.mpi_name(mpi.library().vendor)}.json"
+    path = path or _DIRECTORY / f"{name}-{result_files.mpi_name(mpi.library().vendor)}.json"
     result_files.write(path, {**head, "ranks": size, **figures})
     sys.stdout.write(path.read_text())

@@ -1,19 +1,21 @@
 """Compares ratios with the targets in docs/performance.md: `python -m benchmarks.ratios --json F`.
 
-`mpicomm bench` measures both figures of a ratio in alternating rounds, with two ranks on this host and starts of four.
-The program takes some minutes; its exit status is 1 if a target is not met.
+Each ratio compares figures that were measured in alternating rounds of one run, with two ranks on this host or starts
+of four. The program takes about 15 minutes; its exit status is 1 if a target is not met.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +24,41 @@ from mpicomm.cli.argument_types import check_writable, count
 from mpicomm.reports import result_files
 
 _NOT_MET, _FAILED = 1, 2  # exit statuses
+_SMALL = (4, 2**10)
 _SIZES = {"4 B": 4, "1 KiB": 2**10, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 _HALF = 2**25  # bytes of as many bfloat16 elements as 64 MiB have float32 elements
 _RANKS, _STARTED = 2, 4
-_PARAMETERS = {"small": "33 k", "middle": "525 k", "large": "8.4 M"}
+_STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP2"}
+_PARAMETERS = {"small": "33 k", "middle": "525 k"}
 _THAN_GLOO = {"4 B": 20.0, "1 KiB": 30.0, "1 MiB": 5.0, "64 MiB": 2.5}
-_THAN_MPI = {"16 MiB": 1.2, "64 MiB": 2.0}
-_STEPS = {"small": 4.0, "middle": 2.0, "large": 1.5}
+_OVER_COMPUTATION = {"ddp": {"small": 1.3, "middle": 1.55}, "fsdp": {"small": 1.2, "middle": 1.35}}
+_AVERAGE = "_avg"
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_OTHERS = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
+_EVERY = (*_REDUCTIONS, *_OTHERS)
 
 Results = Mapping[str, Mapping[str, Any]]
 """Results of each of `COMMANDS`, as in its --json file."""
+Rows = Iterable[Mapping[str, Any]]
 
+_BENCH = ("bench", "-n", str(_RANKS))
 COMMANDS: dict[str, Sequence[str]] = {
-    "float32": ("-n", str(_RANKS), "--size", ",".join(map(str, [*_SIZES.values(), _HALF]))),
-    "bfloat16": ("-n", str(_RANKS), "--dtype", "float32,bfloat16", "--backend", "mpi",
-        "--size", f"{_HALF},{2 * _HALF}"),
-    "ddp": ("ddp", "-n", str(_RANKS)),
-    "fsdp": ("ddp", "-n", str(_RANKS), "--strategy", "fsdp", "--model", "middle"),
-    "startup": ("startup", "--ranks", str(_STARTED)),
+    "small": (*_BENCH, "--op", "all", "--dtype", "float32,bfloat16", "--size", ",".join(map(str, _SMALL)),
+        "--backend", "mpi,mpi-async,mpi4py", "--reuse-inputs"),
+    "large": (*_BENCH, "--op", ",".join(_EVERY), "--size", "64Ki,1Mi,16Mi,64Mi", "--backend", "mpi,mpi4py"),
+    "all_reduce": (*_BENCH, "--size", ",".join(map(str, _SIZES.values())), "--backend", "mpi,gloo"),
+    "bfloat16": (*_BENCH, "--dtype", "float32,bfloat16", "--backend", "mpi", "--size", f"{_HALF},{2 * _HALF}"),
+    "steps": ("bench", "ddp", "-n", str(_RANKS), "--model", "small,middle", "--strategy", "ddp,fsdp"),
+    "decode": ("bench", "decode", "-n", str(_RANKS), "--model", "small"),
+    "gil": ("run", "-n", str(_RANKS), "-m", "benchmarks.gil"),
+    "startup": ("bench", "startup", "--ranks", str(_STARTED)),
 }  # fmt: skip
-"""Arguments of `mpicomm bench` for each measurement."""
+"""Arguments of `mpicomm` for each measurement."""
+
+WITH_DEEPSPEED: dict[str, Sequence[str]] = {
+    "deepspeed": (*_BENCH, "--size", "8Ki,16Ki,32Ki,64Ki,128Ki,256Ki", "--backend", "mpi,deepspeed"),
+}
+"""The same, where DeepSpeed is installed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +70,8 @@ class Ratio:
     target: float
     is_least: bool
     """Whether the target is a lower bound; otherwise it is an upper bound."""
+    where: str = ""
+    """The operation and size with the worst of several values."""
 
     @property
     def is_met(self) -> bool:
@@ -62,7 +81,7 @@ class Ratio:
     def __str__(self) -> str:
         """Return a line of the table."""
         bound = f"{'>=' if self.is_least else '<='} {self.target:g}"
-        return f"{self.what:60}  {self.value:8.3g}  {bound:>8}{'' if self.is_met else '  not met'}"
+        return f"{self.what:70}  {self.value:8.3g}  {bound:>8}  {'met' if self.is_met else 'not met':7}  {self.where}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.json is not None:
             check_writable(options.json)
-        found = measure(lambda command: _result([*command, "--rounds", str(options.rounds)]))
+        found = measure(
+            lambda command: _result([*command, "--rounds", str(options.rounds)]),
+            with_deepspeed=importlib.util.find_spec("deepspeed") is not None,
+            is_native=os.environ.get("MPICOMM_NATIVE") != "0",
+        )
         if options.json is not None:
             _write(found, options.json)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -86,48 +109,118 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(each.is_met for each in found) else _NOT_MET
 
 
-def measure(run: Callable[[Sequence[str]], Mapping[str, Any]]) -> list[Ratio]:
+def measure(
+    run: Callable[[Sequence[str]], Mapping[str, Any]], *, with_deepspeed: bool = False, is_native: bool = True
+) -> list[Ratio]:
     """Run all measurements, one command after the other, and return the ratios.
 
     Args:
-        run: Runs `mpicomm bench` with these arguments, and returns the contents of its --json file.
+        run: Runs `mpicomm` with these arguments, and returns the contents of its --json file.
+        with_deepspeed: Whether DeepSpeed's all_reduce can be measured.
+        is_native: Whether the reductions run in the C library; their targets are higher then.
     """
-    results = {name: run(command) for name, command in COMMANDS.items()}
-    return [*_of_all_reduce(results), *_of_training(results), *_of_startup(results)]
-
-
-def _of_all_reduce(results: Results) -> list[Ratio]:
-    us = {(row["nbytes"], row["backend"]): row["us"] for row in _in_place(results["float32"])}
-
-    def quotient(one: str, other: str, size: str, target: float) -> Ratio:
-        name = {"gloo": "Gloo"}.get(one, one)
-        value = us[_SIZES[size], one] / us[_SIZES[size], other]
-        return Ratio(f"all_reduce of {size}: {name} / mpicomm", value, target, is_least=True)
-
-    narrow = {(row["dtype"], row["nbytes"]): row["us"] for row in _in_place(results["bfloat16"])}
-    wrong = sum(row["wrong"] for name in ("float32", "bfloat16") for row in results[name]["rows"])
+    commands = {**COMMANDS, **(WITH_DEEPSPEED if with_deepspeed else {})}
+    results = {name: run(command) for name, command in commands.items()}
     return [
-        Ratio("all_reduce of 4 B: mpicomm - mpi4py, us", us[4, "mpi"] - us[4, "mpi4py"], 4, is_least=False),
-        *(quotient("gloo", "mpi", size, least) for size, least in _THAN_GLOO.items()),
-        *(quotient("mpi4py", "mpi", size, least) for size, least in _THAN_MPI.items()),
-        Ratio("all_reduce of 16 Mi numbers: bfloat16 / float32",
-            narrow["bfloat16", _HALF] / narrow["float32", 2 * _HALF], 0.8, is_least=False),
-        Ratio("wrong elements", wrong, 0, is_least=False),
+        *_of_small_operations(results),
+        *_of_large_operations(results, is_native=is_native),
+        *_of_all_reduce(results),
+        *_of_inference(results),
+        *_of_training(results),
+        *_of_gil(results),
+        *_of_startup(results),
+    ]
+
+
+def _of_small_operations(results: Results) -> list[Ratio]:
+    us = _microseconds(results["small"]["rows"])
+
+    def added(dtype: str, *names: str) -> Iterable[tuple[float, str]]:
+        """Yield the time in addition to mpi4py's for a sum in float32, as MPI has no averages and no bfloat16."""
+        for (name, of_type, in_place, nbytes, backend), each in us.items():
+            alone = us.get((name.removesuffix(_AVERAGE), "float32", in_place, nbytes, "mpi4py"))
+            if (backend, of_type) == ("mpi", dtype) and name in names and alone is not None:
+                yield each - alone, f"{name}, {_place(in_place)}, {nbytes} B"
+
+    names = dict.fromkeys(name for name, *_ in us)
+    averages = [name for name in names if name.endswith(_AVERAGE)]
+    others = [name for name in names if name not in averages and name != "all_reduce"]
+    waits = ((each, f"{name}, {dtype}, {nbytes} B")
+        for (name, dtype, _, nbytes, backend), each in us.items() if backend == "mpi-async")  # fmt: skip
+    what = "of 4 B and 1 KiB, the worst: mpicomm - mpi4py, us"
+    return [
+        _most(f"all_reduce {what}", added("float32", "all_reduce"), 6),
+        _most(f"other operations {what}", added("float32", *others), 9),
+        _most(f"averages {what}", added("float32", *averages), 9),
+        _most(f"operations in bfloat16 {what}", added("bfloat16", *names), 9),
+        _most("asynchronous operations of 4 B and 1 KiB, the worst, us", waits, 30),
+    ]
+
+
+def _of_large_operations(results: Results, *, is_native: bool) -> list[Ratio]:
+    us = _microseconds(results["large"]["rows"])
+
+    def speeds(nbytes: int, *names: str) -> Iterable[tuple[float, str]]:
+        """Yield the speed compared with mpi4py's."""
+        for (name, dtype, in_place, of_size, backend), each in us.items():
+            alone = us.get((name, dtype, in_place, of_size, "mpi4py"))
+            if backend == "mpi" and name in names and of_size == nbytes and alone is not None:
+                yield alone / each, f"{name}, {_place(in_place)}"
+
+    slowdowns = ((1 / speed, where) for speed, where in speeds(2**16, *_EVERY))
+    speed = "mpi4py / mpicomm"
+    return [
+        _most("64 KiB, the worst operation: mpicomm / mpi4py", slowdowns, 1.5),
+        _least(f"1 MiB, broadcast, reduce and all_gather, the worst: {speed}",
+            speeds(2**20, "broadcast", "reduce", "all_gather"), 0.9),
+        _least(f"1 MiB, all_reduce: {speed}", speeds(2**20, "all_reduce"), 1.1 if is_native else 0.85),
+        _least(f"1 MiB, reduce_scatter: {speed}", speeds(2**20, "reduce_scatter"), 1.3 if is_native else 1.1),
+        _least(f"16 MiB, the worst operation: {speed}", speeds(2**24, *_EVERY), 0.97),
+        _least(f"16 MiB, the worst reduction: {speed}", speeds(2**24, *_REDUCTIONS), 1.4 if is_native else 1.2),
+        _least(f"64 MiB, the worst reduction: {speed}", speeds(2**26, *_REDUCTIONS), 2.5 if is_native else 2),
     ]  # fmt: skip
 
 
-def _of_training(results: Results) -> list[Ratio]:
-    ms = {(row["model"], row["strategy"], row["backend"]): row["ms"]
-        for name in ("ddp", "fsdp") for row in results[name]["rows"]}  # fmt: skip
-
-    def steps(strategy: str, called: str, model: str, target: float) -> Ratio:
-        what = f"step of {called}, {_PARAMETERS[model]} parameters: Gloo / mpicomm"
-        return Ratio(what, ms[model, strategy, "gloo"] / ms[model, strategy, "mpi"], target, is_least=True)
-
-    return [
-        *(steps("ddp", "DDP", model, least) for model, least in _STEPS.items()),
-        steps("fsdp", "FSDP2", "middle", 2.5),
+def _of_all_reduce(results: Results) -> list[Ratio]:
+    us = {(row["nbytes"], row["backend"]): row["us"] for row in results["all_reduce"]["rows"]}
+    narrow = {(row["dtype"], row["nbytes"]): row["us"] for row in results["bfloat16"]["rows"]}
+    wrong = sum(row.get("wrong") or 0 for result in results.values() for row in result.get("rows", ()))
+    than_gloo = [
+        Ratio(f"all_reduce of {size}: Gloo / mpicomm", us[_SIZES[size], "gloo"] / us[_SIZES[size], "mpi"], target, True)
+        for size, target in _THAN_GLOO.items()
     ]
+    quotient = narrow["bfloat16", _HALF] / narrow["float32", 2 * _HALF]
+    return [
+        *than_gloo,
+        Ratio("all_reduce of 16 Mi numbers: bfloat16 / float32", quotient, 0.8, is_least=False),
+        Ratio("wrong elements", wrong, 0, is_least=False),
+    ]
+
+
+def _of_inference(results: Results) -> list[Ratio]:
+    tokens = {row["backend"]: row["tokens_per_s"] for row in results["decode"]["rows"]}
+    decoding = Ratio("decoding, tokens per second: mpicomm / Gloo", tokens["mpi"] / tokens["gloo"], 1.5, is_least=True)
+    if "deepspeed" not in results:
+        return [decoding]
+    us = {(row["nbytes"], row["backend"]): row["us"] for row in results["deepspeed"]["rows"]}
+    slowdowns = ((each / us[nbytes, "deepspeed"], f"{nbytes} B")
+        for (nbytes, backend), each in us.items() if backend == "mpi")  # fmt: skip
+    return [_most("all_reduce of 8 to 256 KiB, the worst: mpicomm / DeepSpeed", slowdowns, 1.3), decoding]
+
+
+def _of_training(results: Results) -> list[Ratio]:
+    ms = {(row["strategy"], row["model"], row["backend"]): row["ms"] for row in results["steps"]["rows"]}
+    return [
+        Ratio(f"step of {_STRATEGIES[strategy]}, {_PARAMETERS[model]} parameters: mpicomm / no communication",
+            ms[strategy, model, "mpi"] / ms[strategy, model, "none"], target, is_least=False)
+        for strategy, targets in _OVER_COMPUTATION.items()
+        for model, target in targets.items()
+    ]  # fmt: skip
+
+
+def _of_gil(results: Results) -> list[Ratio]:
+    longer = results["gil"]["milliseconds"]["mpicomm"]["longer"]
+    return [Ratio("all_reduce of 16 MiB, ms longer beside a Python loop on another rank", longer, 5, is_least=False)]
 
 
 def _of_startup(results: Results) -> list[Ratio]:
@@ -140,19 +233,35 @@ def _of_startup(results: Results) -> list[Ratio]:
     ]  # fmt: skip
 
 
-def _in_place(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [row for row in result["rows"] if row["in_place"]]
+def _microseconds(rows: Rows) -> dict[tuple[str, str, bool, int, str], float]:
+    return {(row["operation"], row["dtype"], row["in_place"], row["nbytes"], row["backend"]): row["us"] for row in rows}
+
+
+def _most(what: str, values: Iterable[tuple[float, str]], target: float) -> Ratio:
+    """Return the largest value, which must not exceed the target."""
+    value, where = max(values)
+    return Ratio(what, value, target, is_least=False, where=where)
+
+
+def _least(what: str, values: Iterable[tuple[float, str]], target: float) -> Ratio:
+    """Return the smallest value, which must reach the target."""
+    value, where = min(values)
+    return Ratio(what, value, target, is_least=True, where=where)
+
+
+def _place(in_place: bool) -> str:
+    return "in place" if in_place else "out of place"
 
 
 def _result(command: Sequence[str]) -> Mapping[str, Any]:
-    """Return the results of a command of `mpicomm bench`.
+    """Return the results of a command of `mpicomm`.
 
     Raises:
         CalledProcessError: If the command fails; it has printed the reason.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
-        program = [sys.executable, "-m", "mpicomm", "bench", *command, "--json", str(path)]
+        program = [sys.executable, "-m", "mpicomm", *command, "--json", str(path)]
         subprocess.run(program, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         found: Mapping[str, Any] = json.loads(path.read_text())
         return found
@@ -161,7 +270,7 @@ def _result(command: Sequence[str]) -> Mapping[str, Any]:
 def _write(found: Sequence[Ratio], path: Path) -> None:
     command = shlex.join(["python", "-m", "benchmarks.ratios", *sys.argv[1:]])
     whole = job_info.description("ratios, or the unit in the name", command)
-    rows = [{**dataclasses.asdict(each), "value": round(each.value, 3)} for each in found]
+    rows = [{**dataclasses.asdict(each), "value": round(each.value, 3), "is_met": each.is_met} for each in found]
     result_files.write(path, {**whole, "ratios": rows})
 
 

@@ -19,11 +19,13 @@ import torch.distributed as dist
 
 import mpicomm
 from benchmarks import rank_results
-from benchmarks.rounds import mean_microseconds
 from mpicomm.backend.executor import Executor
+from mpicomm.bench import timing
+from mpicomm.bench.timing import Bench, Timed
 from mpicomm.watchdog import agent, flight_recorder
 
-ROUNDS, CALLS = 101, 500
+ROUNDS = {1: 101, 4_000_000: 15}  # by the number of elements
+SECONDS = 0.01  # of a round
 
 
 class Unrecorded:
@@ -42,25 +44,21 @@ def main() -> None:
     world = mpicomm.bootstrap("mpi")
     figures = {}
     for count, label in ((1, "4 B"), (4_000_000, "16 MB")):
-        calls = CALLS if count == 1 else 4
-        rounds = ROUNDS if count == 1 else 15
-        tensor = torch.zeros(count)
-        figures[label] = _measure(functools.partial(dist.all_reduce, tensor), calls, rounds)
+        bench = timing.on_ranks_of(world, ROUNDS[count], seconds=SECONDS)
+        figures[label] = _measure(functools.partial(dist.all_reduce, torch.zeros(count)), bench)
     if world.rank == 0:
         what = "a synchronous float32 all_reduce, a sum of zeros; medians of interleaved rounds"
         rank_results.write(f"overhead-{world.size}", world.size, what, microseconds=figures)
 
 
-def _measure(call: Callable[[], object], calls: int, rounds: int) -> dict[str, float]:
+def _measure(call: Callable[[], object], bench: Bench) -> dict[str, float]:
     """Return the median microseconds of a call in each state, and of the differences to the state "off"."""
     states = {"off": _off, "on": _on, "on, timeouts raise": _on_and_raising}
-    times: dict[str, list[float]] = {state: [] for state in states}
-    for _ in range(rounds):
-        for state, enter in states.items():
-            enter()
-            times[state].append(mean_microseconds(call, calls, warm_up=max(1, calls // 50)))
+    timed = {state: Timed(call, before_round=enter) for state, enter in states.items()}
+    found = timing.in_turn(bench, timed, each=False)
     _on()
-    figures = {state: round(statistics.median(each), 3) for state, each in times.items()}
+    figures = {state: round(each.median, 3) for state, each in found.items()}
+    times = {state: each.rounds for state, each in found.items()}
     for state in list(states)[1:]:
         added = [one - bare for one, bare in zip(times[state], times["off"], strict=True)]
         figures[f"{state}: added"] = round(statistics.median(added), 3)

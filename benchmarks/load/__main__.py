@@ -14,6 +14,9 @@ import mpicomm
 from benchmarks import rank_results
 from benchmarks.load import calls, steps
 from mpicomm import mpi
+from mpicomm.bench import timing
+
+ROUNDS = 7
 
 
 def main() -> None:
@@ -23,7 +26,11 @@ def main() -> None:
         ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
         assert ours is not None
         cores = max(mpi.job_comm().allgather(len(os.sched_getaffinity(0))))
-        found = {"microseconds": calls.measure(ours, gloo), "milliseconds of a step": steps.measure(ours, gloo)}
+        bench = timing.on_ranks_of(world, ROUNDS)
+        found = {
+            "microseconds": calls.measure(ours, gloo, bench),
+            "milliseconds of a step": steps.measure(ours, gloo, bench),
+        }
         dist.destroy_process_group(gloo)
     if world.rank == 0:
         what = "all_reduce and DDP steps, the fastest round; the all_reduces are sums of zeros"

@@ -9,53 +9,54 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-import mpicomm
-from benchmarks.rounds import fastest, mean_microseconds
-from mpicomm.bench import overlap
-from mpicomm.bench.timing import Bench
+from mpicomm.bench import overlap, timing
+from mpicomm.bench.timing import Bench, Timed
 
-ROUNDS = 7
 Group = dist.ProcessGroup
 
 
-def measure(ours: Group, gloo: Group) -> dict[str, float]:
+def measure(ours: Group, gloo: Group, bench: Bench) -> dict[str, float]:
     """Return the microseconds of calls, the minimum of interleaved rounds, and overlap shares (collective)."""
     small, large = torch.zeros(16), torch.zeros(4 * 2**20)
-    figures = fastest(
+    times = timing.in_turn(
+        bench,
         {
-            "async call, 64 B": lambda: _call(small, ours),
-            "async call, 64 B, Gloo": lambda: _call(small, gloo),
-            "async call + wait, 64 B": lambda: mean_microseconds(lambda: _wait(small, ours), 100),
-            "async call + wait, 64 B, Gloo": lambda: mean_microseconds(lambda: _wait(small, gloo), 100),
-            "sync, 64 B": lambda: mean_microseconds(lambda: dist.all_reduce(small, group=ours), 200),
-            "async call + wait, 16 MiB": lambda: mean_microseconds(lambda: _wait(large, ours), 4),
-            "async call + wait, 16 MiB, Gloo": lambda: mean_microseconds(lambda: _wait(large, gloo), 4),
+            "async call, 64 B": _call(small, ours),
+            "async call, 64 B, Gloo": _call(small, gloo),
+            "async call + wait, 64 B": lambda: _wait(small, ours),
+            "async call + wait, 64 B, Gloo": lambda: _wait(small, gloo),
+            "sync, 64 B": lambda: dist.all_reduce(small, group=ours),
+            "async call + wait, 16 MiB": lambda: _wait(large, ours),
+            "async call + wait, 16 MiB, Gloo": lambda: _wait(large, gloo),
         },
-        ROUNDS,
     )
-    figures = {name: round(microseconds, 1) for name, microseconds in figures.items()}
+    figures = {name: round(each.least, 1) for name, each in times.items()}
     for name, compute in {"a sleep": _sleep, "a kernel of torch's": _multiply, "a loop in Python": _loop}.items():
-        figures |= _overlap(name, compute, large, ours)
+        figures |= _overlap(name, compute, large, ours, bench)
     return figures
 
 
-def _call(tensor: torch.Tensor, group: Group) -> float:
-    """Return the time of the call alone, while the worker is awake and idle."""
-    total = 0.0
-    for _ in range(100):
-        start = time.perf_counter()
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        total += time.perf_counter() - start
-        work.wait()
-    return 1e6 * total / 100
+def _call(tensor: torch.Tensor, group: Group) -> Timed:
+    """Return the call alone; it is waited for before the next one, while the worker is awake and idle."""
+    works: list[dist.Work] = []
+
+    def call() -> None:
+        works.append(dist.all_reduce(tensor, group=group, async_op=True))
+
+    def wait() -> None:
+        while works:
+            works.pop().wait()
+
+    return Timed(call, wait)
 
 
 def _wait(tensor: torch.Tensor, group: Group) -> None:
     dist.all_reduce(tensor, group=group, async_op=True).wait()
 
 
-def _overlap(name: str, compute: Callable[[int], None], tensor: torch.Tensor, group: Group) -> dict[str, float]:
-    bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, ROUNDS)
+def _overlap(
+    name: str, compute: Callable[[int], None], tensor: torch.Tensor, group: Group, bench: Bench
+) -> dict[str, float]:
     start = functools.partial(dist.all_reduce, tensor, group=group, async_op=True)
     found = overlap.measure(bench, start, compute)
     return {

@@ -1,4 +1,4 @@
-"""The compared backends: process groups of torch, and mpi4py alone on the same buffers."""
+"""The compared backends: process groups of torch, and what else runs the same operations on the same buffers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ import torch.distributed as dist
 
 from mpicomm.backend import plugin
 from mpicomm.backend.work import CompletedWork
+from mpicomm.bench import deepspeed_kernel
 from mpicomm.bench.measured_operations import MeasuredOperation
+from mpicomm.errors import LaunchError
 from mpicomm.runtime import World
 
 OURS, MPI4PY = "mpi", "mpi4py"
+ASYNCHRONOUS = "mpi-async"
+"""This package's backend, which starts each operation asynchronously and waits for it."""
+DEEPSPEED = "deepspeed"
+"""DeepSpeed's shared-memory all-reduce for inference."""
 NOTHING = "none"
 """A backend whose collectives do nothing: its training step is a lower bound for every backend."""
 
+_WITH_MPI = {OURS, ASYNCHRONOUS, MPI4PY, DEEPSPEED, NOTHING}
 Backend = Callable[[MeasuredOperation, bool], Callable[[], Any]]
 """Returns the call that runs an operation, or, if the second argument is true, starts it and returns its handle.
 
 It raises NotImplementedError if the backend does not support the operation.
 """
+Reducer = Callable[[torch.Tensor], object]
+"""Replaces a tensor by the sum of the tensors of all ranks."""
 
 
 def select(
@@ -31,30 +40,32 @@ def select(
     """Return the names of the backends to compare, and the device of their tensors.
 
     Args:
-        asked: The names that the user asked for; None for all known ones that are available.
+        asked: The names that the user asked for; None for the known ones that are available.
         known: The names that the benchmark supports.
         kind: "cpu" or "cuda".
 
     Raises:
-        ValueError: If the device or one of the backends is not available in this job.
+        LaunchError: If the device or one of the backends is not available in this job.
     """
     if kind == "cuda" and world.device.type != "cuda":
-        raise ValueError("--device cuda: this rank has no GPU; use --device cpu")
+        raise LaunchError("--device cuda: this rank has no GPU; use --device cpu")
     of_torch, of_mpi = ("nccl", (OURS, NOTHING)) if kind == "cuda" else ("gloo", (OURS, MPI4PY, NOTHING))
     available = {of_torch, *(of_mpi if world.comm is not None else ())}
     names = list(asked or [name for name in known if name in available])
-    if world.comm is None and {OURS, MPI4PY, NOTHING} & set(names):
-        raise ValueError(
+    if world.comm is None and _WITH_MPI.intersection(names):
+        raise LaunchError(
             f"{world.launcher} started the ranks without MPI; use --backend gloo, or start them with mpirun."
         )
     if "nccl" in names and world.device.type != "cuda":
-        raise ValueError("nccl needs one GPU per rank; remove nccl from --backend.")
+        raise LaunchError("nccl needs one GPU per rank; remove nccl from --backend.")
+    if DEEPSPEED in names and (why := deepspeed_kernel.why_unavailable(kind, world)):
+        raise LaunchError(f"{why}; remove {DEEPSPEED} from --backend.")
     return names, world.device if kind == "cuda" else torch.device("cpu")
 
 
 def make(names: Sequence[str], world: World) -> dict[str, Backend]:
     """Return the backends with these names (collective)."""
-    return {name: _by_mpi4py(world.comm) if name == MPI4PY else _by_torch(group(name, world)) for name in names}
+    return {name: _make(name, world) for name in names}
 
 
 def group(name: str, world: World) -> Any:
@@ -66,8 +77,44 @@ def group(name: str, world: World) -> Any:
     return dist.new_group(backend=plugin.NAME if name == OURS else name)
 
 
-def _by_torch(group: Any) -> Backend:
+def reducer(name: str, world: World) -> Reducer:
+    """Return the synchronous all-reduce of the backend of this name (collective)."""
+    if name == DEEPSPEED:
+        return deepspeed_kernel.load(world)
+    return functools.partial(dist.all_reduce, group=group(name, world))
+
+
+def _make(name: str, world: World) -> Backend:
+    if name == MPI4PY:
+        return _by_mpi4py(world.comm)
+    if name == DEEPSPEED:
+        return _by_deepspeed(deepspeed_kernel.load(world))
+    if name == ASYNCHRONOUS:
+        return _by_torch_and_wait(group(OURS, world))
+    return by_torch(group(name, world))
+
+
+def by_torch(group: Any) -> Backend:
+    """Return the backend that runs the operations of torch.distributed on a group."""
     return lambda operation, starts: functools.partial(operation.by_torch, group, starts=starts)
+
+
+def _by_torch_and_wait(group: Any) -> Backend:
+    def call(operation: MeasuredOperation, starts: bool) -> Callable[[], Any]:
+        if starts:
+            raise NotImplementedError(f"{ASYNCHRONOUS} waits; use {OURS} with --async")
+        return lambda: operation.by_torch(group, starts=True).wait()
+
+    return call
+
+
+def _by_deepspeed(kernel: Reducer) -> Backend:
+    def call(operation: MeasuredOperation, starts: bool) -> Callable[[], Any]:
+        if starts or operation.name != "all_reduce" or operation.case.dtype not in deepspeed_kernel.DTYPES:
+            raise NotImplementedError("DeepSpeed's kernel is a synchronous all_reduce of floating-point tensors")
+        return functools.partial(kernel, operation.receive)
+
+    return call
 
 
 def _by_mpi4py(comm: Any) -> Backend:

@@ -58,8 +58,13 @@ class MeasuredOperation:
     sends: ClassVar[str] = _WHOLE
     receives: ClassVar[str] = _WHOLE
     reduces: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
+    from_root: ClassVar[bool] = False
+    """Whether only the root has an input."""
     to_root: ClassVar[bool] = False
     """Whether only the root has a result."""
+    repeats: ClassVar[int] = 1
+    """How many times a call runs the operation, one after the other."""
     source: int = _ROOT
     """The only rank whose data this rank receives, unless it receives data of all ranks."""
 
@@ -95,12 +100,21 @@ class MeasuredOperation:
     def prepare(self) -> None:
         """Write the inputs, and fill the receive buffer with a value that no result contains."""
         self.receive.fill_(known_inputs.POISON)
-        parts = range(self.size if self.sends == _PARTS else 1)
-        known_inputs.fill(self.send, [self._of(self.rank, part) for part in parts])
+        self.write_inputs()
+
+    def write_inputs(self) -> None:
+        """Write the inputs of this rank."""
+        if not self.from_root or self.rank == _ROOT:
+            known_inputs.fill(self.send, self._sent)
 
     def wrong(self) -> int:
         """Return the number of wrong elements in this rank's result."""
-        return 0 if self.to_root and self.rank != _ROOT else known_inputs.wrong(self.receive, self._received())
+        return known_inputs.wrong(self.receive, self._received()) if self.has_result else 0
+
+    @property
+    def has_result(self) -> bool:
+        """Whether this rank has a result."""
+        return not self.to_root or self.rank == _ROOT
 
     def by_torch(self, group: Any, *, starts: bool = False) -> Any:
         """Run the operation with torch.distributed; with `starts` return its handle without waiting."""
@@ -112,6 +126,8 @@ class MeasuredOperation:
         Raises:
             NotImplementedError: If MPI has no such call, cannot reduce this dtype, or the tensors are not on the CPU.
         """
+        if self.averages:
+            raise NotImplementedError("MPI has no average")
         dtype = self.case.dtype
         datatype = dtypes.arithmetic(dtype) if self.reduces else dtypes.carrier(dtype)
         if datatype is None or self.case.device.type != "cpu":
@@ -134,9 +150,18 @@ class MeasuredOperation:
     def _received(self) -> Rows:
         part = self.rank if self.sends == _PARTS else 0
         if self.reduces:
-            return [known_inputs.summed(part, self.size)]
+            return [known_inputs.summed(part, self.size).double() / (self.size if self.averages else 1)]
         sources = range(self.size) if self.receives == _PARTS else [self.source]
         return [self._of(source, part) for source in sources]
+
+    @functools.cached_property
+    def _sent(self) -> Rows:
+        parts = range(self.size if self.sends == _PARTS else 1)
+        return [self._of(self.rank, part).to(self.case.device, self.case.dtype) for part in parts]
+
+    @property
+    def _reduction(self) -> Any:
+        return dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.case.in_place:
@@ -168,10 +193,15 @@ class _AllReduce(MeasuredOperation):
         return 2 * (self.size - 1) / self.size
 
     def _by_torch(self, **options: Any) -> Any:
-        return dist.all_reduce(self.receive, **options)
+        return dist.all_reduce(self.receive, self._reduction, **options)
 
     def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
         return comm.Allreduce, sent, received
+
+
+class _AllReduceAverage(_AllReduce):
+    name = "all_reduce_avg"
+    averages = True
 
 
 class _Reduce(MeasuredOperation):
@@ -181,16 +211,22 @@ class _Reduce(MeasuredOperation):
     to_root = True
 
     def _by_torch(self, **options: Any) -> Any:
-        return dist.reduce(self.receive, _ROOT, **options)
+        return dist.reduce(self.receive, _ROOT, self._reduction, **options)
 
     def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
         pair = (sent, received) if self.rank == _ROOT else (received, None)
         return comm.Reduce, *pair, mpi.api().SUM, _ROOT
 
 
+class _ReduceAverage(_Reduce):
+    name = "reduce_avg"
+    averages = True
+
+
 class _Broadcast(MeasuredOperation):
     name = "broadcast"
     places = (True,)
+    from_root = True
 
     def _by_torch(self, **options: Any) -> Any:
         return dist.broadcast(self.receive, _ROOT, **options)
@@ -218,12 +254,17 @@ class _ReduceScatter(MeasuredOperation):
     reduces = True
 
     def _by_torch(self, **options: Any) -> Any:
-        return _reduce_scatter(self.receive, self.send, **options)
+        return _reduce_scatter(self.receive, self.send, self._reduction, **options)
 
     def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
         if self.case.in_place:  # MPI writes the result to the start of the buffer, torch to the rank's own part
             raise NotImplementedError
         return comm.Reduce_scatter_block, sent, received
+
+
+class _ReduceScatterAverage(_ReduceScatter):
+    name = "reduce_scatter_avg"
+    averages = True
 
 
 class _AllToAll(MeasuredOperation):
@@ -252,6 +293,7 @@ class _Gather(MeasuredOperation):
 class _Scatter(MeasuredOperation):
     name = "scatter"
     sends, receives = _PARTS, _PART
+    from_root = True
 
     def _by_torch(self, **options: Any) -> Any:
         return dist.scatter(self.receive, self._at_root(list(self.send.split(self.share))), _ROOT, **options)
@@ -282,6 +324,64 @@ class _SendReceive(MeasuredOperation):
         return comm.Sendrecv, sent, self._next, 0, received, self.source, 0
 
 
+class _PingPong(MeasuredOperation):
+    """Each even rank sends to the next rank, which answers; the latency is half the round trip."""
+
+    name = "pingpong"
+    repeats = 2
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.source = case.rank ^ 1
+        self._is_first = case.rank % 2 == 0
+
+    @property
+    def has_result(self) -> bool:
+        return self.source < self.size  # the last of an odd number of ranks has no partner
+
+    def _by_torch(self, **options: Any) -> Any:
+        if not self.has_result:
+            return _All([])
+        group = options["group"]
+        if options["async_op"]:
+            send = functools.partial(dist.isend, self.send, self.source, group)
+            receive = functools.partial(dist.irecv, self.receive, self.source, group)
+            return _All([send(), receive()]) if self._is_first else _Answer(receive(), send)
+        steps = [(dist.send, self.send), (dist.recv, self.receive)]
+        for function, tensor in steps if self._is_first else reversed(steps):
+            function(tensor, self.source, group)
+        return None
+
+    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+        def exchange() -> None:
+            comm.Send(sent, self.source)
+            comm.Recv(received, self.source)
+
+        def answer() -> None:
+            comm.Recv(received, self.source)
+            comm.Send(sent, self.source)
+
+        if not self.has_result:
+            return (lambda: None,)
+        return (exchange if self._is_first else answer,)
+
+
+class _Barrier(MeasuredOperation):
+    """It has no data, and therefore no wrong elements."""
+
+    name = "barrier"
+
+    @classmethod
+    def count_of(cls, case: Case) -> int:  # noqa: ARG003  the number of elements is the same in all cases
+        return 0
+
+    def _by_torch(self, **options: Any) -> Any:
+        return dist.barrier(**options)
+
+    def _by_mpi4py(self, comm: Any, _sent: Any, _received: Any) -> Sequence[Any]:
+        return (comm.Barrier,)
+
+
 @dataclasses.dataclass(frozen=True)
 class _All:
     works: Sequence[Any]
@@ -291,15 +391,32 @@ class _All:
             work.wait()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """Waits for a message, and then sends the answer."""
+
+    received: Any
+    send: Callable[[], Any]
+
+    def wait(self) -> None:
+        self.received.wait()
+        self.send().wait()
+
+
 _KINDS: tuple[type[MeasuredOperation], ...] = (
     _AllReduce,
+    _AllReduceAverage,
     _Reduce,
+    _ReduceAverage,
     _Broadcast,
     _AllGather,
     _ReduceScatter,
+    _ReduceScatterAverage,
     _AllToAll,
     _Gather,
     _Scatter,
     _SendReceive,
+    _PingPong,
+    _Barrier,
 )
 OPERATIONS = {each.name: each for each in _KINDS}

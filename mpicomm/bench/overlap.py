@@ -43,7 +43,7 @@ def measure(bench: Bench, start: Callable[[], Any], compute: Callable[[int], obj
         compute: Computes; the time is proportional to the argument.
     """
     operation = timing.in_turn(bench, {"operation": lambda: start().wait()})["operation"].least
-    amount = _amount(compute, operation)
+    amount = amount_for(compute, operation)
 
     def together() -> None:
         work = start()
@@ -66,7 +66,7 @@ def multiplications(device: torch.device) -> Callable[[int], None]:
     return multiply
 
 
-def _amount(compute: Callable[[int], object], microseconds: float) -> int:
+def amount_for(compute: Callable[[int], object], microseconds: float) -> int:
     """Return the argument with which the computation takes about this long on this rank."""
     amount, seconds = 1, 0.0
     while seconds < _CALIBRATION_SECONDS:

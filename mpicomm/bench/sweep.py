@@ -1,7 +1,8 @@
 """Measures operations of all kinds and sizes with all backends in turn: latency, bandwidth, wrong elements, overlap.
 
-Each backend runs an operation once on known inputs, whose result is checked. The timed calls run on zeros, which are
-not written again between the calls: repeated sums of zeros stay zero.
+Before and after the timed calls, each backend runs an operation on known inputs, whose result is checked. Every rank
+writes its inputs again before each timed call, so that no backend finds them in another rank's cache; that time does
+not count. Without it the timed calls run on zeros, because repeated sums of zeros stay zero.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from mpicomm.backend import dtypes
 from mpicomm.bench import overlap, timing
 from mpicomm.bench.compared_backends import Backend
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
-from mpicomm.bench.timing import Bench, Call
+from mpicomm.bench.timing import Bench, Call, Timed
 from mpicomm.runtime import World
+
+REWRITTEN = "rewritten before each call; that time does not count"
+ZEROS = "zeros, not rewritten between the calls"
+"""What the timed calls run on, for reports."""
 
 # Exceptions with which backends reject an operation.
 _REFUSALS = (NotImplementedError, RuntimeError, ValueError, TypeError, MemoryError, OverflowError)
@@ -78,7 +83,14 @@ def cases(
     return list(found.values())
 
 
-def measure(each_case: Iterable[Case], backends: Mapping[str, Backend], bench: Bench, *, asynchronous: bool) -> Found:
+def measure(
+    each_case: Iterable[Case],
+    backends: Mapping[str, Backend],
+    bench: Bench,
+    *,
+    asynchronous: bool = False,
+    rewrites: bool = True,
+) -> Found:
     """Measure each case with each backend that supports it (collective).
 
     Args:
@@ -87,6 +99,7 @@ def measure(each_case: Iterable[Case], backends: Mapping[str, Backend], bench: B
         bench: The functions for timing.
         asynchronous: Start the operations and wait, and measure their overlap with computation; otherwise run them
             synchronously.
+        rewrites: Write the inputs again before each timed call.
     """
     found = Found()
     for case in each_case:
@@ -94,7 +107,7 @@ def measure(each_case: Iterable[Case], backends: Mapping[str, Backend], bench: B
         if reasons := [each for each in bench.gather(why) if each]:
             found.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
         elif operation is not None:
-            _measure(operation, backends, bench, found, asynchronous=asynchronous)
+            _measure(operation, backends, bench, found, asynchronous=asynchronous, rewrites=rewrites)
     return found
 
 
@@ -107,7 +120,13 @@ def _allocated(case: Case) -> tuple[MeasuredOperation | None, str]:
 
 
 def _measure(
-    operation: MeasuredOperation, backends: Mapping[str, Backend], bench: Bench, found: Found, *, asynchronous: bool
+    operation: MeasuredOperation,
+    backends: Mapping[str, Backend],
+    bench: Bench,
+    found: Found,
+    *,
+    asynchronous: bool,
+    rewrites: bool,
 ) -> None:
     # 1. run each backend once on known inputs
     case = operation.case
@@ -120,10 +139,14 @@ def _measure(
             place = "in place" if case.in_place else "out of place"
             found.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {place}, {name}"] = str(error)
     # 2. time them in turn
-    operation.receive.zero_()
-    operation.send.zero_()
-    times = timing.in_turn(bench, calls, each=case.device.type == "cpu")
-    for name in calls:
+    _write_zeros(operation)
+    before = operation.write_inputs if rewrites else None
+    timed = {name: Timed(call, before) for name, call in calls.items()}
+    times = timing.in_turn(bench, timed, each=case.device.type == "cpu")
+    # 3. check them again, and measure the overlap on zeros
+    for name, call in calls.items():
+        wrong[name] += _wrong_after(operation, call, bench)
+        _write_zeros(operation)
         hidden = None
         if asynchronous:
             compute = overlap.multiplications(case.device)
@@ -153,6 +176,21 @@ def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asyn
     return call, sum(wrong for _, wrong in answers)
 
 
+def _wrong_after(operation: MeasuredOperation, call: Call, bench: Bench) -> int:
+    """Return the number of wrong elements on all ranks after a call on known inputs (collective)."""
+    operation.prepare()
+    bench.synchronize()
+    call()
+    bench.settle()
+    wrong: list[Any] = bench.gather(operation.wrong())
+    return sum(wrong)
+
+
+def _write_zeros(operation: MeasuredOperation) -> None:
+    operation.receive.zero_()
+    operation.send.zero_()
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "unsupported operation")
 
@@ -162,7 +200,8 @@ def _waiting(start: Callable[[], Any]) -> Call:
 
 
 def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong: int, hidden: float | None) -> SweepRow:
-    algbw = operation.nbytes / times.least / 1e3
+    us = times.least / operation.repeats
+    algbw = operation.nbytes / us / 1e3
     return SweepRow(
         operation=operation.name,
         dtype=dtypes.short(operation.case.dtype),
@@ -170,9 +209,9 @@ def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong:
         nbytes=operation.nbytes,
         count=operation.count,
         backend=backend,
-        us=round(times.least, 3),
-        us_median=round(times.median, 3),
-        us_p99=None if times.p99 is None else round(times.p99, 3),
+        us=round(us, 3),
+        us_median=round(times.median / operation.repeats, 3),
+        us_p99=None if times.p99 is None else round(times.p99 / operation.repeats, 3),
         algbw=float(f"{algbw:.4g}"),
         busbw=float(f"{algbw * operation.load:.4g}"),
         wrong=wrong,

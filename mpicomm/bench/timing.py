@@ -1,4 +1,4 @@
-"""Timing of calls: the compared calls run in turn, in rounds, and the slowest rank counts."""
+"""Timing of calls on several ranks: the compared calls run in turn, in rounds, and the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy
+import torch
+import torch.distributed as dist
+
+from mpicomm.collective_ops.collectives import all_gather_object
+from mpicomm.runtime import World
 
 Call = Callable[[], object]
 
@@ -31,47 +36,86 @@ class Bench:
 
 
 @dataclasses.dataclass(frozen=True)
+class Timed:
+    """A call to time, and code around it whose time does not count."""
+
+    call: Call
+    before_each: Call | None = None
+    """Runs before each call, and is followed by a barrier."""
+    before_round: Call | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Times:
     """Duration of a call on the slowest rank, in microseconds."""
 
-    least: float
-    """Mean of the fastest round."""
-    median: float
-    """Mean of the median round."""
+    rounds: tuple[float, ...]
+    """Mean of each round."""
     p99: float | None
     """99th percentile of the calls of all rounds; None if calls return before the device completes."""
 
+    @property
+    def least(self) -> float:
+        """Mean of the fastest round."""
+        return min(self.rounds)
 
-def in_turn(bench: Bench, calls: Mapping[str, Call], *, each: bool = True) -> dict[str, Times]:
+    @property
+    def median(self) -> float:
+        """Mean of the median round."""
+        return statistics.median(self.rounds)
+
+
+def on_ranks_of(world: World, rounds: int, *, device: str = "cpu", seconds: float = 0.05) -> Bench:
+    """Return the functions for timing on the ranks of a job.
+
+    Args:
+        world: The ranks.
+        rounds: The number of rounds.
+        device: The type of the measured device: "cpu" or "cuda".
+        seconds: Approximate duration of a round.
+    """
+    synchronize = dist.barrier if world.comm is None else world.comm.Barrier  # MPI's has the least skew
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return Bench(all_gather_object, synchronize, settle, rounds, seconds)
+
+
+def in_turn(bench: Bench, calls: Mapping[str, Call | Timed], *, each: bool = True) -> dict[str, Times]:
     """Return the duration of each call (collective).
 
     Args:
-        each: Time every call; if False only whole rounds, for calls that return before their work completes.
+        bench: The functions for timing.
+        calls: The calls by name.
+        each: Time every call; if False only whole rounds, for calls that return before their work completes, or that
+            take less than a microsecond.
     """
-    numbers = {name: _number(bench, call) for name, call in calls.items()}
-    samples: dict[str, list[numpy.ndarray]] = {name: [] for name in calls}
+    timed = {name: call if isinstance(call, Timed) else Timed(call) for name, call in calls.items()}
+    numbers = {name: _number(bench, call, each=each) for name, call in timed.items()}
+    samples: dict[str, list[numpy.ndarray]] = {name: [] for name in timed}
     for _ in range(bench.rounds):
-        for name, call in calls.items():
-            samples[name].append(_round(bench, call, numbers[name]))
+        for name, call in timed.items():
+            samples[name].append(_round(bench, call, numbers[name], each=each))
     return {name: _of_all_ranks(bench, rounds, each=each) for name, rounds in samples.items()}
 
 
-def _number(bench: Bench, call: Call) -> int:
+def _number(bench: Bench, timed: Timed, *, each: bool) -> int:
     """Return the number of calls per round, the same on every rank."""
-    for _ in range(_WARM_UP):
-        call()
-    bench.settle()
-    bench.synchronize()
+    _round(bench, timed, _WARM_UP, each=each)
     start = time.perf_counter()
-    for _ in range(_WARM_UP):
-        call()
-    bench.settle()
+    _round(bench, timed, _WARM_UP, each=each)
     slowest = max(map(float, bench.gather(time.perf_counter() - start))) / _WARM_UP  # type: ignore[arg-type]
     return round(min(max(bench.seconds / max(slowest, 1e-9), _FEWEST), _MOST))
 
 
-def _round(bench: Bench, call: Call, number: int) -> numpy.ndarray:
-    """Return the times before each call and after the last, in nanoseconds."""
+def _round(bench: Bench, timed: Timed, number: int, *, each: bool) -> numpy.ndarray:
+    """Return the duration of each of `number` calls, in nanoseconds."""
+    if timed.before_round is not None:
+        timed.before_round()
+    if timed.before_each is None:
+        return _in_a_row(bench, timed.call, number) if each else _together(bench, timed.call, number)
+    return _one_by_one(bench, timed.call, timed.before_each, number)
+
+
+def _in_a_row(bench: Bench, call: Call, number: int) -> numpy.ndarray:
     moments = [0] * (number + 1)
     now = time.perf_counter_ns
     bench.synchronize()
@@ -82,16 +126,36 @@ def _round(bench: Bench, call: Call, number: int) -> numpy.ndarray:
     call()
     bench.settle()
     moments[number] = now()
-    return numpy.array(moments)
+    return numpy.diff(moments)
+
+
+def _together(bench: Bench, call: Call, number: int) -> numpy.ndarray:
+    """Return the mean duration `number` times: reading the clock takes as long as a tenth of a small operation."""
+    bench.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(number):
+        call()
+    bench.settle()
+    return numpy.full(number, (time.perf_counter_ns() - start) / number)
+
+
+def _one_by_one(bench: Bench, call: Call, before: Call, number: int) -> numpy.ndarray:
+    found = [0] * number
+    now, synchronize, settle = time.perf_counter_ns, bench.synchronize, bench.settle
+    for index in range(number):
+        before()
+        settle()
+        synchronize()
+        start = now()
+        call()
+        settle()
+        found[index] = now() - start
+    return numpy.array(found)
 
 
 def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, each: bool) -> Times:
-    means = [(moments[-1] - moments[0]) / (len(moments) - 1) for moments in rounds]
-    p99 = float(numpy.percentile(numpy.concatenate([numpy.diff(moments) for moments in rounds]), 99))
+    means = [float(durations.mean()) for durations in rounds]
+    p99 = float(numpy.percentile(numpy.concatenate(rounds), 99))
     gathered: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
     slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in gathered], strict=True)]
-    return Times(
-        least=float(min(slowest)),
-        median=float(statistics.median(slowest)),
-        p99=max(p99 for _, p99 in gathered) / 1e3 if each else None,
-    )
+    return Times(tuple(slowest), max(p99 for _, p99 in gathered) / 1e3 if each else None)

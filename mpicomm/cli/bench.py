@@ -1,4 +1,4 @@
-"""The arguments of `mpicomm bench`, `mpicomm bench ddp` and `mpicomm bench startup`."""
+"""The arguments of `mpicomm bench` and of its subcommands."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from mpicomm.cli import benchmark_runs
 from mpicomm.cli.argument_types import among, count, counts, png
 from mpicomm.cli.benchmark_runs import Benchmark
 
-_OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_OPERATIONS = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "sendrecv",
+    "pingpong", "barrier", "all_reduce_avg", "reduce_avg", "reduce_scatter_avg",
+)  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 _MODELS, _STRATEGIES = ("small", "middle", "large"), ("ddp", "fsdp")
+_DECODERS = ("small", "middle")
 _SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
 _FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _STEP = 4  # factor between successive sizes
@@ -22,13 +26,17 @@ _OF_OPERATIONS = """\
 Measure operations on tensors with several backends, which run in turn, and with mpi4py alone on the same buffers.
 
 Under mpirun or srun the command measures the ranks of that job, otherwise it starts ranks as `mpicomm run` does. The
-latency is that of the slowest rank, the mean of the fastest round. Sizes and bandwidths are those of nccl-tests. Each
-backend's result is checked once, with known inputs; the timed calls run on zeros, which are not written again between
-the calls."""
+latency is that of the slowest rank, the mean of the fastest round; that of pingpong is half the round trip. Sizes and
+bandwidths are those of nccl-tests. Each backend's result is checked before and after the timed calls, with known
+inputs. Before each timed call the ranks write their inputs again and synchronise; that time does not count."""
 _OF_STEPS = """\
 Measure training steps with DistributedDataParallel or FSDP2 and several backends, which run in turn: milliseconds on
 the slowest rank, split into data loading, computation and communication. The models are two linear layers, with 33 k,
 525 k and 8.4 M parameters."""
+_OF_DECODING = """\
+Decode tokens with a small random Llama-like model in float32, whose layers are split over the ranks (tensor
+parallelism): an all_reduce after attention and one after the MLP of each layer. Each backend and a single process with
+the whole model run in turn, with one thread per process; their tokens are compared."""
 _OF_STARTUP = """\
 Start ranks repeatedly, and measure the time from the command to the end of the first all_reduce, step by step, and that
 of torchrun with Gloo for comparison. In a Slurm allocation all of its nodes are used."""
@@ -42,19 +50,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_OF_OPERATIONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_list(parser, "--op", "operation", (*_OPERATIONS, "sendrecv"), ["all_reduce"])
-    _add_ranks(parser, benchmark_runs.OPERATIONS)
+    _add_list(parser, "--op", "operation", _OPERATIONS, ["all_reduce"])
+    _add_ranks(parser, benchmark_runs.OPERATIONS, "; mpi-async (each call is started and waited for) "
+        "and deepspeed (its shared-memory all_reduce, compiled on first use) only if named")  # fmt: skip
     parser.add_argument(
         "--size", metavar="A:B", type=_sizes, default=_sizes("4:64Mi"),
         help=f"bytes, from A to B in steps of factor {_STEP}, or a list: 4,1Ki,64Mi (default: 4:64Mi)",
     )  # fmt: skip
     _add_list(parser, "--dtype", "dtype", _DTYPES, ["float32"])
     parser.add_argument("--async", dest="starts", action="store_true", help="run asynchronously; measure the overlap")
+    parser.add_argument(
+        "--reuse-inputs", dest="reuses_inputs", action="store_true",
+        help="run the timed calls in a row, on zeros that are not written again between the calls",
+    )  # fmt: skip
     parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
     parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
-    others = parser.add_subparsers(title="other measurements", metavar="ddp|startup")
+    others = parser.add_subparsers(title="other measurements", metavar="ddp|decode|startup")
     _add_steps(others)
+    _add_decoding(others)
     _add_startup(others)
 
 
@@ -63,6 +77,13 @@ def _add_steps(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_list(parser, "--model", "model", _MODELS, list(_MODELS))
     _add_list(parser, "--strategy", "strategy", _STRATEGIES, ["ddp"])
     _add_ranks(parser, benchmark_runs.STEPS, "; none is a no-op, a lower bound")
+    parser.set_defaults(csv=None, plot=None, compare=None)
+
+
+def _add_decoding(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = others.add_parser("decode", help="tensor-parallel inference", description=_OF_DECODING)
+    _add_list(parser, "--model", "model", _DECODERS, list(_DECODERS))
+    _add_ranks(parser, benchmark_runs.DECODING, "; none is a no-op, an upper bound; deepspeed only if named")
     parser.set_defaults(csv=None, plot=None, compare=None)
 
 

@@ -57,17 +57,17 @@ def run_on_ranks(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     except _ERRORS as error:
         return failed(benchmark.command, error)
     from mpicomm import runtime
-    from mpicomm.bench import compared_backends
+    from mpicomm.bench import compared_backends, timing
 
     with runtime.bootstrap() as world:
         # 2. measure
+        bench = timing.on_ranks_of(world, arguments.rounds, device=arguments.device)
+        found = {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
         try:
             names, device = compared_backends.select(arguments.backend, benchmark.backends, arguments.device, world)
-        except ValueError as error:
+            found |= benchmark.measure(arguments, world, names, device, bench)
+        except LaunchError as error:  # the same on every rank
             return failed(benchmark.command, error) if world.rank == 0 else FAILED
-        bench = ensure_ranks.timing(arguments.rounds, arguments.device)
-        found = {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
-        found |= benchmark.measure(arguments, world, names, device, bench)
         # 3. print and write the results
         return _report(benchmark, arguments, found) if world.rank == 0 else 0
 
@@ -99,6 +99,8 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, found: Values) 
             console().print(table)
         for what, why in found.get("refused", {}).items():
             print(f"{what}: {why}")
+        if "inputs" in found:
+            print(f"inputs: {found['inputs']}")
         if arguments.json is not None:
             from mpicomm import job_info
 
@@ -126,8 +128,15 @@ def _measure_operations(
     backends = compared_backends.make(names, world)
     types = [getattr(torch, name) for name in arguments.dtype]
     cases = sweep.cases(arguments.op, arguments.size, types, device, world)
-    found = sweep.measure(ensure_ranks.progress(world.rank, cases), backends, bench, asynchronous=arguments.starts)
-    return {"rows": [dataclasses.asdict(row) for row in found.rows], "refused": found.refusals}
+    progress = ensure_ranks.progress(world.rank, cases)
+    found = sweep.measure(
+        progress, backends, bench, asynchronous=arguments.starts, rewrites=not arguments.reuses_inputs
+    )
+    return {
+        "inputs": sweep.ZEROS if arguments.reuses_inputs else sweep.REWRITTEN,
+        "rows": [dataclasses.asdict(row) for row in found.rows],
+        "refused": found.refusals,
+    }
 
 
 def _operation_tables(arguments: argparse.Namespace, found: Values) -> list[Table]:
@@ -137,11 +146,10 @@ def _operation_tables(arguments: argparse.Namespace, found: Values) -> list[Tabl
 
 OPERATIONS = Benchmark(
     "bench",
-    "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s; "
-    "the timed calls run on zeros, which are not written again between the calls",
+    "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s",
     _measure_operations,
     _operation_tables,
-    ("mpi", "gloo", "nccl", "mpi4py"),
+    ("mpi", "gloo", "nccl", "mpi4py", "mpi-async", "deepspeed"),
 )
 
 
@@ -163,6 +171,27 @@ STEPS = Benchmark(
     _measure_steps,
     lambda _, found: [benchmarks.step_table(found["rows"])],
     ("mpi", "gloo", "nccl", "none"),
+)
+
+
+def _measure_decoding(arguments: argparse.Namespace, world: World, names: list[str], device: Any, bench: Any) -> Values:
+    import torch
+
+    from mpicomm.bench import compared_backends, decode
+
+    torch.set_num_threads(1)  # of each rank, and of the process that decodes alone
+    reducers = {name: compared_backends.reducer(name, world) for name in names}
+    models = ensure_ranks.progress(world.rank, arguments.model)
+    rows = [row for model in models for row in decode.measure(model, reducers, world, bench, device)]
+    return {"tokens": decode.TOKENS, "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+DECODING = Benchmark(
+    "bench decode",
+    "tokens per second of the fastest round; the model is split over the ranks, or whole on one of them",
+    _measure_decoding,
+    lambda _, found: [benchmarks.decode_table(found["rows"])],
+    ("mpi", "gloo", "none", "deepspeed"),
 )
 
 

@@ -1,11 +1,11 @@
-"""For commands that measure ranks: starts the ranks if there are none, and provides the functions for timing."""
+"""For commands that measure ranks: starts the ranks if there are none, and shows the progress."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.progress import Progress
 
@@ -14,9 +14,6 @@ from mpicomm.cli import launch_plan
 from mpicomm.cli.console import console
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
-
-if TYPE_CHECKING:
-    from mpicomm.bench.timing import Bench
 
 Case = TypeVar("Case")
 
@@ -35,17 +32,6 @@ def ensure(ranks: int | None) -> None:
         return
     program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
     launch_plan.execute(launch_plan.build(Request(program, ranks), os.environ), "bench")
-
-
-def timing(rounds: int, device: str) -> Bench:
-    """Return the `Bench` for tensors on this device."""
-    import torch
-
-    from mpicomm.bench.timing import Bench
-    from mpicomm.collective_ops.collectives import all_gather_object, barrier
-
-    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
-    return Bench(all_gather_object, barrier, settle, rounds)
 
 
 def progress(rank: int, cases: Sequence[Case]) -> Iterator[Case]:

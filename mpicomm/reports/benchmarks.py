@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OURS, MPI4PY = "mpi", "mpi4py"
+OURS, MPI4PY, NOTHING = "mpi", "mpi4py", "none"
 _UNKNOWN = "-"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _INCHES_WIDE, _INCHES_EACH = 10.0, 3.6
@@ -40,12 +40,27 @@ def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
 def step_table(rows: Rows) -> Table:
     """Return the table of training steps, the rows of `bench.training.measure`."""
     found = _new_table("milliseconds per step", ["model", "params", "strategy", "backend"],
-        ["step", "median", "data", "compute", "comm", "/ mpi"])  # fmt: skip
-    ours = {(row["model"], row["strategy"]): row["ms"] for row in rows if row["backend"] == OURS}
+        ["step", "median", "data", "compute", "comm", "/ mpi", "/ none"])  # fmt: skip
+    ms = {(row["model"], row["strategy"], row["backend"]): row["ms"] for row in rows}
     for row in rows:
         names = [row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"]]
         figures = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
-        found.add_row(*names, *figures, _ratio(row["ms"], ours.get((row["model"], row["strategy"]))))
+        ratios = [_ratio(row["ms"], ms.get((row["model"], row["strategy"], other))) for other in (OURS, NOTHING)]
+        found.add_row(*names, *figures, *ratios)
+    return found
+
+
+def decode_table(rows: Rows) -> Table:
+    """Return the table of decoding, the rows of `bench.decode.measure`."""
+    found = _new_table("tokens per second", ["model", "params", "backend"],
+        ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"])  # fmt: skip
+    ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
+    for row in rows:
+        figures = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
+        reductions = [str(row["all_reduces"]), _shown_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
+        wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
+        names = [row["model"], f"{row['parameters']:,}", row["backend"]]
+        found.add_row(*names, *figures, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"])))
     return found
 
 
@@ -148,7 +163,8 @@ def draw(rows: Rows) -> Figure:
 
 def _draw(axes: Axes, rows: Rows, name: str) -> None:
     for backend in dict.fromkeys(row["backend"] for row in rows):
-        points = [(row["nbytes"], row[name]) for row in rows if row["backend"] == backend and row[name] > 0]
+        of_backend = [row for row in rows if row["backend"] == backend]
+        points = [(row["nbytes"], row[name]) for row in of_backend if row["nbytes"] > 0 and row[name] > 0]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", label=backend, markersize=4)
     axes.set_xscale("log", base=2)

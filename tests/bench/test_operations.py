@@ -15,6 +15,7 @@ from mpicomm.bench.sweep import Found
 from mpicomm.bench.timing import Bench
 
 CPU = torch.device("cpu")
+WITH_DATA = [name for name in OPERATIONS if name != "barrier"]
 ODD_SIZE = 4 * 1025  # a multiple neither of the number of ranks nor of the pattern's length
 
 
@@ -28,7 +29,8 @@ def loads(size: int) -> dict[str, float]:
     shared = (size - 1) / size
     return {
         "all_reduce": 2 * shared, "reduce": 1, "broadcast": 1, "all_gather": shared, "reduce_scatter": shared,
-        "all_to_all": shared, "gather": shared, "scatter": shared, "sendrecv": 1,
+        "all_to_all": shared, "gather": shared, "scatter": shared, "sendrecv": 1, "pingpong": 1, "barrier": 1,
+        "all_reduce_avg": 2 * shared, "reduce_avg": 1, "reduce_scatter_avg": shared,
     }  # fmt: skip
 
 
@@ -40,22 +42,24 @@ def measured(
     dtype: torch.dtype = torch.float32,
     *,
     asynchronous: bool = False,
+    rewrites: bool = True,
 ) -> Found:
     bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, rounds=2, seconds=1e-4)
     cases = sweep.cases([name], sizes, [dtype], CPU, world)
-    return sweep.measure(cases, compared, bench, asynchronous=asynchronous)
+    return sweep.measure(cases, compared, bench, asynchronous=asynchronous, rewrites=rewrites)
 
 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("error")  # for example torch's deprecation warnings
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in OPERATIONS for dtype in (torch.float32, torch.bfloat16)]
-    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces],  # the others only move bytes
+    [(name, dtype) for name in WITH_DATA for dtype in (torch.float32, torch.bfloat16)]
+    # the others only move bytes, and integers have no average
+    + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces and not kind.averages],
     ids=str,
 )
 def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    found = measured(world, compared, name, [4, ODD_SIZE], dtype)
+    found = measured(world, compared, name, [4, ODD_SIZE], dtype, rewrites=dtype is torch.float32)
     assert [row.wrong for row in found.rows] == [0] * len(found.rows)
     ours = [row for row in found.rows if row.backend == "mpi"]
     assert len(ours) == 2 * len(OPERATIONS[name].places)
@@ -65,12 +69,25 @@ def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], na
         assert row.busbw == pytest.approx(row.algbw * loads(world.size)[name], rel=1e-2)
     refusers = {key.rpartition(", ")[2] for key in found.refusals}
     assert "mpi" not in refusers
-    is_beyond_mpi = dtype is torch.bfloat16 and OPERATIONS[name].reduces
+    is_beyond_mpi = OPERATIONS[name].averages or (dtype is torch.bfloat16 and OPERATIONS[name].reduces)
     assert ("mpi4py" in refusers) == (is_beyond_mpi or name == "reduce_scatter")
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", list(OPERATIONS))
+def test_operations_that_are_started_and_waited_for(world: mpicomm.World, name: str) -> None:
+    found = measured(world, compared_backends.make(["mpi-async"], world), name, [ODD_SIZE])
+    assert [(row.backend, row.wrong) for row in found.rows] == [("mpi-async", 0)] * len(OPERATIONS[name].places)
+
+
+@pytest.mark.mpi
+def test_operations_that_wait_have_no_overlap(world: mpicomm.World) -> None:
+    found = measured(world, compared_backends.make(["mpi-async"], world), "broadcast", [4], asynchronous=True)
+    assert found == Found([], {"broadcast, float32, in place, mpi-async": "mpi-async waits; use mpi with --async"})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", WITH_DATA)
 def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
     """The check fails even if the memory still holds the correct result of the previous backend."""
 
@@ -82,6 +99,39 @@ def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, An
         ("mpi", False),
         ("idle", True),
     ] * len(OPERATIONS[name].places)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rewrites", [True, False])
+def test_inputs_are_written_again_before_each_call(world: mpicomm.World, rewrites: bool) -> None:
+    seen: list[torch.Tensor] = []
+
+    def overwrites(operation: MeasuredOperation, starts: bool) -> Any:
+        def call() -> None:
+            seen.append(operation.send.clone())
+            operation.send.fill_(9)
+
+        return call
+
+    measured(world, {"overwrites": overwrites}, "all_to_all", [4096], rewrites=rewrites)
+    first, *timed, last = seen
+    assert torch.equal(first, last), "the checks before and after the timed calls"
+    assert len(timed) > 10
+    if rewrites:
+        assert all(torch.equal(each, first) for each in timed)
+    else:
+        assert timed[0].eq(0).all()
+        assert all(each.eq(9).all() for each in timed[1:])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_that_is_wrong_after_some_calls_is_wrong(world: mpicomm.World) -> None:
+    def stops(operation: MeasuredOperation, starts: bool) -> Any:
+        left = [operation.by_torch] * 3
+        return lambda: left.pop()(dist.group.WORLD) if left else None
+
+    found = measured(world, {"stops": stops}, "all_reduce", [4096])
+    assert [row.wrong > 0 for row in found.rows] == [True]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -134,9 +184,9 @@ def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> Non
         larger = max(operation.send.numel(), operation.receive.numel())
         assert operation.nbytes == 4 * larger
         assert larger % 3 == 0 or not operation.has_parts()
-        assert (
-            operation.send.untyped_storage().data_ptr() == operation.receive.untyped_storage().data_ptr()
-        ) == in_place
+        assert operation.send.untyped_storage().data_ptr() != 0 or name == "barrier"
+        shares = operation.send.untyped_storage().data_ptr() == operation.receive.untyped_storage().data_ptr()
+        assert shares == in_place or name == "barrier"
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:

@@ -87,9 +87,13 @@ def test_without_mpi_only_its_own_back_ends_are_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ("decode --model huge", "unknown model huge; expected one of small, middle"),
         ("startup --ranks 0", "argument --ranks: expected a positive integer, got 0"),
         ("--op all_reduc", "unknown operation all_reduc; expected one of all_reduce, reduce,"),
-        ("--backend mpi,mvapich", "unknown backend mvapich; expected one of mpi, gloo, nccl, mpi4py"),
+        (
+            "--backend mpi,mvapich",
+            "unknown backend mvapich; expected one of mpi, gloo, nccl, mpi4py, mpi-async, deepspeed",
+        ),
         ("--dtype float8", "unknown dtype float8"),
         ("--size 4k", "'4k': expected a number of bytes, for example 4, 1Ki, 64Mi or 1Gi"),
         ("--size 1Mi:4", "1Mi:4: the first size is larger than the last"),
@@ -118,6 +122,26 @@ def test_what_is_wrong_is_said_at_once(arguments: str, text: str) -> None:
     assert text in outcome.stderr, outcome
     assert "Traceback" not in outcome.stderr, outcome
     assert "mpiexec" not in outcome.stderr, outcome
+
+
+@pytest.mark.parametrize(("option", "inputs"), [("", "rewritten before each call"), ("--reuse-inputs", "zeros, not")])
+def test_the_report_says_what_the_calls_ran_on(option: str, inputs: str) -> None:
+    bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4", "--backend", "mpi,mpi-async", "--rounds", "1"]
+    outcome = run_alone([*bench, *option.split()], timeout=200)
+    assert outcome.status == 0, outcome
+    assert f"inputs: {inputs}" in outcome.stdout, outcome
+    assert " mpi-async " in outcome.stdout, outcome
+
+
+def test_decoding(tmp_path: Path) -> None:
+    file = tmp_path / "decode.json"
+    bench = [*BENCH[:-1], "decode", "-n", "2", "--model", "small", "--backend", "mpi,none", "--rounds", "1"]
+    outcome = run_alone([*bench, "--json", str(file)], timeout=200)
+    assert outcome.status == 0, outcome
+    assert "tokens per second" in outcome.stdout, outcome
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["backend"], row["wrong"]) for row in rows] == [("one process", 0), ("mpi", 0), ("none", None)]
+    assert all(row["tokens_per_s"] >= row["tokens_per_s_median"] > 0 for row in rows)
 
 
 def test_steps_of_training(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 from collections.abc import Callable
@@ -12,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import ratios
+from benchmarks import gil, ratios
 from benchmarks.ratios import Ratio
 from mpicomm import job_info
 from mpicomm.bench import overlap, startup, startup_probe, timing, training
 from mpicomm.bench.startup import Sample
-from mpicomm.bench.timing import Bench, Times
+from mpicomm.bench.timing import Bench, Timed, Times
 from mpicomm.launch.request import Start
 
 
@@ -64,11 +65,35 @@ def test_latency_is_the_fastest_round_of_the_slowest_rank(monkeypatch: pytest.Mo
     bench = Bench(gather, lambda: None, lambda: None, rounds=3, seconds=1e-6)  # short enough for three calls per round
     warm_up = [1] * 6
     found = timing.in_turn(bench, {"call": clock.after(*warm_up, 9, 9, 9, 5, 5, 5, 7, 7, 7)})
-    assert found == {"call": Times(least=15.0, median=21.0, p99=27.0)}
+    assert found == {"call": Times(rounds=(27.0, 15.0, 21.0), p99=27.0)}
+    assert (found["call"].least, found["call"].median) == (15.0, 21.0)
 
 
-def test_without_a_look_at_each_call_there_is_no_percentile() -> None:
-    assert timing.in_turn(alone(), {"call": lambda: None}, each=False)["call"].p99 is None
+def test_time_before_calls_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    events: list[str] = []
+
+    def logged(name: str, us: int) -> Callable[[], None]:
+        def call() -> None:
+            events.append(name)
+            clock.us += us
+
+        return call
+
+    bench = Bench(lambda mine: [mine], logged("barrier", 100), logged("settle", 1), rounds=1, seconds=1e-6)
+    timed = Timed(logged("call", 10), logged("rewrite", 1000), logged("enter", 1000))
+    assert timing.in_turn(bench, {"call": timed})["call"] == Times(rounds=(11.0,), p99=11.0)
+    rounds = 3  # two of the calibration
+    assert events == ["enter", *["rewrite", "settle", "barrier", "call", "settle"] * 3] * rounds
+
+
+def test_without_a_look_at_each_call_there_is_no_percentile(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    bench = dataclasses.replace(alone(), seconds=1e-6)
+    call = clock.after(*[1] * 6, 2, 4, 9)
+    assert timing.in_turn(bench, {"call": call}, each=False)["call"] == Times(rounds=(5.0, 9.0), p99=None)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +109,14 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
         for name, call in calls.items():
             events.append(name)
             call()
-        return {name: Times(us[name], us[name], None) for name in calls}
+        return {name: Times((us[name],), None) for name in calls}
 
     def start() -> Any:
         events.append("start")
         return types.SimpleNamespace(wait=lambda: events.append("wait"))
 
     monkeypatch.setattr(overlap.timing, "in_turn", in_turn)
-    monkeypatch.setattr(overlap, "_amount", lambda _, us: us)
+    monkeypatch.setattr(overlap, "amount_for", lambda _, us: us)
     found = overlap.measure(alone(), start, lambda us: events.append(f"compute {us:.0f} us"))
     assert found.percent == percent
     assert " ".join(events) == (
@@ -106,14 +131,16 @@ def test_the_computation_takes_as_long_as_the_operation(monkeypatch: pytest.Monk
     def compute(amount: int) -> None:
         clock.us += 500 + 10 * amount  # a call itself takes time, too
 
-    assert overlap._amount(compute, 1e6) == pytest.approx(1e5, rel=0.05)
+    assert overlap.amount_for(compute, 1e6) == pytest.approx(1e5, rel=0.05)
 
 
 def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data take 1 ms, data and computation 5 ms, the whole step 9 ms with one backend and 4.99 ms with the other."""
     us = {"data": 1000.0, "compute": 5000.0, "mpi": 9000.0, "none": 4990.0}
     monkeypatch.setattr(
-        training.timing, "in_turn", lambda _, calls: {name: Times(us[name], 2 * us[name], None) for name in calls}
+        training.timing,
+        "in_turn",
+        lambda _, calls: {name: Times((us[name], 2 * us[name], 3 * us[name]), None) for name in calls},
     )
     monkeypatch.setattr(training, "_spread", lambda model, *_: model)
     rows = training.measure([("small", "ddp")], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
@@ -192,66 +219,151 @@ def test_a_ratio_is_met_on_the_right_side_of_its_target(value: float, is_least: 
     assert Ratio("a figure", value, 2.0, is_least).is_met is is_met
 
 
-def operations(dtype: str, **us: dict[int, float]) -> list[dict[str, Any]]:
-    """Return rows with these times in microseconds, by backend and size; the first row has two wrong elements."""
-    rows = [
-        {"in_place": True, "dtype": dtype, "nbytes": nbytes, "backend": backend, "us": each, "wrong": 0}
+def operations(
+    kinds: str, in_place: bool = True, dtype: str = "float32", **us: dict[int, float]
+) -> list[dict[str, Any]]:
+    """Return rows of operations with these times in microseconds, by backend and size."""
+    return [
+        {"operation": kind, "in_place": in_place, "dtype": dtype, "nbytes": nbytes, "backend": backend, "us": each,
+            "wrong": 0}
+        for kind in kinds.split()
         for backend, by_size in us.items()
         for nbytes, each in by_size.items()
-    ]
-    rows[0]["wrong"] = 2
-    return rows
+    ]  # fmt: skip
 
 
-def test_the_ratios_are_quotients_of_figures_measured_side_by_side() -> None:
-    steps = {("small", "ddp"): 5.0, ("middle", "ddp"): 3.0, ("large", "ddp"): 1.0, ("middle", "fsdp"): 4.0}
-    training_rows = [
-        {"model": model, "strategy": strategy, "backend": backend, "ms": ms}
-        for (model, strategy), gloo in steps.items()
-        for backend, ms in (("mpi", 2.0), ("gloo", 2.0 * gloo))
+def measured() -> dict[str, dict[str, Any]]:
+    """Return results of every command of `benchmarks.ratios`."""
+    small = [
+        *operations("all_reduce", mpi={4: 5.0, 1024: 8.5}, mpi4py={4: 1.0, 1024: 2.0}),
+        *operations("reduce", mpi={4: 9.0, 1024: 5.0}, mpi4py={4: 1.0, 1024: 2.0}),
+        *operations("reduce_scatter", in_place=False, mpi={4: 4.0, 1024: 12.0}, mpi4py={4: 1.0, 1024: 2.0}),
+        *operations("reduce_scatter", mpi={4: 99.0}),  # MPI does not have it
+        *operations("all_reduce_avg", mpi={4: 9.0, 1024: 9.0}),
+        *operations("all_reduce", dtype="bfloat16", mpi={4: 12.0, 1024: 9.0}),
+        *operations("barrier", **{"mpi-async": {0: 20.0}}),
+        *operations("all_reduce", **{"mpi-async": {4: 28.0, 1024: 31.0}}),
     ]
-    mpi = {4: 3.0, 2**10: 4.0, 2**20: 100.0, 2**24: 1000.0, 2**26: 4000.0}
-    results = {
-        "float32": {
+    sizes = (2**16, 2**20, 2**24, 2**26)
+    mpi4py = dict.fromkeys(sizes, 12.0)
+    large = [
+        *operations("all_reduce", mpi=dict(zip(sizes, (12.0, 10.0, 8.0, 4.0), strict=True)), mpi4py=mpi4py),
+        *operations("reduce", mpi=dict(zip(sizes, (12.0, 12.0, 10.0, 6.0), strict=True)), mpi4py=mpi4py),
+        *operations("broadcast", mpi=dict(zip(sizes, (20.0, 16.0, 12.0, 48.0), strict=True)), mpi4py=mpi4py),
+        *operations("reduce_scatter", False, mpi=dict(zip(sizes, (12.0, 10.0, 4.0, 3.0), strict=True)), mpi4py=mpi4py),
+    ]
+    large[0]["wrong"] = 2
+    gloo = {4: 90.0, 2**10: 100.0, 2**20: 600.0, 2**24: 1.0, 2**26: 8000.0}
+    steps = {("ddp", "small"): 1.2, ("ddp", "middle"): 1.6, ("fsdp", "small"): 1.1, ("fsdp", "middle"): 1.4}
+    return {
+        "small": {"rows": small},
+        "large": {"rows": large},
+        "all_reduce": {
             "rows": operations(
-                "float32",
-                mpi=mpi,
-                gloo={4: 90.0, 2**10: 100.0, 2**20: 600.0, 2**24: 1.0, 2**26: 8000.0},
-                mpi4py={4: 1.0, 2**10: 1.0, 2**20: 1.0, 2**24: 1500.0, 2**26: 12000.0},
+                "all_reduce", mpi={4: 3.0, 2**10: 4.0, 2**20: 100.0, 2**24: 9.0, 2**26: 4000.0}, gloo=gloo
             )
         },
         "bfloat16": {
-            "rows": [*operations("bfloat16", mpi={2**25: 30.0}), *operations("float32", mpi={2**26: 40.0})],
+            "rows": [
+                *operations("all_reduce", dtype="bfloat16", mpi={2**25: 30.0}),
+                *operations("all_reduce", mpi={2**26: 40.0}),
+            ]
         },
-        "ddp": {"rows": training_rows[:6]},
-        "fsdp": {"rows": training_rows[6:]},
+        "steps": {
+            "rows": [
+                {"strategy": strategy, "model": model, "backend": backend, "ms": ms}
+                for (strategy, model), ratio in steps.items()
+                for backend, ms in (("mpi", 2.0 * ratio), ("gloo", 99.0), ("none", 2.0))
+            ]
+        },
+        "decode": {
+            "rows": [
+                {"backend": backend, "tokens_per_s": tokens, "wrong": wrong}
+                for backend, tokens, wrong in (
+                    ("one process", 50.0, 0),
+                    ("mpi", 90.0, 0),
+                    ("gloo", 45.0, 1),
+                    ("none", 99.0, None),
+                )
+            ]
+        },
+        "gil": {"milliseconds": {"mpicomm": {"longer": 4.5}, "Gloo": {"longer": 9.0}}},
         "startup": {
             "starts": [{"way": "torchrun + Gloo"}, {"way": "mpicomm", "steps": {"bootstrap": 0.1}}],
             "seconds of `import mpicomm`": 0.006,
         },
+        "deepspeed": {
+            "rows": operations("all_reduce", mpi={8192: 12.0, 16384: 15.0}, deepspeed={8192: 10.0, 16384: 10.0})
+        },
     }
-    asked: list[tuple[str, ...]] = []
+
+
+def found_in(results: dict[str, dict[str, Any]], **options: bool) -> dict[str, Ratio]:
+    """Return the ratios of these results, and check that each command runs once."""
+    commands = {**ratios.COMMANDS, **ratios.WITH_DEEPSPEED}
+    asked: list[str] = []
 
     def run(command: Any) -> Any:
-        asked.append(tuple(command))
-        return results[next(name for name, each in ratios.COMMANDS.items() if each == command)]
+        asked.append(next(name for name, each in commands.items() if each == command))
+        return results[asked[-1]]
 
-    found = {each.what: (pytest.approx(each.value), each.is_met) for each in ratios.measure(run)}
-    assert found == {
-        "all_reduce of 4 B: mpicomm - mpi4py, us": (2.0, True),
+    found = ratios.measure(run, **options)
+    assert asked == list(commands if options.get("with_deepspeed") else ratios.COMMANDS)
+    return {each.what: each for each in found}
+
+
+def test_the_ratios_are_of_figures_measured_side_by_side() -> None:
+    small, speed = "of 4 B and 1 KiB, the worst: mpicomm - mpi4py, us", "mpi4py / mpicomm"
+    found = found_in(measured(), with_deepspeed=True)
+    assert {what: (pytest.approx(each.value), each.is_met) for what, each in found.items()} == {
+        f"all_reduce {small}": (6.5, False),
+        f"other operations {small}": (10.0, False),
+        f"averages {small}": (8.0, True),
+        f"operations in bfloat16 {small}": (11.0, False),
+        "asynchronous operations of 4 B and 1 KiB, the worst, us": (31.0, False),
+        "64 KiB, the worst operation: mpicomm / mpi4py": (20 / 12, False),
+        f"1 MiB, broadcast, reduce and all_gather, the worst: {speed}": (0.75, False),
+        f"1 MiB, all_reduce: {speed}": (1.2, True),
+        f"1 MiB, reduce_scatter: {speed}": (1.2, False),
+        f"16 MiB, the worst operation: {speed}": (1.0, True),
+        f"16 MiB, the worst reduction: {speed}": (1.2, False),
+        f"64 MiB, the worst reduction: {speed}": (2.0, False),
         "all_reduce of 4 B: Gloo / mpicomm": (30.0, True),
         "all_reduce of 1 KiB: Gloo / mpicomm": (25.0, False),
         "all_reduce of 1 MiB: Gloo / mpicomm": (6.0, True),
         "all_reduce of 64 MiB: Gloo / mpicomm": (2.0, False),
-        "all_reduce of 16 MiB: mpi4py / mpicomm": (1.5, True),
-        "all_reduce of 64 MiB: mpi4py / mpicomm": (3.0, True),
         "all_reduce of 16 Mi numbers: bfloat16 / float32": (0.75, True),
-        "wrong elements": (6, False),
-        "step of DDP, 33 k parameters: Gloo / mpicomm": (5.0, True),
-        "step of DDP, 525 k parameters: Gloo / mpicomm": (3.0, True),
-        "step of DDP, 8.4 M parameters: Gloo / mpicomm": (1.0, False),
-        "step of FSDP2, 525 k parameters: Gloo / mpicomm": (4.0, True),
+        "wrong elements": (3, False),
+        "all_reduce of 8 to 256 KiB, the worst: mpicomm / DeepSpeed": (1.5, False),
+        "decoding, tokens per second: mpicomm / Gloo": (2.0, True),
+        "step of DDP, 33 k parameters: mpicomm / no communication": (1.2, True),
+        "step of DDP, 525 k parameters: mpicomm / no communication": (1.6, False),
+        "step of FSDP2, 33 k parameters: mpicomm / no communication": (1.1, True),
+        "step of FSDP2, 525 k parameters: mpicomm / no communication": (1.4, False),
+        "all_reduce of 16 MiB, ms longer beside a Python loop on another rank": (4.5, True),
         "import mpicomm, ms": (6.0, False),
         "bootstrap() of 4 ranks after import torch and MPI_Init, ms": (100.0, True),
     }
-    assert asked == [tuple(each) for each in ratios.COMMANDS.values()]
+    assert found[f"other operations {small}"].where == "reduce_scatter, out of place, 1024 B"
+    assert found["64 KiB, the worst operation: mpicomm / mpi4py"].where == "broadcast, in place"
+
+
+def test_without_the_c_library_and_deepspeed_there_are_other_targets() -> None:
+    found = found_in(measured(), is_native=False)
+    targets = {what: each.target for what, each in found.items() if each.what.endswith("mpi4py / mpicomm")}
+    assert list(targets.values()) == [0.9, 0.85, 1.1, 0.97, 1.2, 2.0]
+    assert not any("DeepSpeed" in what for what in found)
+
+
+def test_the_delay_by_a_loop_is_that_of_the_median_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {gil.ALONE: (4000.0, 5000.0, 6000.0), gil.WITH_LOOP: (5000.0, 9500.0, 9900.0)}
+    monkeypatch.setattr(
+        timing, "in_turn", lambda _, calls: {name: Times(us[name.partition(" ")[2]], None) for name in calls}
+    )
+    monkeypatch.setattr(overlap, "amount_for", lambda *_: 1)
+    assert gil.measure({"mpicomm": None}, alone()) == {"mpicomm": {"alone": 5.0, "with the loop": 9.5, "longer": 4.5}}
+
+
+def test_the_time_of_rank_1_is_taken_though_rank_0_is_slower() -> None:
+    everyone = Bench(lambda mine: [3 * mine, mine], lambda: None, lambda: None)  # type: ignore[operator]
+    assert gil.of_rank_1(everyone).gather(2.0) == [2.0]

@@ -124,7 +124,7 @@ def test_the_status_is_1_if_a_ratio_is_not_met(
     value: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Ratio("a figure", 3.0, 2.0, is_least=True), Ratio("another", value, 2.0, is_least=True)]
-    monkeypatch.setattr(ratios, "measure", lambda run: found)
+    monkeypatch.setattr(ratios, "measure", lambda run, **_: found)
     assert ratios.main([]) == status
     assert ("not met" in capsys.readouterr().out) == (status == 1)
 
