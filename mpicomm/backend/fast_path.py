@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Datatype
 
 _MOST_BYTES = 2**31 - 1  # above this, the overhead of the general path is negligible
-_LEAST_BY_NODE = 2**16  # bytes; below this, shared memory is not considered
+_LEAST_BY_NODE = 2**12  # bytes; below this, shared memory is not considered
+_LEAST_CUT = 2**16  # bytes; below this, no tensor is cut into pieces
 _STAGED_BYTES = 2**16  # the most bytes of a list of tensors that are copied through one buffer
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # exact types only: other subclasses may redefine attributes
 _REDUCED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
@@ -160,7 +161,7 @@ class FastPath:
         """Gather every rank's tensor into one tensor on every rank."""
         if type(opts) is not AllgatherOptions or opts.asyncOp or not self._are_blocks(output, source):
             return None
-        if not self._fits_staging(source):
+        if not self._fits_staging(source) or self._prefers_node("all_gather", output.nbytes):
             return None
         call = self._all_gather
         return self._run("all_gather", source.dtype, source.numel(), None, opts, [output], call, output, source)
@@ -267,11 +268,10 @@ class FastPath:
         plan = (self._sums if op == _SUM else self._plans[op.op]).get(tensor.dtype)
         if plan is None or not self._fits(nbytes):
             return None
-        is_small = nbytes < _LEAST_BY_NODE
-        if is_small and plan.is_native:
+        if nbytes < _LEAST_BY_NODE and plan.is_native:
             return plan
         # torch writes inference tensors in inference mode only; a large tensor that is not native is cut into pieces
-        return None if tensor.is_inference() or not (is_small or plan.is_native) else plan
+        return None if tensor.is_inference() or not (nbytes < _LEAST_CUT or plan.is_native) else plan
 
     def _fits(self, nbytes: int) -> bool:
         """Return whether an operation on so many bytes is one MPI call, whatever the devices of other ranks."""
