@@ -39,6 +39,7 @@ _ALIGNMENT = 4096
 _SPLIT_BYTES = (2**18, 2**16)  # from this size on, each rank reduces a part: for two ranks, and for more
 _SPINS = 2000  # polls before a waiting rank offers its core to other processes
 _SPINS_IF_CROWDED = 20
+_NOTED_BYTES = 2**17  # from this size on, autograd is told of a write; it takes about a microsecond
 _PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
 
 
@@ -99,13 +100,18 @@ class NativeSlots:
         kind, numbers = native.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu else None
         operation = native.ALL_REDUCE if root is None else native.REDUCE
-        return self._run(operation, kind, root or 0, how.divisor, address, address, numbers * tensor.numel())
+        ran = self._run(operation, kind, root or 0, how.divisor, address, address, numbers * tensor.numel())
+        if root in (None, self._rank):
+            _note_write(tensor)
+        return ran
 
     def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
         """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
         kind, numbers = native.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu else None
-        return self._run(native.REDUCE_SCATTER, kind, 0, how.divisor, address, out.data_ptr(), numbers * out.numel())
+        ran = self._run(native.REDUCE_SCATTER, kind, 0, how.divisor, address, out.data_ptr(), numbers * out.numel())
+        _note_write(out)
+        return ran
 
     def all_gather(self, tensor: torch.Tensor) -> bool:
         """Fill a tensor that has a block for each rank with each rank's own block."""
@@ -193,6 +199,12 @@ class TorchSlots:
     def _terms(self, flat: torch.Tensor, start: int, length: int) -> list[torch.Tensor]:
         slots = self._slots[flat.dtype][self._buffer]
         return [(flat if rank == self._rank else slots[rank])[start : start + length] for rank in range(self._size)]
+
+
+def _note_write(tensor: torch.Tensor) -> None:
+    """Let autograd detect that a tensor that it needs was overwritten."""
+    if tensor.nbytes >= _NOTED_BYTES and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _is_crowded(comm: Intracomm) -> bool:

@@ -148,6 +148,20 @@ def test_infinite_complex_numbers(make: Make, world: mpicomm.World, kind: str) -
     assert torch.equal(tensor, torch.full_like(tensor, complex(math.inf, world.size)))
 
 
+@pytest.mark.parametrize("kind", ["slots", "torch slots"])
+def test_autograd_detects_an_overwritten_tensor(make: Make, kind: str) -> None:
+    handle, weight = make(kind), torch.ones(64 * KIB, requires_grad=True)
+    tensor = torch.ones(64 * KIB)
+    loss = (tensor * weight).sum()
+    dist.all_reduce(tensor, group=handle)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        tensor = torch.ones(64 * KIB)
+    dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == handle.size()).all())
+
+
 # -- conditions --------------------------------------------------------------------------------------------------------
 
 
