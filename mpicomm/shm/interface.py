@@ -27,6 +27,8 @@ class OrderedSum:
 
     def write(self, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write the sum of the terms, in their order, to `out`, which may be one of the terms or of the wide dtype."""
+        if out.is_complex():  # torch multiplies complex terms by 1+0j: infinity becomes not a number
+            terms, out = [torch.view_as_real(term) for term in terms], torch.view_as_real(out)
         if len(terms) == 2 and self.divisor == 1 and out.dtype == terms[0].dtype:
             torch.add(*terms, out=out)  # torch adds two narrow numbers in float32 too
             return

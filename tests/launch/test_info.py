@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from mpicomm import job_info
+from mpicomm.settings import Settings
 from mpicomm.startup import rendezvous
+from tests import nodes
 from tests.launching import Outcome, run_alone, run_command, run_ranks
 
 INFO = ["-m", "mpicomm", "info"]
@@ -34,6 +36,7 @@ def test_every_rank_is_shown() -> None:
     assert software["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert software["backend"] == "mpi"
     assert software["MPI"].partition(" ")[0] in {"Open", "MPICH"}
+    assert software["shared memory"] == ("C library" if nodes.has_library() else "torch (the C library was not built)")
 
 
 def test_the_same_as_json() -> None:
@@ -104,12 +107,23 @@ def test_software_that_differs_is_shown_with_its_ranks() -> None:
     assert found == {"torch": {"2.13": [0, 2], "2.12": [1]}, "MPI": {"a": [0, 1, 2]}}
 
 
-@pytest.mark.parametrize(("cpus", "nodes"), [([0], [0]), ([5, 8], [0, 1]), ([12], [1]), ([99], [])])
-def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int], nodes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Settings(native="0"), "torch (MPICOMM_NATIVE=0)"),
+        (Settings(shared_memory="0"), "not in use (MPICOMM_SHARED_MEMORY=0)"),
+    ],
+)
+def test_what_computes_in_shared_memory_is_shown(settings: Settings, expected: str) -> None:
+    assert job_info._shared_memory(settings) == expected
+
+
+@pytest.mark.parametrize(("cpus", "numa"), [([0], [0]), ([5, 8], [0, 1]), ([12], [1]), ([99], [])])
+def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int], numa: list[int]) -> None:
     for node, text in enumerate(["0-3,5\n", "8-11,12\n", "\n"]):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(text)
-    assert job_info.numa_nodes(cpus, tmp_path) == nodes
+    assert job_info.numa_nodes(cpus, tmp_path) == numa
 
 
 def test_the_interface_towards_an_address() -> None:

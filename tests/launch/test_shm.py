@@ -1,7 +1,8 @@
-"""Large tensors through the memory of a node: a rank dies during the operation, or /dev/shm is small."""
+"""Tensors through the memory of a node: a rank fails during an operation, or /dev/shm is small."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import nodes
 from tests.failures import ways
 from tests.launching import run_command, run_ranks
 
@@ -54,6 +56,27 @@ def test_a_rank_that_dies_inside_ends_the_job(kind: str) -> None:
     assert is_told_by_launcher or re.search(r"\[mpicomm\] rank 1 of 3 on \S+ died: ", outcome.stderr), outcome
 
 
+IN_SLOTS = "tensor = torch.ones(2**14)\nfor _ in range(3):\n    all_reduce()"
+FOREVER = "while True:\n    all_reduce()"
+MISSING = ways.Way(
+    "a rank that never arrives",
+    "time.sleep(600)",
+    ways.DEADLINE,
+    r"timed out after \d+ s in all_reduce #4[\s\S]*?\n  rank {who} +in no operation; at <string>",
+)
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize(
+    "way", [*[ways.BY_NAME[name] for name in ("SIGKILL", "SIGSTOP", "sys.exit(0)")], MISSING], ids=lambda way: way.name
+)
+def test_a_rank_that_does_not_arrive_in_slots(way: ways.Way) -> None:
+    """Without the C library, the ranks wait in MPI."""
+    nodes.require("slots")
+    result = ways.run(dataclasses.replace(way, others=FOREVER), before=IN_SLOTS)
+    assert not result.problems, f"{result}: {result.problems}\n{result.stderr}"
+
+
 LARGE = """
 import torch
 import torch.distributed as dist
@@ -61,13 +84,14 @@ import mpicomm
 from tests import nodes
 
 world = mpicomm.bootstrap()
-for kind in ("direct", "segment") if nodes.may_read() else ("segment",):
+kinds = [*["direct"] * nodes.may_read(), *["slots"] * nodes.has_library(), "segment"]
+for kind in kinds:
     handle = dist.new_group()
     nodes.lead_by(kind, handle)
     tensor = torch.ones(2**24)
     dist.all_reduce(tensor, group=handle)
     assert bool((tensor == world.size).all())
-    assert handle._operations.node._node is not None
+    assert (handle._operations.node._slots or handle._operations.node._node) is not None
     if world.rank == 0:
         print("done by", kind)
 """

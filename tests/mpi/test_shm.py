@@ -31,11 +31,12 @@ Make = Callable[[], dist.ProcessGroup]
 
 @pytest.fixture
 def make(world: mpicomm.World) -> Iterator[Make]:
-    """Create groups of all ranks, and destroy them at the end of the test."""
+    """Create groups of all ranks without slots, and destroy them at the end of the test."""
     made: list[dist.ProcessGroup] = []
 
     def new() -> dist.ProcessGroup:
         made.append(dist.new_group(list(range(world.size))))
+        nodes.without_slots(made[-1])
         return made[-1]
 
     yield new

@@ -18,6 +18,7 @@ VALID = {
     "gpu_aware": "0",
     "gpu_chunk_kib": "512",
     "shared_memory": "0",
+    "native": "0",
 }
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -81,6 +82,7 @@ def test_the_meaning_of_the_variables() -> None:
     off = Settings(on_timeout="abort", debug="0")
     assert (off.raises_timeouts, off.compares_calls) == (False, False)
     assert [Settings(shared_memory=text).shares_memory for text in (None, "1", "0")] == [True, True, False]
+    assert [Settings(native=text).uses_native for text in (None, "1", "0")] == [True, True, False]
     assert [Settings(host_timeout=text).seconds_to_lose_host for text in (None, "300")] == [30, 300]
     assert quiet.gpu_chunk_bytes == 2**22
     assert Settings(gpu_chunk_kib="512").gpu_chunk_bytes == 2**19

@@ -1,0 +1,73 @@
+"""The C library of the inner loops, called by ctypes; its calls release the GIL.
+
+It is built where a C compiler is available. Without it, Python computes the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("libnative.so")
+MAX_RANKS = 256  # the limit of native.c
+
+# As in native.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
+_FLOAT32, _FLOAT64, _BFLOAT16, _FLOAT16, _INT8, _INT16, _INT32, _INT64 = range(8)
+BYTES = _INT8
+KINDS = {
+    torch.float32: (_FLOAT32, 1),
+    torch.float64: (_FLOAT64, 1),
+    torch.bfloat16: (_BFLOAT16, 1),
+    torch.float16: (_FLOAT16, 1),
+    torch.complex64: (_FLOAT32, 2),
+    torch.complex128: (_FLOAT64, 2),
+    torch.int8: (_INT8, 1),
+    torch.uint8: (_INT8, 1),
+    torch.int16: (_INT16, 1),
+    torch.int32: (_INT32, 1),
+    torch.int64: (_INT64, 1),
+}
+"""For each dtype, the kind of number that the library adds, and how many of them an element has."""
+
+NARROW_FLOATS = (torch.bfloat16, torch.float16)
+"""The dtypes that the library adds in float32."""
+
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST = range(5)
+DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
+LINE_BYTES = 128
+"""What a rank publishes in the shared memory about an operation."""
+
+
+class SlotState(ctypes.Structure):
+    """One rank's view of the slots of a group, and its current operation."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("lines", "slots")),
+        *((name, ctypes.c_uint64) for name in ("slot_bytes", "split_bytes")),
+        ("pause_ns", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rank", "size", "spins")),
+        *((name, ctypes.c_int32) for name in ("operation", "kind", "root", "divisor", "stage")),
+        *((name, ctypes.c_uint64) for name in ("number", "count", "start")),
+        *((name, ctypes.c_void_p) for name in ("source", "out")),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library; None if it was not built, or was built for another system."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    found.mpicomm_sum.argtypes = (
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int
+    )  # fmt: skip
+    found.mpicomm_sum.restype = None
+    found.mpicomm_start.argtypes = (
+        ctypes.c_void_p, *4 * (ctypes.c_int,), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
+    )  # fmt: skip
+    found.mpicomm_continue.argtypes = (ctypes.c_void_p,)
+    return found

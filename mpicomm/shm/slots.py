@@ -1,0 +1,226 @@
+"""Collective operations through slots: each rank has a slot for its contribution in memory that all ranks share.
+
+    each rank: copies its contribution into its slot, and publishes the number of this step
+    each rank: waits until all ranks have published that number, and computes its result from all slots
+
+There are two buffers of slots, which alternate. A rank writes to a buffer again two steps later. By then it has seen
+that all ranks have published the step between, for which they had finished reading this buffer: no second
+synchronisation is needed. Reductions of larger tensors have one: each rank reduces a part of the slots, and then copies
+the other parts. A tensor that is larger than a slot takes several steps.
+
+With each number, a rank publishes its operation and the size of its tensor: all ranks detect a difference.
+
+The sums are made in rank order: all ranks receive the same bits, which depend only on the number of ranks. They are the
+same from the C library (`NativeSlots`) and from torch's kernels (`TorchSlots`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm.shm import native
+from mpicomm.shm.interface import OrderedSum
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_MOST_BYTES = 2**19  # of a slot, so that the slots of a few ranks stay in the cache
+_LEAST_BYTES = 2**14
+_SEGMENT_BYTES = 2**26  # with more ranks on a node, slots are smaller
+_BUFFERS = 2
+_ALIGNMENT = 4096
+_SPLIT_BYTES = (2**18, 2**16)  # from this size on, each rank reduces a part: for two ranks, and for more
+_SPINS = 2000  # polls before a waiting rank offers its core to other processes
+_SPINS_IF_CROWDED = 20
+_NOTED_BYTES = 2**17  # from this size on, autograd is told of a write; it takes about a microsecond
+_PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
+
+
+def segment_bytes(size: int) -> int:
+    """Return the size in bytes of the shared memory of `size` ranks."""
+    return _head_bytes(size) + _BUFFERS * size * _slot_bytes(size)
+
+
+def _head_bytes(size: int) -> int:
+    """Return the size in bytes of the unused first line, which has the memory's token, and of the ranks' lines."""
+    return -(-(1 + _BUFFERS * size) * native.LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slot_bytes(size: int) -> int:
+    share = _SEGMENT_BYTES // (_BUFFERS * size) // _ALIGNMENT * _ALIGNMENT
+    return max(_LEAST_BYTES, min(_MOST_BYTES, share))
+
+
+class NativeSlots:
+    """The operations by the C library: one call for each operation, which releases the GIL.
+
+    Tensors are dense. Each operation returns whether it ran: it does not if a rank's tensor is not on the host.
+
+    Raises:
+        RuntimeError: On all ranks, if they call different operations, or with tensors of different sizes.
+    """
+
+    most_bytes = math.inf
+
+    def __init__(self, comm: Intracomm, memory: torch.Tensor, on_wait: Callable[[], None]) -> None:
+        """Use memory that the ranks share (collective).
+
+        Args:
+            memory: The shared memory, of `segment_bytes(comm.size)` bytes.
+            on_wait: Called every millisecond while other ranks are late; may raise an exception.
+        """
+        library = native.library()
+        assert library is not None
+        self._start, self._continue = library.mpicomm_start, library.mpicomm_continue
+        self._memory = memory  # mapped as long as the tensor lives
+        self._rank, self._size = comm.rank, comm.size
+        self._on_wait = on_wait
+        address = memory.data_ptr()
+        self._state = native.SlotState(
+            lines=address + native.LINE_BYTES,
+            slots=address + _head_bytes(comm.size),
+            slot_bytes=_slot_bytes(comm.size),
+            split_bytes=_SPLIT_BYTES[comm.size > 2],
+            pause_ns=_PAUSE_NS,
+            rank=comm.rank,
+            size=comm.size,
+            spins=_SPINS_IF_CROWDED if _is_crowded(comm) else _SPINS,
+        )
+        self._address = ctypes.addressof(self._state)
+
+    def reduce(self, tensor: torch.Tensor, how: OrderedSum, root: int | None = None) -> bool:
+        """Reduce in place, with the result on the root, or on all ranks if it is None."""
+        kind, numbers = native.KINDS[tensor.dtype]
+        address = tensor.data_ptr() if tensor.is_cpu else None
+        operation = native.ALL_REDUCE if root is None else native.REDUCE
+        ran = self._run(operation, kind, root or 0, how.divisor, address, address, numbers * tensor.numel())
+        if root in (None, self._rank):
+            _note_write(tensor)
+        return ran
+
+    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
+        """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
+        kind, numbers = native.KINDS[tensor.dtype]
+        address = tensor.data_ptr() if tensor.is_cpu else None
+        ran = self._run(native.REDUCE_SCATTER, kind, 0, how.divisor, address, out.data_ptr(), numbers * out.numel())
+        _note_write(out)
+        return ran
+
+    def all_gather(self, tensor: torch.Tensor) -> bool:
+        """Fill a tensor that has a block for each rank with each rank's own block."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
+        mine = address + nbytes * self._rank if tensor.is_cpu else None
+        return self._run(native.ALL_GATHER, native.BYTES, 0, 1, mine, address, nbytes)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
+        """Copy the root's tensor to the other ranks."""
+        address = tensor.data_ptr() if tensor.is_cpu else None
+        return self._run(native.BROADCAST, native.BYTES, root, 1, address, address, tensor.nbytes)
+
+    def _run(
+        self, operation: int, kind: int, root: int, divisor: int, source: int | None, out: int | None, count: int
+    ) -> bool:
+        status = self._start(self._address, operation, kind, root, divisor, source, out, count)
+        while status == native.WAITING:
+            self._on_wait()
+            status = self._continue(self._address)
+        if status == native.DIFFERENT:
+            raise _different(self._sizes())
+        return status == native.DONE
+
+    def _sizes(self) -> list[int]:
+        """Return the numbers of bytes that the ranks have published for the current step."""
+        lines = self._memory[: _head_bytes(self._size)].view(torch.int64).view(-1, native.LINE_BYTES // 8)
+        first = 1 + self._state.number % _BUFFERS * self._size
+        return lines[first : first + self._size, 2].tolist()
+
+
+class TorchSlots:
+    """The reductions of tensors that fit into a slot, by torch's kernels; MPI synchronises the ranks.
+
+    all_gather and broadcast are left to MPI, which has the same results.
+    """
+
+    def __init__(self, comm: Intracomm, memory: torch.Tensor) -> None:
+        """Use memory that the ranks share.
+
+        Args:
+            memory: The shared memory, of `segment_bytes(comm.size)` bytes.
+        """
+        self._comm = comm
+        self._rank, self._size = comm.rank, comm.size
+        self.most_bytes = _slot_bytes(comm.size)
+        slots = memory[_head_bytes(comm.size) :].view(_BUFFERS, comm.size, self.most_bytes)
+        with torch.inference_mode(False):
+            self._slots = {dtype: [list(buffer.view(dtype)) for buffer in slots] for dtype in native.KINDS}
+        self._buffer = 0
+        self._found = array("q", bytes(3 * 8 * comm.size))
+
+    def reduce(self, tensor: torch.Tensor, how: OrderedSum, root: int | None = None) -> bool:
+        """Reduce in place, with the result on the root, or on all ranks if it is None."""
+        flat = tensor.detach().view(-1)
+        if not self._bring(native.ALL_REDUCE if root is None else native.REDUCE, flat, how.divisor, root or 0):
+            return False
+        if root in (None, self._rank):
+            how.write(self._terms(flat, 0, flat.numel()), flat)
+        return True
+
+    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
+        """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
+        flat, block = tensor.detach().view(-1), out.numel()
+        if not self._bring(native.REDUCE_SCATTER, flat, how.divisor):
+            return False
+        how.write(self._terms(flat, block * self._rank, block), out.detach().view(-1))
+        return True
+
+    def _bring(self, operation: int, flat: torch.Tensor, divisor: int, root: int = 0) -> bool:
+        """Copy this rank's contribution to its slot, and compare the tensors of all ranks (collective)."""
+        # 1. copy
+        self._buffer = 1 - self._buffer
+        if flat.is_cpu:
+            self._slots[flat.dtype][self._buffer][self._rank][: flat.numel()].copy_(flat)
+        # 2. wait for all ranks, and compare
+        call = operation | native.KINDS[flat.dtype][0] << 8 | (divisor != 1) << 16 | root << 32
+        published = array("q", [flat.is_cpu, flat.nbytes, call])
+        self._comm.Allgather(published, self._found)
+        if flat.is_cpu and self._found == published * self._size:
+            return True
+        if any(len(set(self._found[each::3])) > 1 for each in (1, 2)):
+            raise _different(self._found[1::3])
+        return False
+
+    def _terms(self, flat: torch.Tensor, start: int, length: int) -> list[torch.Tensor]:
+        slots = self._slots[flat.dtype][self._buffer]
+        return [(flat if rank == self._rank else slots[rank])[start : start + length] for rank in range(self._size)]
+
+
+def _note_write(tensor: torch.Tensor) -> None:
+    """Let autograd detect that a tensor that it needs was overwritten."""
+    if tensor.nbytes >= _NOTED_BYTES and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _is_crowded(comm: Intracomm) -> bool:
+    """Return whether ranks must share cores (collective)."""
+    cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
+    return comm.size > len(cores)
+
+
+def _different(sizes: Sequence[int]) -> RuntimeError:
+    least, most = min(sizes), max(sizes)
+    if least == most:
+        return RuntimeError(
+            "all ranks must call the same operation with tensors of the same dtype, got different calls.\n"
+            "Set MPICOMM_DEBUG=1 to see each rank's call."
+        )
+    return RuntimeError(
+        f"tensor sizes must be equal on all ranks, got {least} to {most} bytes.\n"
+        f"Pass tensors of the same size on every rank."
+    )

@@ -1,0 +1,290 @@
+"""Tensors through slots in the memory of one node, with the C library and without."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm import mpi
+from mpicomm.shm import segment, slots
+from mpicomm.shm.interface import OrderedSum
+from mpicomm.shm.slots import NativeSlots, TorchSlots
+from tests import nodes
+from tests.torches import all_gather_single, reduce_scatter_single
+
+KIB = 2**10
+SLOT = 2**19  # bytes
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int8, torch.int64]
+Make = Callable[..., dist.ProcessGroup]
+Slots = NativeSlots | TorchSlots
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture
+def make(world: mpicomm.World) -> Iterator[Make]:
+    """Create groups of all ranks, with the C library or without, and destroy them at the end of the test."""
+    made: list[dist.ProcessGroup] = []
+
+    def new(kind: str = "slots") -> dist.ProcessGroup:
+        nodes.require(kind)
+        made.append(dist.new_group(list(range(world.size))))
+        selector_of(made[-1])._uses_native = kind == "slots"
+        return made[-1]
+
+    yield new
+    for handle in made:
+        dist.destroy_process_group(handle)
+
+
+def selector_of(handle: dist.ProcessGroup) -> Any:
+    return handle._operations.node  # type: ignore[attr-defined]
+
+
+def both(comm: Any) -> list[Slots]:
+    """Return slots with and without the C library."""
+    nodes.require("slots")
+
+    def memory() -> torch.Tensor:
+        return segment.make(comm, slots.segment_bytes(comm.size))
+
+    return [NativeSlots(comm, memory(), comm.Iprobe), TorchSlots(comm, memory())]
+
+
+def values(size: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the inputs of all ranks, equal on all ranks."""
+    random = 50 * torch.randn(size, count, generator=torch.manual_seed(count))
+    return random.to(torch.int64).to(dtype) if not dtype.is_floating_point else random.to(dtype)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_with_and_without_the_library(world: mpicomm.World, dtype: torch.dtype) -> None:
+    size, rank = world.size, world.rank
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+    ways = both(world.comm)
+    for count in (1, 15, 1024, 1025, 5000, SLOT // dtype.itemsize // size):
+        for divisor in (1, size) if dtype.is_floating_point or dtype.is_complex else (1,):
+            whole, how = values(size, size * count, dtype), OrderedSum(wide, divisor)
+            expected = torch.empty_like(whole[0])
+            how.write(list(whole), expected)
+            for way in ways:
+                tensor = whole[rank].clone()
+                assert way.reduce(tensor, how)
+                assert torch.equal(tensor, expected)
+                tensor = whole[rank].clone()
+                assert way.reduce(tensor, how, size - 1)
+                assert torch.equal(tensor, expected if rank == size - 1 else whole[rank])
+                out = torch.empty(count, dtype=dtype)
+                assert way.reduce_scatter(whole[rank].clone(), out, how)
+                assert torch.equal(out, expected.view(size, count)[rank])
+
+
+@pytest.mark.parametrize("nbytes", [8, SLOT - 8, SLOT, SLOT + 8, 3 * SLOT + 40])
+@pytest.mark.parametrize("is_split", [True, False], ids=["in parts", "whole"])
+def test_tensors_of_several_slots(world: mpicomm.World, nbytes: int, is_split: bool) -> None:
+    way = both(world.comm)[0]
+    assert isinstance(way, NativeSlots)
+    way._state.split_bytes = 0 if is_split else 2**62
+    size, rank, count = world.size, world.rank, nbytes // 4
+    whole, how = values(size, size * count, torch.float32), OrderedSum()
+    total = functools.reduce(torch.add, whole)
+    for root in (None, 0, size - 1):
+        tensor = whole[rank, :count].clone()
+        assert way.reduce(tensor, how, root)
+        assert torch.equal(tensor, total[:count] if root in (None, rank) else whole[rank, :count])
+    out = torch.empty(count)
+    assert way.reduce_scatter(whole[rank], out, how)
+    assert torch.equal(out, total.view(size, count)[rank])
+    gathered = torch.full((size, count), -1.0)
+    gathered[rank] = whole[rank, :count]
+    assert way.all_gather(gathered)
+    assert torch.equal(gathered, whole[:, :count])
+    for root in range(size):
+        tensor = whole[rank, :count].clone()
+        assert way.broadcast(tensor, root)
+        assert torch.equal(tensor, whole[root, :count])
+
+
+@pytest.mark.parametrize("kind", ["slots", "torch slots"])
+def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.World, kind: str) -> None:
+    """A rank may be an operation ahead of another rank, which still reads the slots of the previous one."""
+    handle, size, rank = make(kind), world.size, world.rank
+    generator = torch.manual_seed(rank)
+    for turn in range(60):
+        if torch.rand(1, generator=generator) < 0.2:
+            time.sleep(0.002)
+        count = size * (1024 + 997 * turn)
+        tensor = torch.full((count,), float(rank + turn))
+        dist.all_reduce(tensor, group=handle)
+        assert bool((tensor == sum(range(size)) + size * turn).all())
+        dist.broadcast(tensor.fill_(rank), group_src=turn % size, group=handle)
+        assert bool((tensor == turn % size).all())
+        whole = torch.empty(size * count)
+        all_gather_single(whole, torch.full((count,), float(rank - turn)), group=handle)
+        assert torch.equal(whole, (torch.arange(size) - float(turn)).repeat_interleave(count))
+        out = torch.empty(count)
+        reduce_scatter_single(out, whole, group=handle)
+        assert torch.equal(out, torch.full((count,), float(size * (rank - turn))))
+        dist.reduce(tensor.fill_(1.0), group_dst=0, group=handle)
+        assert bool((tensor == (size if rank == 0 else 1)).all())
+
+
+@pytest.mark.parametrize("kind", ["slots", "torch slots"])
+def test_infinite_complex_numbers(make: Make, world: mpicomm.World, kind: str) -> None:
+    tensor = torch.full((4 * KIB,), complex(math.inf, 1.0))
+    dist.all_reduce(tensor, group=make(kind))
+    assert torch.equal(tensor, torch.full_like(tensor, complex(math.inf, world.size)))
+
+
+@pytest.mark.parametrize("kind", ["slots", "torch slots"])
+def test_autograd_detects_an_overwritten_tensor(make: Make, kind: str) -> None:
+    handle, weight = make(kind), torch.ones(64 * KIB, requires_grad=True)
+    tensor = torch.ones(64 * KIB)
+    loss = (tensor * weight).sum()
+    dist.all_reduce(tensor, group=handle)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        tensor = torch.ones(64 * KIB)
+    dist.all_reduce(tensor, group=handle)
+    assert bool((tensor == handle.size()).all())
+
+
+# -- conditions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["slots", "torch slots"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "queued"])
+def test_which_tensors_take_slots(
+    make: Make, monkeypatch: pytest.MonkeyPatch, world: mpicomm.World, kind: str, is_async: bool
+) -> None:
+    taken: list[int] = []
+    for each in (NativeSlots, TorchSlots):
+        reduce = each.reduce
+
+        def noted(self: Any, tensor: torch.Tensor, *arguments: Any, reduce: Any = reduce) -> bool:
+            taken.append(tensor.nbytes)
+            return reduce(self, tensor, *arguments)
+
+        monkeypatch.setattr(each, "reduce", noted)
+    handle = make(kind)
+    sizes = [KIB, 4 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, 1024 * KIB]
+    for nbytes in sizes:
+        tensor = torch.ones(nbytes // 4)
+        work = dist.all_reduce(tensor, group=handle, async_op=is_async)
+        if is_async:
+            work.wait()  # type: ignore[union-attr]
+        assert bool((tensor == world.size).all())
+    if kind == "slots":
+        assert taken == sizes[1:]
+    else:
+        assert taken == (sizes[3:5] if world.size == 2 else sizes[1:5])
+    assert type(selector_of(handle)._slots) is (NativeSlots if kind == "slots" else TorchSlots)
+
+
+def test_the_setting_of_one_rank_counts_for_all(
+    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world.rank == world.size - 1:
+        monkeypatch.setenv("MPICOMM_NATIVE", "0")
+    handle = dist.new_group(list(range(world.size)))
+    dist.all_reduce(torch.ones(KIB), group=handle)
+    assert isinstance(selector_of(handle)._slots, TorchSlots)
+    dist.destroy_process_group(handle)
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["library", "torch"])
+def test_memory_that_one_rank_cannot_offer(world: mpicomm.World, way: int) -> None:
+    """For example, the memory of a GPU: all ranks leave the operation to MPI."""
+    run, how = both(world.comm)[way], OrderedSum()
+    tensor = torch.ones(KIB)
+    given = torch.ones(KIB, device="meta") if world.rank == 0 else tensor
+    assert not run.reduce(given, how)
+    assert bool((tensor == 1).all())
+    assert run.reduce(tensor, how)
+    assert bool((tensor == world.size).all())
+
+
+@pytest.mark.parametrize("kind", ["slots", "torch slots"])
+@pytest.mark.parametrize("difference", ["size", "dtype", "operation"])
+def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, kind: str, difference: str) -> None:
+    handle = make(kind)
+    is_odd = world.rank == world.size - 1
+    count = 64 * KIB
+    tensor = torch.ones(count + (is_odd and difference == "size"))
+    if is_odd and difference == "dtype":
+        tensor = tensor.to(torch.int32)
+    expected = f"{4 * count} to {4 * count + 4} bytes" if difference == "size" else "got different calls"
+    call = functools.partial(dist.reduce, group_dst=0) if is_odd and difference == "operation" else dist.all_reduce
+    with pytest.raises(RuntimeError, match=expected):
+        call(tensor, group=handle)
+    assert bool((tensor == 1).all())
+    with pytest.raises(mpicomm.MpicommError, match="cannot be used any more"):
+        dist.all_reduce(tensor, group=handle)
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_mpi_progresses_while_a_rank_waits(make: Make, world: mpicomm.World) -> None:
+    """Rank 1 arrives only after it has received a message that rank 0 must send in its wait."""
+    handle = make()
+    tensor = torch.ones(16 * KIB)
+    dist.all_reduce(tensor, group=handle)
+    comm = mpi.job_comm()
+    message = bytearray(2**22)
+    request = None
+    if world.rank == 0:
+        request = comm.Isend(message, 1, 5)
+    elif world.rank == 1:
+        time.sleep(0.05)
+        comm.Recv(message, 0, 5)
+    dist.all_reduce(tensor, group=handle)
+    if request is not None:
+        request.Wait()
+    assert bool((tensor == world.size**2).all())
+
+
+def test_a_wait_releases_the_gil(make: Make, world: mpicomm.World) -> None:
+    handle = make()
+    dist.all_reduce(torch.ones(16 * KIB), group=handle)
+    counted, is_over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not is_over.wait(0.001):
+            counted += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    if world.rank == 0:
+        time.sleep(0.5)
+    before = counted
+    dist.all_reduce(torch.ones(16 * KIB), group=handle)
+    during = counted - before
+    is_over.set()
+    thread.join()
+    assert world.rank == 0 or during > 20
+
+
+def test_a_group_that_breaks_ends_a_wait(make: Make, world: mpicomm.World) -> None:
+    handle = make()
+    dist.all_reduce(torch.ones(16 * KIB), group=handle)
+    if world.rank == 0:
+        time.sleep(0.3)
+        handle.abort()
+        return
+    with pytest.raises(mpicomm.MpicommError, match="aborted on rank 0"):
+        dist.all_reduce(torch.ones(16 * KIB), group=handle)

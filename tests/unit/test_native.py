@@ -1,0 +1,125 @@
+"""The C library adds with the same bits as torch's kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+
+import pytest
+import torch
+
+from mpicomm.backend.dtypes import NARROW_FLOATS
+from mpicomm.shm import native
+from mpicomm.shm.interface import OrderedSum
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
+
+BLOCK = 1024  # elements that the library adds at a time
+COUNTS = [1, 7, 8, 9, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]
+SPECIAL = {
+    torch.float32: [0.0, -0.0, 1e-40, -1e-45, 1.0, -1.5, 3e38, -3e38, math.inf, -math.inf, math.nan],
+    torch.float64: [0.0, -0.0, 5e-324, -1e-310, 1.0, -1.5, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan],
+}
+DTYPES = list(native.KINDS)
+FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
+
+
+def how(dtype: torch.dtype, divisor: int) -> OrderedSum:
+    return OrderedSum(torch.float32 if dtype in NARROW_FLOATS else None, divisor)
+
+
+def by_library(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> torch.Tensor:
+    kind, numbers = native.KINDS[terms[0].dtype]
+    addresses = (ctypes.c_void_p * len(terms))(*[term.data_ptr() for term in terms])
+    is_wide = out.dtype != terms[0].dtype
+    library = native.library()
+    assert library is not None
+    library.mpicomm_sum(kind, addresses, len(terms), out.data_ptr(), is_wide, numbers * terms[0].numel(), divisor)
+    return out
+
+
+def by_torch(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> torch.Tensor:
+    how(terms[0].dtype, divisor).write(terms, out)
+    return out
+
+
+def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare bits, except those of numbers that are not a number in both."""
+    got, expected = (torch.view_as_real(each) if each.is_complex() else each for each in (got, expected))
+    is_nan = expected.isnan()
+    assert torch.equal(got.isnan(), is_nan)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    assert torch.equal(got.view(integer)[~is_nan], expected.view(integer)[~is_nan])
+
+
+def random_bits(dtype: torch.dtype, number: int, count: int) -> list[torch.Tensor]:
+    """Return tensors of random bits, which include special values in dtypes of few bits."""
+    generator = torch.manual_seed(count)
+    shape = (number, count * dtype.itemsize)
+    return list(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", [2, 3, 4, 7])
+def test_the_same_bits(dtype: torch.dtype, number: int) -> None:
+    for count, divisor in itertools.product(COUNTS, (1, number) if dtype in FLOATS else (1,)):
+        terms = random_bits(dtype, number, count)
+        expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
+        assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_ordinary_numbers(dtype: torch.dtype, divisor: int) -> None:
+    """Random bits hardly contain numbers of similar magnitude, whose sums have to be rounded."""
+    values = torch.randn(3, 5 * BLOCK + 3, generator=torch.manual_seed(1)).to(dtype)
+    terms = list(values)
+    expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
+    assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_special_numbers(dtype: torch.dtype) -> None:
+    base = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    special = torch.tensor(SPECIAL[base], dtype=base)
+    first, second = torch.cartesian_prod(special, special).t().contiguous()
+    terms = [torch.view_as_complex(torch.stack([each, each.flip(0)], 1)) if dtype.is_complex else each.to(dtype)
+             for each in (first, second)]  # fmt: skip
+    for divisor in (1, 2):
+        expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
+        assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_narrow_number_and_every_tie(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    for other in (0.0, 2.0**-9, 2.0**-12, 2.0**-25, 1.0, 60000.0, 65504.0, 16.0):
+        terms = [every, torch.full_like(every, other)]
+        for divisor in (1, 2, 3):
+            expected = by_torch(terms, torch.empty_like(every), divisor)
+            assert_same_bits(by_library(terms, torch.empty_like(every), divisor), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_wide_output(dtype: torch.dtype) -> None:
+    terms = list(torch.randn(3, BLOCK + 5, generator=torch.manual_seed(1)).to(dtype))
+    out = torch.empty(BLOCK + 5)
+    assert_same_bits(by_library(terms, out, 1), by_torch(terms, torch.empty_like(out), 1))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_output_may_be_a_term(place: int) -> None:
+    terms = list(torch.randn(3, 2 * BLOCK + 3, generator=torch.manual_seed(1)))
+    expected = by_torch(terms, torch.empty_like(terms[0]), 1)
+    assert_same_bits(by_library(terms, terms[place], 1), expected)
+
+
+def test_flushing_denormals_does_not_change_narrow_numbers() -> None:
+    every = torch.arange(0, 2**10, dtype=torch.int16).view(torch.float16)
+    assert torch.set_flush_denormal(True)
+    try:
+        out = by_library([every, torch.zeros_like(every)], torch.empty_like(every), 1)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits(out, every)
