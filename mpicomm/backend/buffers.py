@@ -1,7 +1,8 @@
 """Packing of tensors into dense memory, and unpacking.
 
 The MPI calls need dense memory. A dense tensor is passed without a copy. The caller's thread packs any other tensor
-into a dense buffer; if the operation writes the tensor, the thread that ran the operation unpacks the buffer.
+into a dense buffer; if the operation writes the tensor, the thread that ran the operation unpacks the buffer. That
+thread also joins lists of dense tensors.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class CollectiveStep:
     """The largest number of per-rank blocks in a tensor on any rank; None if not all ranks know the tensors' sizes."""
 
     def prepared(self, transport: Transport) -> Call:
-        """Return the call that runs the step. The tensors' content at this time is what the call reads."""
+        """Return the call that runs the step; tensors that are not dense are packed now, on the caller's thread."""
         make = functools.partial(_packed, self.run, self.uses)
         return transport.prepare(make, self.tensors, self.uses, num_blocks=self.num_blocks)
 

@@ -21,7 +21,7 @@ from mpicomm.backend.shm_selector import ShmSelector
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_STAGED_BYTES = 2**16  # the most bytes of a list of tensors that are copied through one buffer
+_STAGED_BYTES = 2**16  # the most bytes of a list that are copied through one buffer; fewer than MPI's largest count
 
 
 class DenseCollectives:
@@ -179,9 +179,10 @@ class DenseCollectives:
         address, place = source.data_ptr(), output.data_ptr() + start * source.itemsize
         if address == place:
             return
-        if source.nbytes <= _STAGED_BYTES and source.is_cpu and output.is_cpu:
-            ctypes.memmove(place, address, source.nbytes)
-        else:  # torch copies with several threads
+        nbytes, are_on_host = source.nbytes, source.is_cpu and output.is_cpu
+        if are_on_host and (nbytes <= _STAGED_BYTES or abs(place - address) < nbytes):
+            ctypes.memmove(place, address, nbytes)
+        else:  # torch copies with several threads, and refuses memory that overlaps
             output.detach().view(-1).narrow(0, start, source.numel()).copy_(source.detach().view(-1))
 
     # -- small lists: one copy through a buffer that is kept -----------------------------------------------------

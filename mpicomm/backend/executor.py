@@ -106,15 +106,17 @@ class Executor:
         """Do the same as `submit` for an operation that needs no preparation: `run(*arguments)` is the whole of it.
 
         Returns:
-            The work; None, without side effects, if this call must be prepared: ranks compare their calls, or a
-            profiler is active.
+            The work; None, without side effects, if the call needs more: the ranks compare their calls, timeouts raise
+            errors, or a profiler is active.
         """
         if not self._is_simple or torch_internals.is_profiling():
             return None
         needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
         if opts.asyncOp or needs_mode or not self._take_turn():
             self._state.check_open()
-            return self._submit(name, dtype, count, root, opts, results, functools.partial(run, *arguments), "")
+            # The caller may change its lists before the operation runs.
+            kept = [list(each) if type(each) is list else each for each in arguments]
+            return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
         operation = None
         try:
             operation = flight_recorder.note(self._record, name, dtype, count, root, False, True)
@@ -134,7 +136,7 @@ class Executor:
     def _submit(
         self,
         name: str,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         count: int,
         root: int | None,
         opts: CallOptions,
@@ -143,7 +145,7 @@ class Executor:
         signature: str,
     ) -> Any:
         """Record a call, and run it now or queue it."""
-        if results and results[0].is_inference():
+        if torch.is_inference_mode_enabled() or (results and results[0].is_inference()):
             call = functools.partial(_in_inference_mode, call)
         runs_here = self._runs_here(opts.asyncOp)
         operation = flight_recorder.note(self._record, name, dtype, count, root, False, runs_here)

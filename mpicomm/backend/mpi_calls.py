@@ -27,6 +27,9 @@ Spec = tuple[object, int, "Datatype"]
 
 _INT_MAX = 2**31 - 1
 
+_abandoned: list[object] = []
+"""Requests of interrupted operations, and their tensors."""
+
 
 @functools.cache
 def largest_count() -> int:
@@ -248,15 +251,21 @@ class _Blocks:
 
 @contextlib.contextmanager
 def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Start messages to and from other ranks, and wait for them at the end; both may have a block of this rank."""
+    """Start messages to and from other ranks, and wait for them at the end; both may have a block of this rank.
+
+    After an exception, for example of a signal handler, MPI may still read and write the blocks.
+    """
     tag = largest_tag() + 2
     requests = [receive(comm, block, src, tag) for src, block in receives.items() if src != comm.rank]
     requests += [send(comm, block, dst, tag) for dst, block in sends.items() if dst != comm.rank]
     if comm.rank in sends:
         receives[comm.rank].copy_(sends[comm.rank].detach().view(-1))
-    yield
-    if requests:
+    try:
+        yield
         mpi.api().Request.Waitall(requests)
+    except BaseException:
+        _abandoned.append((requests, sends, receives))
+        raise
 
 
 # -- buffer specifications ---------------------------------------------------------------------------------------------

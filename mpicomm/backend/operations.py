@@ -55,14 +55,13 @@ class Operations:
         self.executor = Executor(comm, record, settings, self.node.close)
         self._monitored = MonitoredBarrier(comm)
 
-    def _submit(self, collective: Collective, opts: CallOptions) -> Any:
-        return self.executor.submit(collective, self.transport, opts)
-
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
         """All-reduce a tensor in place."""
-        return self.all_reduce_coalesced([tensor], [reduction], opts)
+        step = CollectiveStep(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
+        collective = Collective("all_reduce", [step], [tensor], [tensor], also=reduction.name)
+        return self.executor.submit(collective, self.transport, opts)
 
     def all_reduce_coalesced(self, tensors: Tensors, reductions: Sequence[Reduction], opts: CallOptions) -> Any:
         """All-reduce each tensor in place."""
@@ -70,7 +69,9 @@ class Operations:
             CollectiveStep(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
             for tensor, reduction in zip(tensors, reductions, strict=True)
         ]
-        return self._submit(Collective("all_reduce", steps, tensors, tensors, also=reductions[0].name), opts)
+        return self.executor.submit(
+            Collective("all_reduce", steps, tensors, tensors, also=reductions[0].name), self.transport, opts
+        )
 
     def all_reduce_sparse(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
         """Sum sparse (COO) tensors in place: every rank gathers all entries and adds those with equal indices."""
@@ -101,7 +102,7 @@ class Operations:
 
         step = CollectiveStep(run, (), (), num_blocks=None)
         collective = Collective("all_reduce", [step], [tensor], [tensor], also=f"{reduction.name} sparse")
-        return self._submit(collective, opts)
+        return self.executor.submit(collective, self.transport, opts)
 
     def _gather_rows(self, rows: torch.Tensor, found: Sequence[int]) -> torch.Tensor:
         """Return the rows of all ranks in rank order, `found[r]` of rank r."""
@@ -114,7 +115,9 @@ class Operations:
         """Reduce in place on `root`; the tensors of other ranks keep their content."""
         run = functools.partial(self.dense.reduce, reduction=reduction, root=root)
         step = CollectiveStep(run, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
-        return self._submit(Collective("reduce", [step], [tensor], [tensor], root, reduction.name), opts)
+        return self.executor.submit(
+            Collective("reduce", [step], [tensor], [tensor], root, reduction.name), self.transport, opts
+        )
 
     def reduce_scatter(
         self, outputs: Tensors, sources: Tensors, reductions: Sequence[Reduction], opts: CallOptions
@@ -129,7 +132,9 @@ class Operations:
             )
             for *pair, reduction in zip(outputs, sources, reductions, strict=True)
         ]
-        return self._submit(Collective("reduce_scatter", steps, outputs, sources, also=reductions[0].name), opts)
+        return self.executor.submit(
+            Collective("reduce_scatter", steps, outputs, sources, also=reductions[0].name), self.transport, opts
+        )
 
     def reduce_scatter_list(
         self, output: torch.Tensor, sources: Tensors, reduction: Reduction, opts: CallOptions
@@ -143,7 +148,9 @@ class Operations:
         step = CollectiveStep(
             run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None if counts else self.comm.size
         )
-        return self._submit(Collective("reduce_scatter", [step], [output], sources, also=reduction.name), opts)
+        return self.executor.submit(
+            Collective("reduce_scatter", [step], [output], sources, also=reduction.name), self.transport, opts
+        )
 
     # -- data movement -------------------------------------------------------------------------------------------
 
@@ -151,7 +158,7 @@ class Operations:
         """Copy `root`'s tensor to all ranks."""
         run = functools.partial(self.dense.broadcast, root=root)
         step = CollectiveStep(run, (tensor,), _READ if self.comm.rank == root else _WRITTEN)
-        return self._submit(Collective("broadcast", [step], [tensor], [tensor], root), opts)
+        return self.executor.submit(Collective("broadcast", [step], [tensor], [tensor], root), self.transport, opts)
 
     def all_gather(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
         """Gather each source of all ranks into its output (group size times the source), in rank order."""
@@ -159,7 +166,7 @@ class Operations:
             CollectiveStep(self.dense.all_gather, pair, (*_SPREAD_WRITTEN, *_READ), self.comm.size)
             for pair in zip(outputs, sources, strict=True)
         ]
-        return self._submit(Collective("all_gather", steps, outputs, sources), opts)
+        return self.executor.submit(Collective("all_gather", steps, outputs, sources), self.transport, opts)
 
     def all_gather_list(self, outputs: Sequence[Tensors], sources: Tensors, opts: CallOptions) -> Any:
         """Gather rank r's `sources[i]` into `outputs[i][r]`; sizes may differ between ranks."""
@@ -173,7 +180,9 @@ class Operations:
             for targets, source in zip(outputs, sources, strict=True)
         ]
         results = [each for targets in outputs for each in targets]
-        return self._submit(Collective("all_gather", steps, results, results, inputs=sources), opts)
+        return self.executor.submit(
+            Collective("all_gather", steps, results, results, inputs=sources), self.transport, opts
+        )
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
         """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty on other ranks."""
@@ -182,7 +191,9 @@ class Operations:
             self.dense.gather(outputs, source, root)
 
         step = CollectiveStep(run, (source, *outputs), (*_READ, *_WRITTEN * len(outputs)), None)
-        return self._submit(Collective("gather", [step], outputs, [source], root, any_size=True), opts)
+        return self.executor.submit(
+            Collective("gather", [step], outputs, [source], root, any_size=True), self.transport, opts
+        )
 
     def gather_single(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
         """Gather the sources into `outputs[0]` on `root`, in rank order; `outputs` is empty on other ranks."""
@@ -191,7 +202,7 @@ class Operations:
             self.dense.gather_single(output, source, root)
 
         step = CollectiveStep(run, (source, *outputs), (*_READ, *_SPREAD_WRITTEN * len(outputs)), self.comm.size)
-        return self._submit(Collective("gather", [step], outputs, [source], root), opts)
+        return self.executor.submit(Collective("gather", [step], outputs, [source], root), self.transport, opts)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int, opts: CallOptions) -> Any:
         """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty on other ranks."""
@@ -200,9 +211,8 @@ class Operations:
             self.dense.scatter(output, sources, root)
 
         step = CollectiveStep(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None)
-        return self._submit(
-            Collective("scatter", [step], [output], [output], root, any_size=True, inputs=sources), opts
-        )
+        collective = Collective("scatter", [step], [output], [output], root, any_size=True, inputs=sources)
+        return self.executor.submit(collective, self.transport, opts)
 
     def all_to_all(
         self,
@@ -222,7 +232,9 @@ class Operations:
         uses = (*_SPREAD_WRITTEN, *_SPREAD_READ) if is_even else (*_WRITTEN, *_READ)
         step = CollectiveStep(run, (output, source), uses, self.comm.size if is_even else None)
         also = "even" if is_even else "uneven"
-        return self._submit(Collective("all_to_all", [step], [output], [source], None, also, not is_even), opts)
+        return self.executor.submit(
+            Collective("all_to_all", [step], [output], [source], None, also, not is_even), self.transport, opts
+        )
 
     def all_to_all_list(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
         """Send `sources[r]` to rank r and receive its tensor in `outputs[r]`."""
@@ -232,7 +244,9 @@ class Operations:
 
         uses = (*_WRITTEN * len(outputs), *_READ * len(sources))
         step = CollectiveStep(run, (*outputs, *sources), uses, None)
-        return self._submit(Collective("all_to_all", [step], outputs, sources, None, "list", any_size=True), opts)
+        return self.executor.submit(
+            Collective("all_to_all", [step], outputs, sources, None, "list", any_size=True), self.transport, opts
+        )
 
     # -- barriers ------------------------------------------------------------------------------------------------
 
@@ -259,10 +273,10 @@ class Operations:
         operation = messages.note("send", tensor, dst)
         dense = self.transport.fetch(tensor)
         request = mpi_calls.send(self.comm, dense, dst, tag)
-        if tensor.nbytes <= _BUFFERED_BYTES and request.Test() and not torch_internals.is_profiling():
-            operation.finish()
-            return CompletedWork.of([tensor])
-        return messages.track("send", MessageWork([tensor], request, dense, operation, messages))
+        if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
+            return messages.track("send", MessageWork([tensor], request, dense, operation, messages))
+        operation.finish()
+        return CompletedWork.of([tensor])
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from the first rank that sends if it is None."""

@@ -102,7 +102,7 @@ class PendingMessages:
         warnings.warn(
             f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
             f"Call wait() on the works of isend and irecv first.",
-            stacklevel=5,
+            stacklevel=4,
         )
         _abandoned.extend(self._in_flight)
         return False

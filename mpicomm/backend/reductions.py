@@ -142,7 +142,7 @@ def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool =
 def _factor(op: Any) -> Any:
     """Return the current factor of a PREMUL_SUM; a tensor on a GPU is read on the caller's stream."""
     factor = torch_internals.premul_factor(op)
-    return factor.detach().cpu() if isinstance(factor, torch.Tensor) else factor
+    return factor.detach().to("cpu", copy=True) if isinstance(factor, torch.Tensor) else factor
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 from collections.abc import Callable
@@ -119,7 +120,7 @@ class QueuedWork(_Work):
         super().__init__(tensors)
         self._operation = operation
         self._queue = queue
-        self._lock = threading.Lock()  # guards the completion, and the creation of the future
+        self._lock = threading.RLock()  # guards the completion and the future, also against signal handlers
         self._done = False
         self._error: BaseException | None = None
         self._future: OrderedFuture | None = None  # created when it is needed: this takes microseconds
@@ -157,16 +158,18 @@ class QueuedWork(_Work):
         self._queue.run_queued_until(self, may_block=deadline is None)
         if deadline is not None and not mpi.poll(self.is_completed, deadline):
             raise self._queue.time_out(self._operation, deadline.seconds)
-        if not self._done:
+        if not self.is_completed():
             # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.
-            self.get_future().wait()
+            with contextlib.suppress(Exception):  # raised below
+                self.get_future().wait()
         if self._error is not None:
             raise self._failure()
         return True
 
     def is_completed(self) -> bool:
         """Return whether the operation has completed."""
-        return self._done
+        future = self._future  # completes later than the operation
+        return self._done if future is None else future.done()
 
     def exception(self) -> BaseException | None:
         """Return the error of the operation, or None if it has not failed."""
@@ -174,13 +177,13 @@ class QueuedWork(_Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future that completes when the operation does; its callbacks run in the group's queue."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = OrderedFuture(self._queue, torch_internals.gpus_of(self.tensors))
-            is_done = self._done
-        if is_done:
-            self._complete(self._future)
+        if self._future is None:
+            made = OrderedFuture(self._queue, torch_internals.gpus_of(self.tensors))
+            with self._lock:
+                if self._future is None:
+                    if self._done:
+                        self._complete(made)  # before another thread can get it
+                    self._future = made
         return self._future
 
 

@@ -49,7 +49,7 @@ The key is the id() of the code object, plus the instruction offset, plus the ha
 """
 
 _depths: tuple[dict[str, int], dict[str, int]] = ({}, {})
-"""For queued and for running operations, by name: the number of frames between `note` and the last call site."""
+"""By name, the number of frames between `note` and the last call site: for queued operations, and for others."""
 
 _rank_pid = 0
 """In a forked child, the pid of the rank; 0 in the rank itself."""

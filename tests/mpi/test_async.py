@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -410,3 +411,46 @@ def test_inference_tensors(group: Group, dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat(parts), expected)
     for each in (dense, strided):
         assert torch.equal(each, torch.full((3,), (group.size + 1) / 2).to(dtype))
+
+
+@pytest.mark.mpi(min_size=2)
+@on_groups("world", "staged")
+def test_the_lists_of_a_queued_operation_may_change_before_it_runs(group: Group) -> None:
+    outputs = [torch.zeros(3) for _ in range(group.size)] if group.rank == 0 else []
+    given, gate = list(outputs), threading.Event()
+    hold(group, gate.wait)
+    tensor = torch.full((3,), 1.0 + group.rank)
+    work = dist.gather(tensor, given or None, group_dst=0, group=group.handle, async_op=True)
+    given.clear()
+    gate.set()
+    assert work is not None
+    work.wait()
+    assert all(torch.equal(each, torch.full((3,), 1.0 + rank)) for rank, each in enumerate(outputs))
+
+
+@on_groups("world")
+def test_the_value_of_a_future_is_there_after_wait(group: Group) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads alternate within the completion
+    try:
+        for _ in range(300):
+            work = dist.all_reduce(torch.ones(3), group=group.handle, async_op=True)
+            assert work is not None
+            future = work.get_future()
+            work.wait()
+            assert torch.equal(future.value()[0], torch.full((3,), float(group.size)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@on_groups("world", "staged")
+def test_the_factor_of_a_queued_sum_may_change_before_it_runs(group: Group) -> None:
+    factor, gate = torch.tensor(2.0), threading.Event()
+    hold(group, gate.wait)
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor), group=group.handle, async_op=True)
+    factor.fill_(100.0)
+    gate.set()
+    assert work is not None
+    work.wait()
+    assert torch.equal(tensor, torch.full((3,), 2.0 * group.size))

@@ -251,6 +251,17 @@ def test_the_output_may_be_a_part_of_the_input(group: Group, dtype: torch.dtype)
     assert torch.equal(block, (group.size * torch.arange(4 * group.rank, 4 * group.rank + 4)).to(dtype))
 
 
+@on_groups("world", "copy")
+@pytest.mark.parametrize("count", [3, 2**15])
+def test_the_input_of_all_gather_may_overlap_its_block_of_the_output(group: Group, count: int) -> None:
+    memory = torch.zeros(group.size * count + 1)
+    output, start = memory[:-1], group.rank * count + 1  # one element after the rank's block
+    memory[start : start + count] = torch.arange(count) + 100.0 * group.rank
+    all_gather_single(output, memory[start : start + count], group=group.handle)
+    expected = torch.cat([torch.arange(count) + 100.0 * rank for rank in range(group.size)])
+    assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtypes.short)
 @on_groups("world", "staged", *nodes.KINDS)
 def test_the_output_may_overlap_two_blocks_of_the_input(group: Group, dtype: torch.dtype) -> None:

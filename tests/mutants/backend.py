@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/operations.py",
-        old="request.Test() and not torch_internals.is_profiling()",
-        new="(request.Test() or True) and not torch_internals.is_profiling()",
+        old="torch_internals.is_profiling() or not request.Test():",
+        new="torch_internals.is_profiling():",
         fault="A small message that MPI has not copied counts as sent, and its tensor may change before it is.",
         tests="tests/mpi/test_messages.py -k test_a_small_message_is_in_flight",
         ranks=4,
@@ -192,6 +192,22 @@ MUTANTS = [
         fault="The watchdog ends the job at the group's timeout, although a barrier has its own longer timeout.",
         tests="tests/launch/test_own_timeouts.py -k barrier",
         ranks=0,
+    ),
+    Mutant(
+        "backend/executor.py",
+        old="kept = [list(each) if type(each) is list else each for each in arguments]",
+        new="kept = arguments",
+        fault="A queued operation reads the caller's list of tensors when it runs, after the caller has changed it.",
+        tests="tests/mpi/test_async.py -k test_the_lists_of_a_queued_operation",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/work.py",
+        old="return self._done if future is None else future.done()",
+        new="return self._done",
+        fault="wait() returns before the future of the operation has its value.",
+        tests="tests/mpi/test_async.py -k test_the_value_of_a_future",
+        ranks=4,
     ),
     # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
