@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import types
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from mpicomm.bench import compared_backends, known_inputs, sweep
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
 from mpicomm.bench.sweep import Found
 from mpicomm.bench.timing import Bench
+from mpicomm.errors import LaunchError
 
 CPU = torch.device("cpu")
 WITH_DATA = [name for name in OPERATIONS if name != "barrier"]
@@ -165,6 +168,31 @@ def test_a_back_end_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) -
     assert found == Found([], {"broadcast, float32, in place, one": "not today"})
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind", "nodes", "text"),
+    [
+        (["deepspeed"], "cpu", 2, "all ranks on one node; remove deepspeed from --backend"),
+        (["deepspeed"], "cpu", 1, "DeepSpeed is not installed; remove deepspeed from --backend"),
+        (["nccl"], "cpu", 1, "nccl needs one GPU per rank"),
+        (None, "cuda", 1, "this rank has no GPU; use --device cpu"),
+    ],
+)
+def test_backends_that_are_not_available(
+    asked: list[str] | None, kind: str, nodes: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    world: Any = types.SimpleNamespace(comm=object(), device=CPU, num_nodes=nodes)
+    with pytest.raises(LaunchError, match=text):
+        compared_backends.select(asked, ("mpi", "nccl", "deepspeed"), kind, world)
+
+
+def test_backends_that_need_more_are_measured_only_if_named() -> None:
+    world: Any = types.SimpleNamespace(comm=object(), device=CPU, num_nodes=1)
+    known = ("mpi", "gloo", "nccl", "mpi4py", "mpi-async", "deepspeed")
+    assert compared_backends.select(None, known, "cpu", world) == (["mpi", "gloo", "mpi4py"], CPU)
+    assert compared_backends.select(["mpi-async"], known, "cpu", world) == (["mpi-async"], CPU)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.float32], ids=str)
 def test_sums_are_exact_in_any_order(size: int, dtype: torch.dtype) -> None:
@@ -187,6 +215,15 @@ def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> Non
         assert operation.send.untyped_storage().data_ptr() != 0 or name == "barrier"
         shares = operation.send.untyped_storage().data_ptr() == operation.receive.untyped_storage().data_ptr()
         assert shares == in_place or name == "barrier"
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "scatter", "gather", "sendrecv"])
+def test_the_result_of_another_backend_is_overwritten(name: str) -> None:
+    operation = OPERATIONS[name](Case(name, 4096, torch.float32, CPU, in_place=False, rank=0, size=2))
+    known_inputs.fill(operation.receive, operation._received())
+    assert operation.wrong() == 0
+    operation.prepare()
+    assert operation.wrong() == operation.receive.numel()
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
