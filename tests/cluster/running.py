@@ -14,7 +14,7 @@ from tests.cluster import hosts, processes, slurm
 from tests.cluster.layout import ROOT, Layout
 from tests.launching import Outcome, run_command
 
-SECONDS = 90.0  # starting a few ranks takes 5 s on an idle machine
+SECONDS = 240.0  # starting a few ranks takes 5 s on an idle machine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ def test_nothing_is_wrong(cluster: Cluster, flavour: Flavour) -> None:
     found = cluster.folder() / "found.json"
     what = ["--op=all", "--backend=mpi", "--size=4,8Mi", "--dtype=float32,bfloat16", "--rounds=1"]
     bench = [flavour.python, "-m", "mpicomm", "bench", *what, f"--json={found}"]
-    outcome = cluster.run("srun", *NODES, f"--mpi={flavour.srun_type}", *bench, timeout=300)
+    outcome = cluster.run("srun", *NODES, f"--mpi={flavour.srun_type}", *bench, timeout=900)
     assert outcome.status == 0, outcome
     rows = json.loads(found.read_text())["rows"]
     assert {row["operation"] for row in rows} >= {"all_reduce", "reduce_scatter", "all_gather"}
