@@ -155,13 +155,20 @@ class ShmSelector:
             )
         return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
 
-    def all_gather(self, result: torch.Tensor) -> bool:
-        """Gather into `result`, with a block for each rank; this rank's block is already in its place."""
+    def all_gather(self, result: torch.Tensor, source: torch.Tensor | None = None) -> bool:
+        """Gather into `result`, with a block for each rank.
+
+        Args:
+            source: This rank's block, in memory that does not overlap the other blocks of `result`; None if it is
+                already in its place.
+        """
         if not self._opens("all_gather", result):
             return False
         if isinstance(self._slots, NativeSlots):
-            return self._slots.all_gather(result)
+            return self._slots.all_gather(result, source)
         flat = _flat(result)
+        if source is not None:
+            flat.chunk(self._size)[self._comm.rank].copy_(_flat(source))
         return self._go(self._node or self._by_node(flat), flat, lambda way: way.all_gather(flat))
 
     def broadcast(self, dense: torch.Tensor, root: int) -> bool:
