@@ -45,14 +45,23 @@ _LEAST_WITHOUT_LIBRARY: _Least = {
     "all_gather": (math.inf, 2**26),
     "broadcast": (math.inf, 2**26),
 }
+_LEAST_ACROSS_NODES: _Least = {
+    "all_reduce": (2**19, 2**23),
+    "reduce": (math.inf, math.inf),
+    "reduce_scatter": (math.inf, 2**23),
+    "all_gather": (math.inf, 2**23),
+    "broadcast": (math.inf, 2**23),
+}
 _LEAST_WITHOUT_SLOTS: _Least = {
-    # On several nodes, or if there is no memory for slots. Between two ranks, MPI's own copy is as direct.
+    # If there is no memory for slots. Between two ranks, MPI's own copy is as direct.
     "all_reduce": (2**19, 2**23),
     "reduce": (2**21, 2**23),
     "reduce_scatter": (2**19, 2**23),
     "all_gather": (math.inf, 2**26),
     "broadcast": (math.inf, 2**26),
 }
+
+_MOST_BYTES = 2**31 - 1  # of one MPI call between nodes
 
 _abandoned: list[torch.Tensor] = []
 """Tensors of interrupted operations: other ranks may still read and write their memory."""
@@ -120,10 +129,8 @@ class ShmSelector:
             return self._slots.reduce(dense, how)
         flat = _flat(dense)
         if self._hierarchical is not None:
-            # MPI adds the sums of the nodes, for which some integers need a wider dtype.
-            how = dataclasses.replace(how, wide=reduction.wide)
-            datatype = dtypes.arithmetic(how.wide or dense.dtype)
-            return self._go(self._hierarchical, flat, lambda levels: levels.reduce(flat, how, datatype))
+            how, datatype = _between_nodes(how, reduction, dense.dtype)
+            return self._go(self._hierarchical, flat, lambda levels: levels.all_reduce(flat, how, datatype))
         return self._go(self._node, flat, lambda node: node.reduce(flat, how))
 
     def reduce(self, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
@@ -144,16 +151,28 @@ class ShmSelector:
         if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
             return self._slots.reduce_scatter(dense, result, how)
         flat = _flat(dense)
+        if self._hierarchical is not None:
+            how, datatype = _between_nodes(how, reduction, dense.dtype)
+            return self._go(
+                self._by_node(flat), flat, lambda levels: levels.reduce_scatter(flat, _flat(result), how, datatype)
+            )
         return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
 
-    def all_gather(self, result: torch.Tensor) -> bool:
-        """Gather into `result`, with a block for each rank; this rank's block is already in its place."""
+    def all_gather(self, result: torch.Tensor, source: torch.Tensor | None = None) -> bool:
+        """Gather into `result`, with a block for each rank.
+
+        Args:
+            source: This rank's block, in memory that does not overlap the other blocks of `result`; None if it is
+                already in its place.
+        """
         if not self._opens("all_gather", result):
             return False
         if isinstance(self._slots, NativeSlots):
-            return self._slots.all_gather(result)
+            return self._slots.all_gather(result, source)
         flat = _flat(result)
-        return self._go(self._node, flat, lambda node: node.all_gather(flat))
+        if source is not None:
+            flat.chunk(self._size)[self._comm.rank].copy_(_flat(source))
+        return self._go(self._node or self._by_node(flat), flat, lambda way: way.all_gather(flat))
 
     def broadcast(self, dense: torch.Tensor, root: int) -> bool:
         """Copy the root's memory to all ranks."""
@@ -162,7 +181,12 @@ class ShmSelector:
         if isinstance(self._slots, NativeSlots):
             return self._slots.broadcast(dense, root)
         flat = _flat(dense)
-        return self._go(self._node, flat, lambda node: node.broadcast(flat, root))
+        return self._go(self._node or self._by_node(flat), flat, lambda way: way.broadcast(flat, root))
+
+    def _by_node(self, flat: torch.Tensor) -> HierarchicalCollectives | None:
+        """Return the hierarchical operations if they support the order of the ranks, and one MPI call so many bytes."""
+        levels = self._hierarchical
+        return levels if levels is not None and levels.is_by_node and flat.nbytes <= _MOST_BYTES else None
 
     def _opens(self, operation: str, tensor: torch.Tensor) -> bool:
         """Open the path at its first use (collective); return whether this operation uses it."""
@@ -240,8 +264,10 @@ class ShmSelector:
         if node.size == self._size:
             self._node = node
             return
-        across = cast("Intracomm", self._comm.Split(node.rank, self._comm.rank))
+        first = node_comm.bcast(self._comm.rank, 0)
+        across = cast("Intracomm", self._comm.Split(node.rank, first))
         self._comms.append(across)
+        self._least = _LEAST_ACROSS_NODES
         self._hierarchical = HierarchicalCollectives(self._comm, node, across)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
@@ -291,6 +317,12 @@ def _known(reduction: Reduction, dtype: torch.dtype) -> OrderedSum:
     how = _how(reduction.name, dtype, reduction.divisor)
     assert how is not None
     return how
+
+
+def _between_nodes(how: OrderedSum, reduction: Reduction, dtype: torch.dtype) -> tuple[OrderedSum, Any]:
+    """Return how nodes add, and the MPI datatype of their sums: MPI needs a wider dtype for some integers."""
+    how = dataclasses.replace(how, wide=reduction.wide)
+    return how, dtypes.arithmetic(how.wide or dtype)
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

@@ -293,9 +293,11 @@ static int fetch(const Group *group) {
             length, out);
         return 0;
     case ALL_GATHER:
-        for (int rank = 0; rank < group->size; rank++)
-            if (rank != group->rank)
-                memcpy(out + block * (size_t)rank, slot_of(group, rank), length * item);
+        for (int rank = 0; rank < group->size; rank++) {
+            const char *from = rank == group->rank ? group->source + offset : slot_of(group, rank);
+            if (from != out + block * (size_t)rank) /* the source may be this rank's block of the output */
+                memcpy(out + block * (size_t)rank, from, length * item);
+        }
         return 0;
     case BROADCAST:
         if (group->rank != group->root)

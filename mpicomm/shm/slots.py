@@ -113,11 +113,11 @@ class NativeSlots:
         _note_write(out)
         return ran
 
-    def all_gather(self, tensor: torch.Tensor) -> bool:
-        """Fill a tensor that has a block for each rank with each rank's own block."""
+    def all_gather(self, tensor: torch.Tensor, source: torch.Tensor | None = None) -> bool:
+        """Fill a tensor that has a block for each rank with each rank's source, or the block in its place if None."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
-        mine = address + nbytes * self._rank if tensor.is_cpu else None
-        return self._run(native.ALL_GATHER, native.BYTES, 0, 1, mine, address, nbytes)
+        mine = address + nbytes * self._rank if source is None else source.data_ptr()
+        return self._run(native.ALL_GATHER, native.BYTES, 0, 1, mine if tensor.is_cpu else None, address, nbytes)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Copy the root's tensor to the other ranks."""

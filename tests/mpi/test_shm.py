@@ -234,6 +234,33 @@ def test_two_nodes_that_share_memory(make: Make, world: mpicomm.World) -> None:
     assert taken == [world.size % 2 == 0] * len(sizes)
 
 
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("is_by_node", [True, False], ids=["consecutive", "alternating"])
+def test_all_operations_by_two_levels(make: Make, world: mpicomm.World, is_by_node: bool) -> None:
+    handle, size, rank = make(), world.size, world.rank
+    nodes.lead_by("two nodes", handle)
+    if not is_by_node:  # e.g. srun --distribution=cyclic
+        path_of(handle).split_by_node = lambda comm: comm.Split(comm.rank % (size // 2), comm.rank)
+    taken = watch(handle)
+    whole = torch.arange(float(1000 * size)).view(size, 1000)
+
+    tensor = whole.flatten() + rank
+    dist.all_reduce(tensor, group=handle)
+    assert torch.equal(tensor, whole.flatten() * size + sum(range(size)))
+    out = torch.empty(1000)
+    reduce_scatter_single(out, whole.flatten() + 2 * rank, op=dist.ReduceOp.AVG, group=handle)
+    assert torch.equal(out, whole[rank] + size - 1)
+    gathered = torch.empty(size * 1000)
+    all_gather_single(gathered, whole[rank].clone(), group=handle)
+    assert torch.equal(gathered, whole.flatten())
+    for root in range(size):
+        tensor = whole[rank].clone()
+        dist.broadcast(tensor, group_src=root, group=handle)
+        assert torch.equal(tensor, whole[root])
+    is_possible = size % 2 == 0
+    assert taken == [is_possible] + [is_possible and is_by_node] * (2 + size)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_views_of_shared_memory_do_not_pile_up(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
     group = groups["segment"]

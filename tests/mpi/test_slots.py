@@ -111,6 +111,8 @@ def test_tensors_of_several_slots(world: mpicomm.World, nbytes: int, is_split: b
     gathered[rank] = whole[rank, :count]
     assert way.all_gather(gathered)
     assert torch.equal(gathered, whole[:, :count])
+    assert way.all_gather(gathered.fill_(-1.0), whole[rank, :count])
+    assert torch.equal(gathered, whole[:, :count])
     for root in range(size):
         tensor = whole[rank, :count].clone()
         assert way.broadcast(tensor, root)
