@@ -50,6 +50,7 @@ def tensor(value: Any, what: str) -> torch.Tensor:
     """Return `value` if it is a tensor that can be sent: dense, not quantized, on cpu or cuda, with storage."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
+    value = torch_internals.arrived(value)
     if value.layout != torch.strided:
         raise ValueError(
             f"{what}: expected a dense tensor, got layout {value.layout}.\nConvert it with tensor.to_dense()."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 import threading
 import time
 import types
@@ -34,6 +35,7 @@ __all__ = [
     "ScatterOptions",
     "active_modes",
     "add_kernel",
+    "arrived",
     "coalesce_batches_of",
     "completed_future",
     "end_event",
@@ -347,10 +349,22 @@ def is_dispatch_disabled() -> bool:
 def overrides_dispatch(value: Any) -> bool:
     """Return whether a value is a tensor whose class defines what torch's operators do with it."""
     kind = type(value)
-    return kind is not torch.Tensor and getattr(kind, "__torch_dispatch__", _NO_OVERRIDE) is not _NO_OVERRIDE
+    if kind is torch.Tensor or getattr(kind, "__torch_dispatch__", _NO_OVERRIDE) is _NO_OVERRIDE:
+        return False
+    return not _is_pending(value)  # `arrived` unwraps it, also in lists of lists, where torch's dispatcher does not
 
 
 _NO_OVERRIDE = torch.Tensor.__torch_dispatch__
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor of a functional collective's result, after waiting for the collective."""
+    return tensor.wait() if _is_pending(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _is_pending(value: Any) -> bool:
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    return functional is not None and isinstance(value, functional.AsyncCollectiveTensor)
 
 
 def operator_call(name: str, args: Sequence[Any], group: dist.ProcessGroup) -> tuple[torch._ops.OpOverload, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -196,6 +197,20 @@ def test_a_wrapper_subclass(world: mpicomm.World) -> None:
     gathered = [TwoTensor(torch.zeros(5).double(), torch.zeros(5).double()) for _ in range(world.size)]
     dist.all_gather(gathered, TwoTensor(first, second))
     torch.testing.assert_close([each.b for each in gathered], [numbers(rank + 100, 5) for rank in range(world.size)])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_to_a_wrapper_subclass(world: mpicomm.World) -> None:
+    """The work waits for all of them."""
+    if world.rank == 0:
+        both = TwoTensor(torch.zeros(2), torch.zeros(2))
+        dist.irecv(both, 1).wait()
+        assert both.a.tolist() == [1, 1]
+        assert both.b.tolist() == [2, 2]
+    elif world.rank == 1:
+        dist.send(torch.full((2,), 1.0), 0)
+        time.sleep(0.3)
+        dist.send(torch.full((2,), 2.0), 0)
 
 
 def test_parameters_of_a_wrapper_subclass(
