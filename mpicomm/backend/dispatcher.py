@@ -54,7 +54,8 @@ def is_needed(*arguments: Any) -> bool:
 
 
 def _has_override(argument: Any) -> bool:
-    if isinstance(argument, list | tuple):
+    kind = type(argument)
+    if kind is list or kind is tuple:
         return any(map(_has_override, argument))
     return torch_internals.overrides_dispatch(argument)
 
