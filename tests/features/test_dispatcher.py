@@ -199,6 +199,13 @@ def test_a_wrapper_subclass(world: mpicomm.World) -> None:
     torch.testing.assert_close([each.b for each in gathered], [numbers(rank + 100, 5) for rank in range(world.size)])
 
 
+def test_a_wrapper_subclass_only_in_a_list_of_lists(world: mpicomm.World) -> None:
+    """torch's dispatcher does not find it."""
+    inputs = [TwoTensor(torch.ones(2), torch.ones(2)) for _ in range(world.size)]
+    with pytest.raises(ValueError, match="elements in memory, got a TwoTensor"):
+        dist.reduce_scatter(torch.zeros(2), inputs)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_messages_to_a_wrapper_subclass(world: mpicomm.World) -> None:
     """The work waits for all of them."""
