@@ -28,3 +28,6 @@ gathered_coalesced = _either(funcol, "all_gather_single_coalesced", "all_gather_
 scattered = _either(funcol, "reduce_scatter_single", "reduce_scatter_tensor")
 scattered_autograd = _either(funcol, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
 scattered_coalesced = _either(funcol, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+
+has_python_backends = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+"""Whether Python can create a `Backend`, which torch's C++ code calls."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import checks, torch_internals
+from mpicomm.backend import checks, dispatcher, torch_internals
 from mpicomm.backend.operations import Operations
 from mpicomm.backend.process_group import MPIProcessGroup, Timeout
 from mpicomm.watchdog import flight_recorder
@@ -78,17 +78,18 @@ class CompositeProcessGroup(MPIProcessGroup):
         self._stream.close()
         super().shutdown()
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of the operations called from now on."""
         if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
             self._inner._start_coalescing()
         else:
-            super()._start_coalescing(device)
+            super().start_coalescing(device)
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Return one work for all operations since `_start_coalescing`."""
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return one work for all operations since `start_coalescing`."""
         if torch.device(device).type == self._device_type and self._inner.supports_coalescing:
             return self._inner._end_coalescing()
-        return super()._end_coalescing(device)
+        return super().end_coalescing(device)
 
     def _run_inside(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of the inner backend; emulate a missing coalesced method by one call per tensor."""
@@ -102,10 +103,10 @@ class CompositeProcessGroup(MPIProcessGroup):
         outputs, inputs, opts = args
         call = getattr(self._inner, _ONE_BY_ONE[name])
         device = inputs[0].device
-        self._start_coalescing(device)
+        self.start_coalescing(device)
         for output, source in zip(outputs, inputs, strict=True):
             self._operations.executor.batch.add(call(output, source, opts))
-        return self._end_coalescing(device)
+        return self.end_coalescing(device)
 
 
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -124,6 +125,8 @@ def _delegate(name: str, inner_name: str) -> None:
         tensor = checks.first_tensor([*args, *kwargs.values()])
         if tensor is None or tensor.device.type != self._device_type:
             return over_mpi(self, *args, **kwargs)
+        if dispatcher.is_needed(*args, *kwargs.values()):
+            return over_mpi(self, *args, **kwargs)  # the kernel of torch's operator calls this method again
         operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
         work = self._run_inside(inner_name, args, kwargs)
         if work is None:  # part of a coalesced batch, whose work ends it
@@ -156,18 +159,11 @@ _SAME_NAME = (
     "recv",
     "recv_anysource",
 )
-_TWO_NAMES = (
-    ("reduce_scatter_single", "_reduce_scatter_base"),
-    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    ("all_gather_single", "_allgather_base"),
-    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-    ("all_to_all_single", "alltoall_base"),
-)
 for _name in _SAME_NAME:
     _delegate(_name, _name)
-for _names in _TWO_NAMES:
-    for _name in _names:
-        _delegate(_name, torch_internals.inner_method(_names))
+for _name, _old_name in torch_internals.RENAMED.items():
+    for _each in (_name, _old_name):
+        _delegate(_each, torch_internals.own_name(_name))
 
 torch_internals.hide_from_compiler(CompositeProcessGroup)
 torch_internals.coalesce_batches_of(CompositeProcessGroup)

@@ -96,9 +96,15 @@ class DenseCollectives:
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Gather every rank's source into the output, in rank order; the source may be this rank's block of it."""
-        self._put(source, output, self._rank * source.numel())
-        if not (self._may_share_move("all_gather", output) and self.node.all_gather(output)):
-            mpi_calls.all_gather(self.comm, output, None)
+        shares, start = self._may_share_move("all_gather", output), self._rank * source.numel()
+        is_apart = shares and not buffers.overlap(source, output)
+        if not is_apart:
+            self._put(source, output, start)
+        if shares and self.node.all_gather(output, source if is_apart else None):
+            return
+        if is_apart:
+            self._put(source, output, start)
+        mpi_calls.all_gather(self.comm, output, None)
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
         """Gather rank r's source into `outputs[r]`; sizes may differ between ranks."""

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import checks, groups, reductions, torch_internals
+from mpicomm.backend import checks, dispatcher, groups, reductions, torch_internals
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.fast_path import FastPath
 from mpicomm.backend.operations import Operations
+from mpicomm.backend.torch_internals import active_modes
 
 Timeout = datetime.timedelta | None
 
@@ -45,7 +46,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._description = "undefined"
         self._parts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._backend_name = backend_name
-        self._registered = torch_internals.register_backend(self)
+        self._registered = torch_internals.register_backend(self, dispatcher.run)
 
     # -- identity ------------------------------------------------------------------------------------------------
 
@@ -180,21 +181,32 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # -- coalescing ----------------------------------------------------------------------------------------------
 
-    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002  torch's signature
+    def start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002  torch's signature
         """Collect the works of the operations called from now on."""
         self._operations.executor.batch.start()
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        """Return one work for all operations called since `_start_coalescing`."""
+    def end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        """Return one work for all operations called since `start_coalescing`."""
         return self._operations.executor.batch.end()
+
+    # torch's Python code uses these names; its C++ code uses those above.
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self.end_coalescing(device)
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, op: Any = None) -> dist.Work:
         """All-reduce a tensor in place; sparse tensors (COO) support sums only."""
-        if timeout is None and op is None and (work := self._fast_path.allreduce(tensors, opts)) is not None:
-            return work
+        if timeout is None and op is None and not active_modes():
+            work = self._fast_path.allreduce(tensors, opts)
+            if work is not None:
+                return work
         opts = torch_internals.options(torch_internals.AllreduceOptions, opts, timeout, reduceOp=op or opts)
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "allreduce", [dispatcher.as_list(tensors)], opts)
         value = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, "all_reduce")
         if getattr(value, "layout", None) == torch.sparse_coo:
             tensor = checks.on_known_device(value, "all_reduce")
@@ -207,6 +219,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """All-reduce several tensors in place."""
         what, opts = "all_reduce_coalesced", torch_internals.options(torch_internals.AllreduceCoalescedOptions, opts)
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "allreduce_coalesced", [tensors], opts)
         tensors = [checks.written(each, what) for each in checks.some(tensors, what)]
         checks.distinct(tensors, what, "tensors")
         return self._operations.all_reduce_coalesced(tensors, self._plans(opts.reduceOp, tensors, what), opts)
@@ -215,10 +229,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
         """Reduce a tensor in place on the root."""
-        if timeout is None and (work := self._fast_path.reduce(tensors, opts)) is not None:
-            return work
+        if timeout is None and not active_modes():
+            work = self._fast_path.reduce(tensors, opts)
+            if work is not None:
+                return work
         given = opts if root is None else root
         opts = torch_internals.options(torch_internals.ReduceOptions, opts, timeout, rootRank=given, reduceOp=op)
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "reduce", [dispatcher.as_list(tensors)], opts)
         tensor = checks.single_written(tensors, "reduce")
         root = checks.rank(opts.rootRank, self._size, "reduce", "dst")
         reduction = reductions.plan(opts.reduceOp, tensor.dtype, self._size, "reduce")
@@ -232,6 +250,10 @@ class MPIProcessGroup(dist.ProcessGroup):
             "reduce_scatter",
             torch_internals.options(torch_internals.ReduceScatterOptions, opts, timeout, reduceOp=op or opts),
         )
+        if dispatcher.is_needed(outputs, inputs):
+            return dispatcher.call(
+                self, "reduce_scatter", [dispatcher.as_list(outputs), dispatcher.as_lists(inputs)], opts
+            )
         output = checks.single_written(outputs, what)
         sources = checks.one_per_rank(checks.only_list(inputs, what), self._size, what, "input_list")
         self._check_lists(sources, output, what, "input_list")
@@ -240,12 +262,18 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor of group size times the output; each rank receives its block."""
-        if (work := self._fast_path.reduce_scatter_single(output, source, opts)) is not None:
+        if not active_modes() and (work := self._fast_path.reduce_scatter_single(output, source, opts)) is not None:
             return work
+        if dispatcher.is_needed(output, source):
+            opts = torch_internals.options(torch_internals.ReduceScatterOptions, opts)
+            return dispatcher.call(self, "reduce_scatter_single", [output, source], opts)
         return self._reduce_scatter("reduce_scatter_tensor", [output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors, each of group size times its output; each rank receives its blocks."""
+        if dispatcher.is_needed(outputs, inputs):
+            opts = torch_internals.options(torch_internals.ReduceScatterOptions, opts)
+            return dispatcher.call(self, "reduce_scatter_single_coalesced", [outputs, inputs], opts)
         return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -267,10 +295,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
         """Copy the root's tensor to all ranks."""
-        if timeout is None and (work := self._fast_path.broadcast(tensors, opts)) is not None:
-            return work
+        if timeout is None and not active_modes():
+            work = self._fast_path.broadcast(tensors, opts)
+            if work is not None:
+                return work
         given = opts if root is None else root
         opts = torch_internals.options(torch_internals.BroadcastOptions, opts, timeout, rootRank=given)
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "broadcast", [dispatcher.as_list(tensors)], opts)
         tensor = checks.single_written(tensors, "broadcast")
         root = checks.rank(opts.rootRank, self._size, "broadcast", "src")
         return self._operations.broadcast(tensor, root, opts)
@@ -279,9 +311,13 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
         """Gather every rank's tensor into a list on every rank; sizes may differ between ranks."""
-        if timeout is None and (work := self._fast_path.allgather(outputs, inputs, opts)) is not None:
-            return work
+        if timeout is None and not active_modes():
+            work = self._fast_path.allgather(outputs, inputs, opts)
+            if work is not None:
+                return work
         what, opts = "all_gather", torch_internals.options(torch_internals.AllgatherOptions, opts, timeout)
+        if dispatcher.is_needed(outputs, inputs):
+            return dispatcher.call(self, "allgather", [dispatcher.as_lists(outputs), dispatcher.as_list(inputs)], opts)
         source = checks.single(inputs, what)
         lists = checks.only_list(outputs, what)
         targets = checks.one_per_rank(lists, self._size, what, "tensor_list", are_written=True)
@@ -292,6 +328,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Gather several tensors of every rank: `outputs[r]` receives those of rank r."""
         what, opts = "all_gather_coalesced", torch_internals.options(torch_internals.AllgatherOptions, opts)
+        if dispatcher.is_needed(outputs, inputs):
+            return dispatcher.call(self, "allgather_coalesced", [outputs, inputs], opts)
         sources = [checks.tensor(each, what) for each in checks.some(inputs, what)]
         checks.lists_per_rank(outputs, self._size, len(sources), what, "output_tensor_lists")
         targets = [[checks.written(of_rank[i], what) for of_rank in outputs] for i in range(len(sources))]
@@ -304,12 +342,18 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into one tensor on every rank."""
-        if (work := self._fast_path.all_gather_single(output, source, opts)) is not None:
+        if not active_modes() and (work := self._fast_path.all_gather_single(output, source, opts)) is not None:
             return work
+        if dispatcher.is_needed(output, source):
+            opts = torch_internals.options(torch_internals.AllgatherOptions, opts)
+            return dispatcher.call(self, "all_gather_single", [output, source], opts)
         return self._all_gather("all_gather_into_tensor", [output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Gather several tensors of every rank, each into its own output tensor, on every rank."""
+        if dispatcher.is_needed(outputs, inputs):
+            opts = torch_internals.options(torch_internals.AllgatherOptions, opts)
+            return dispatcher.call(self, "all_gather_single_coalesced", [outputs, inputs], opts)
         return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     _allgather_base = all_gather_single
@@ -332,10 +376,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         root: int | None = None,
     ) -> dist.Work:
         """Gather every rank's tensor into a list on the root; sizes may differ between ranks."""
-        if timeout is None and (work := self._fast_path.gather(outputs, inputs, opts)) is not None:
-            return work
+        if timeout is None and not active_modes():
+            work = self._fast_path.gather(outputs, inputs, opts)
+            if work is not None:
+                return work
         given = opts if root is None else root
         what, opts = "gather", torch_internals.options(torch_internals.GatherOptions, opts, timeout, rootRank=given)
+        if dispatcher.is_needed(outputs, inputs):
+            return dispatcher.call(self, "gather", [dispatcher.as_lists(outputs), dispatcher.as_list(inputs)], opts)
         source = checks.single(inputs, what)
         root = checks.rank(opts.rootRank, self._size, what, "dst")
         targets: Tensors = []
@@ -368,10 +416,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         root: int | None = None,
     ) -> dist.Work:
         """Send one tensor of the root's list to each rank; sizes may differ between ranks."""
-        if timeout is None and (work := self._fast_path.scatter(outputs, inputs, opts)) is not None:
-            return work
+        if timeout is None and not active_modes():
+            work = self._fast_path.scatter(outputs, inputs, opts)
+            if work is not None:
+                return work
         given = opts if root is None else root
         what, opts = "scatter", torch_internals.options(torch_internals.ScatterOptions, opts, timeout, rootRank=given)
+        if dispatcher.is_needed(outputs, inputs):
+            return dispatcher.call(self, "scatter", [dispatcher.as_list(outputs), dispatcher.as_lists(inputs)], opts)
         output = checks.single_written(outputs, what)
         root = checks.rank(opts.rootRank, self._size, what, "src")
         sources: Tensors = []
@@ -393,11 +445,15 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         Either all ranks omit both lists of split sizes, for equal parts, or every rank passes at least one.
         """
-        if timeout is None:
+        if timeout is None and not active_modes():
             work = self._fast_path.all_to_all_single(output, source, output_split_sizes, input_split_sizes, opts)
             if work is not None:
                 return work
         what, opts = "all_to_all_single", torch_internals.options(torch_internals.AllToAllOptions, opts, timeout)
+        if dispatcher.is_needed(output, source):
+            return dispatcher.call(
+                self, "all_to_all_single", [output, source], output_split_sizes, input_split_sizes, opts
+            )
         output, source = checks.written(output, what), checks.tensor(source, what)
         checks.same_dtype(output, source, what, "output")
         counts = checks.splits(output_split_sizes, output, self._size, what, "output_split_sizes")
@@ -413,6 +469,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Send each rank its tensor of a list and receive one from each rank into another list; sizes may differ."""
         what, opts = "all_to_all", torch_internals.options(torch_internals.AllToAllOptions, opts)
+        if dispatcher.is_needed(outputs, inputs):
+            return dispatcher.call(self, "alltoall", [outputs, inputs], opts)
         targets = checks.one_per_rank(outputs, self._size, what, "output_tensor_list", are_written=True)
         sources = checks.one_per_rank(inputs, self._size, what, "input_tensor_list")
         for each in [*targets, *sources]:
@@ -428,7 +486,10 @@ class MPIProcessGroup(dist.ProcessGroup):
             TimeoutError: If a rank does not arrive within the timeout in the options, or else the group's; the message
                 lists the missing ranks.
         """
-        return self._operations.barrier(torch_internals.options(torch_internals.BarrierOptions, opts, timeout or opts))
+        opts = torch_internals.options(torch_internals.BarrierOptions, opts, timeout or opts)
+        if dispatcher.is_needed():
+            return dispatcher.call(self, "barrier", [], opts)
+        return self._operations.barrier(opts)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error on rank 0 lists the missing ranks.
@@ -468,16 +529,22 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor to `dst`."""
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "send", [dispatcher.as_list(tensors)], dst, tag)
         tensor = checks.single(tensors, "send")
         return self._operations.send(tensor, checks.rank(dst, self._size, "send", "dst"), checks.tag(tag, "send"))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from `src`."""
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "recv", [dispatcher.as_list(tensors)], src, tag)
         tensor = checks.single_written(tensors, "recv")
         return self._operations.recv(tensor, checks.rank(src, self._size, "recv", "src"), checks.tag(tag, "recv"))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from the first rank that sends one with this tag."""
+        if dispatcher.is_needed(tensors):
+            return dispatcher.call(self, "recv_anysource", [dispatcher.as_list(tensors)], tag)
         return self._operations.recv(checks.single_written(tensors, "recv"), None, checks.tag(tag, "recv"))
 
     # -- shutdown ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from mpicomm.backend import compatibility, versions
 
 __all__ = [
     "CAN_SPLIT",
+    "KERNELS_CALL_BACKENDS",
+    "RENAMED",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -30,6 +33,8 @@ __all__ = [
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "active_modes",
+    "add_kernel",
     "arrived",
     "coalesce_batches_of",
     "completed_future",
@@ -37,15 +42,18 @@ __all__ = [
     "future_of",
     "gpus_of",
     "hide_from_compiler",
-    "inner_method",
     "is_alive",
     "is_capturing",
+    "is_dispatch_disabled",
     "is_profiling",
     "let_gloo_finish",
     "make_group",
     "make_nccl",
     "next_node",
+    "operator_call",
     "options",
+    "overrides_dispatch",
+    "own_name",
     "premul_factor",
     "put_node",
     "reduce_op_name",
@@ -68,6 +76,8 @@ compatibility.require(
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
     "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._dispatch_tls_is_dispatch_key_excluded",
+    "_C._len_torch_dispatch_stack",
     "autograd._profiler_enabled",
     "distributed.ReduceOp.RedOpType",
     "distributed.distributed_c10d._check_p2p_op_list",
@@ -76,6 +86,10 @@ compatibility.require(
     "distributed.distributed_c10d._process_group_name",
     "distributed.distributed_c10d._set_pg_timeout",
     "distributed.distributed_c10d._world.pg_map",
+    "distributed.ProcessGroup.boxed",
+    "distributed.ProcessGroup.unbox",
+    "distributed.Work.boxed",
+    "distributed.Work.unbox",
     "distributed.ProcessGroup._register_backend",
     "distributed.ProcessGroup._set_default_backend",
 )
@@ -93,6 +107,7 @@ from torch._C._distributed_c10d import (  # noqa: E402  checked above
     ScatterOptions,
 )
 from torch._C._dynamo import eval_frame  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 _SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
 # Added to NCCL's timeout: its watchdog aborts the process without a report of each rank's position, so that of mpicomm
@@ -105,6 +120,15 @@ _GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # seconds: the longest wait for Gloo's 
 _OPS = dist.ReduceOp.RedOpType.__members__
 _OP_NAMES = sorted(_OPS, key=lambda name: _OPS[name].value)
 
+
+RENAMED = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""The methods of groups and backends that torch 2.13 renamed, with their old names."""
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Return whether a profiler is active."""
@@ -217,19 +241,34 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 """Whether `torch.distributed.split_group` calls the process group; that of torch 2.8 supports NCCL only."""
 
 
+_KEYS = torch._C.DispatchKey
+
+KERNELS_CALL_BACKENDS = versions.of_torch() >= (2, 14)
+"""Whether Python can create a `Backend`: torch's `c10d` operators then call that of the group."""
+
+_Run = Callable[..., dist.Work | None]
+"""Runs a method, given by name, of a group, with arguments from torch's C++ code."""
+
+
 class _RegisteredBackend(Backend):
     """The `Backend` that torch finds in a process group of this package.
 
-    torch's C++ code reads its name, rank and size. Operations do not pass through it: torch calls the methods of the
-    process group itself. If a group is bound to a device, torch's Python code splits other groups off this object.
+    torch.distributed calls the methods of the process group itself. torch's C++ code calls this object: the kernels of
+    the `c10d` operators, and `torch.ops._c10d_functional.batch_p2p_ops`. If a group is bound to a device, torch's
+    Python code splits other groups off this object.
     """
 
-    supports_splitting = True
     options: Any = None
+    supports_splitting = True
+    supports_coalescing = True
+    # torch 2.15 reads the properties of a Python backend that does not define them in an infinite recursion.
+    supports_reconfigure = supports_shrinking = supports_window = _supports_time_estimate = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, run: _Run) -> None:
         super().__init__(group.rank(), group.size())
         self._name = group.name()
+        self._group = weakref.ref(group)  # C++ owns this object through the group
+        self._run = run
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         """Return the name under which the backend is registered."""
@@ -242,22 +281,160 @@ class _RegisteredBackend(Backend):
         """Do nothing: MPI is already connected."""
 
 
-def register_backend(group: dist.ProcessGroup) -> Backend | None:
+_BACKEND_METHODS = (
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+
+
+def _forward(name: str) -> None:
+    def method(self: _RegisteredBackend, *args: Any) -> dist.Work | None:
+        return self._run(self._group(), name, *args)
+
+    setattr(_RegisteredBackend, name, method)
+
+
+for _name in _BACKEND_METHODS:
+    _forward(_name)
+
+
+def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
     """Register a `Backend` with a process group implemented in Python, if this torch lets Python create one.
 
     From torch 2.15 on, `init_process_group` and `new_group` attach torch's flight recorder to every group, which needs
     a registered default backend. Before torch 2.14 a `Backend` has no constructor for Python.
 
+    Args:
+        run: Runs the operations that torch's C++ code calls.
+
     Returns:
         The `Backend`, which this torch requires to split groups; None if it splits them off the process group itself.
     """
-    if versions.of_torch() < (2, 14):
+    if not KERNELS_CALL_BACKENDS:
         return None
     kind = dist.ProcessGroup.BackendType.CUSTOM
-    backend = _RegisteredBackend(group)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    backend = _RegisteredBackend(group, run)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     return backend
+
+
+active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return the number of dispatch modes that are active on this thread, such as `FakeTensorMode` or `CommDebugMode`."""
+
+
+def is_dispatch_disabled() -> bool:
+    """Return whether dispatch modes and tensor subclasses are disabled on this thread."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.Python)
+
+
+def overrides_dispatch(value: Any) -> bool:
+    """Return whether a value is a tensor whose class defines what torch's operators do with it."""
+    kind = type(value)
+    if kind is torch.Tensor or getattr(kind, "__torch_dispatch__", _NO_OVERRIDE) is _NO_OVERRIDE:
+        return False
+    return not _is_pending(value)  # `arrived` unwraps it, also in lists of lists, where torch's dispatcher does not
+
+
+_NO_OVERRIDE = torch.Tensor.__torch_dispatch__
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor of a functional collective's result, after waiting for the collective."""
+    return tensor.wait() if _is_pending(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _is_pending(value: Any) -> bool:
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    return functional is not None and isinstance(value, functional.AsyncCollectiveTensor)
+
+
+def operator_call(name: str, args: Sequence[Any], group: dist.ProcessGroup) -> tuple[torch._ops.OpOverload, list[Any]]:
+    """Return the operator that torch's own `ProcessGroup` calls in a method, and its arguments for `group`.
+
+    The operators take a reduction as an object that only C++ can create.
+    """
+    try:
+        with _Capture():
+            getattr(_plain_group(), own_name(name))(*args)
+    except _Captured as call:
+        operator, arguments = call.args
+    arguments[_group_index(operator)] = group.boxed()
+    return operator, arguments
+
+
+class _Captured(Exception):  # noqa: N818  not an error
+    """Ends a captured call."""
+
+
+class _Capture(TorchDispatchMode):
+    """Ends the call of a `c10d` operator with its arguments before torch's kernel and the other modes receive it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise _Captured(func, list(args))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _plain_group() -> dist.ProcessGroup:
+    # The type stub has only one of the two constructors.
+    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
+
+
+@functools.cache
+def _group_index(operator: torch._ops.OpOverload) -> int:
+    return [each.name for each in operator._schema.arguments].index("process_group")
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    return torch.library.Library("c10d", "IMPL")
+
+
+@functools.cache
+def add_kernel(
+    operator: torch._ops.OpOverload, run: Callable[[dist.ProcessGroup, Sequence[Any]], dist.Work | None]
+) -> None:
+    """Make an operator call `run` for groups of this package; for all other groups it calls torch's kernel.
+
+    Before torch 2.14, torch's kernel finds no backend in a group that Python implements. The operator receives this
+    kernel under a dispatch key for which torch has none: after all modes and subclasses, and before the kernels of
+    devices.
+
+    Args:
+        run: Receives the group and the operator's tensors; returns NotImplemented for groups of other packages.
+    """
+    index = _group_index(operator)
+    returns_tensors = len(operator._schema.returns) > 1
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        is_fake = keys.has(_KEYS.Meta)
+        work = NotImplemented if is_fake else run(dist.ProcessGroup.unbox(args[index]), args[:index])
+        if work is NotImplemented:
+            return operator.redispatch(keys.remove(_KEYS.BackendSelect), *args)
+        box = (work or dist.Work()).boxed()
+        return (args[0], box) if returns_tensors else box
+
+    _library().impl(operator, kernel, "BackendSelect", with_keyset=True)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -270,22 +447,14 @@ def takes_host_tensors(group: dist.ProcessGroup) -> bool:
     return any(torch.device(device).type == "cpu" for device in group._device_types)
 
 
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor of a functional collective's result, after waiting for the collective."""
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
-        return tensor.wait()
-    return tensor
-
-
 def tag_of(group_name: str) -> int:
     """Return the tag with which a group's members create its communicator: equal on all members, rarely shared."""
     return zlib.crc32(group_name.encode()) % _SMALLEST_TAG_UB
 
 
-def inner_method(names: tuple[str, str]) -> str:
-    """Return the first of a method's names, new and old, that this torch's own backends have."""
-    return names[0] if hasattr(Backend, names[0]) else names[1]
+def own_name(name: str) -> str:
+    """Return the name that this torch's own groups and backends have for a method that torch 2.13 renamed."""
+    return name if hasattr(Backend, name) else RENAMED.get(name, name)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -302,6 +471,9 @@ def hide_from_compiler(kind: type) -> None:
     for method in vars(kind).values():
         if isinstance(method, types.FunctionType):
             eval_frame.set_code_exec_strategy(method.__code__, skip)
+
+
+hide_from_compiler(_RegisteredBackend)
 
 
 def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:

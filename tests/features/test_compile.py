@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,24 @@ def test_collectives_of_torch_distributed(world: mpicomm.World, backend: str) ->
     expected = sum(each @ each.T for each in inputs(world))
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(everything, torch.cat([expected @ each for each in inputs(world)]))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.each_torch("compile")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the inductor needs a C++ compiler for this function")
+def test_loops_between_functional_collectives(world: mpicomm.World) -> None:
+    """The inductor compiles the operations on elements to C++."""
+    from torch import _inductor
+
+    def step(mine: torch.Tensor) -> torch.Tensor:
+        total = funcol.all_reduce(mine, "sum", dist.group.WORLD)
+        return torches.gathered(total * 3 - mine, 0, dist.group.WORLD)
+
+    counter = counting("inductor")
+    with torch.no_grad(), _inductor.config.patch({"cpp.simdlen": 1}):  # no compilations that probe for AVX
+        result = torch.compile(step, backend=counter, fullgraph=True)(inputs(world)[world.rank])
+    total = sum(inputs(world))
+    torch.testing.assert_close(result, torch.cat([total * 3 - each for each in inputs(world)]))
     assert counter.frame_count == 1
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 import mpicomm
 from mpicomm.backend import factory, gpu_transport, torch_internals
@@ -112,7 +113,7 @@ def test_all_to_all_goes_there_too(world: mpicomm.World, routed: tuple) -> None:
     source, output = torch.arange(world.size) + 100.0 * world.rank, torch.empty(world.size)
     group.all_to_all_single(output, source, [], []).wait()
     assert torch.equal(output, 100.0 * torch.arange(world.size) + world.rank)
-    single = torch_internals.inner_method(("all_to_all_single", "alltoall_base"))
+    single = torch_internals.own_name("all_to_all_single")
     assert (single in gloo.called) == is_inner
     outputs = [torch.empty(1) for _ in range(world.size)]
     try:
@@ -156,6 +157,16 @@ def test_a_batch_of_calls_inside(world: mpicomm.World, routed: tuple) -> None:
     group._end_coalescing(torch.device("cpu")).wait()
     for tensor in tensors:
         assert torch.equal(tensor, torch.full((2,), float(sum(range(world.size)))))
+
+
+def test_a_mode_receives_operations_of_the_inner_back_end(world: mpicomm.World, routed: tuple) -> None:
+    group, gloo, is_inner = routed
+    tensor = torch.full((2,), float(world.rank))
+    with CommDebugMode() as mode:
+        group.allreduce([tensor]).wait()
+    assert torch.equal(tensor, torch.full((2,), float(sum(range(world.size)))))
+    assert mode.get_comm_counts()[torch.ops.c10d.allreduce_] == 1
+    assert gloo.called.count("allreduce") == is_inner
 
 
 def test_a_part_of_it_has_an_inner_back_end_of_its_own(world: mpicomm.World, routed: tuple) -> None:

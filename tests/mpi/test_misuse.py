@@ -10,8 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 import mpicomm
 from tests.torches import all_gather_single, reduce_scatter_single
@@ -177,16 +175,10 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
         ValueError,
         "PREMUL_SUM is not defined for int32",
     ),
-    "wrapper subclass": (
-        lambda size: dist.all_reduce(TwoTensor(torch.ones(2), torch.ones(2))),
-        ValueError,
-        r"all_reduce: expected a tensor with elements in memory, got a TwoTensor of shape \[2\].*\nPass the plain",
-    ),
-    "fake tensor": (lambda size: dist.broadcast(_fake(2), 0), ValueError, "elements in memory, got a FakeTensor"),
     "storage that was freed": (
         lambda size: dist.all_reduce(_freed(2)),
         ValueError,
-        r"got a Tensor of shape \[2\] without storage",
+        r"all_reduce: expected a tensor with elements in memory, got a Tensor of shape \[2\] without storage",
     ),
     "one tensor twice": (
         lambda size: dist.all_reduce_coalesced([ONES, torch.ones(2), ONES]),
@@ -209,11 +201,6 @@ MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
     ),
     "no tensor": (lambda size: dist.group.WORLD.allreduce([3.0]), TypeError, "expected a tensor, got float"),
 }
-
-
-def _fake(count: int) -> torch.Tensor:
-    with FakeTensorMode():
-        return torch.ones(count)
 
 
 def _freed(count: int) -> torch.Tensor:
@@ -260,12 +247,11 @@ def test_one_tensor_as_several_outputs(world: mpicomm.World) -> None:
 
 def test_the_group_is_usable_after_misuse(world: mpicomm.World) -> None:
     """Only rank 0 makes the invalid calls; the other ranks do not take part in them."""
-    for value in (TwoTensor(torch.ones(2), torch.ones(2)), _fake(2), _freed(2)):
-        if world.rank == 0:
-            with pytest.raises(ValueError, match="elements in memory"):
-                dist.all_reduce(value)
-            with pytest.raises(ValueError, match="elements in memory"):
-                dist.isend(value, world.size - 1)
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="elements in memory"):
+            dist.all_reduce(_freed(2))
+        with pytest.raises(ValueError, match="elements in memory"):
+            dist.isend(_freed(2), world.size - 1)
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [world.size] * 2
