@@ -8,14 +8,6 @@ MUTANTS = [
     # -- shared memory of a node ----------------------------------------------------------------------------
     Mutant(
         "shm/slots.py",
-        old="        self._buffer = 1 - self._buffer\n",
-        new="",
-        fault="Without the C library, a rank overwrites its slot while other ranks still read it.",
-        tests="tests/mpi/test_slots.py -k 'different_speeds and torch'",
-        ranks=4,
-    ),
-    Mutant(
-        "shm/slots.py",
         old="        while status == native.WAITING:\n",
         new="        if status == native.WAITING:\n",
         fault="An operation ends when another rank is more than a millisecond late.",
