@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import warnings
@@ -159,6 +160,7 @@ def test_a_batch_of_calls_inside(world: mpicomm.World, routed: tuple) -> None:
         assert torch.equal(tensor, torch.full((2,), float(sum(range(world.size)))))
 
 
+@pytest.mark.each_torch("dispatcher")
 def test_a_mode_receives_operations_of_the_inner_back_end(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
     tensor = torch.full((2,), float(world.rank))
@@ -242,15 +244,19 @@ def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Gro
 
 @pytest.mark.each_torch("p2p")
 @pytest.mark.mpi(min_size=2)
-def test_a_batch_of_messages_is_one_operation_of_the_inner_backend(world: mpicomm.World, like_nccl: tuple) -> None:
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, CommDebugMode])
+def test_a_batch_of_messages_is_one_operation_of_the_inner_backend(
+    world: mpicomm.World, like_nccl: tuple, mode: type[contextlib.AbstractContextManager]
+) -> None:
     """Otherwise, messages over NCCL would wait for each other."""
     group, inner = like_nccl
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for repetition in range(2):
         mine, received = torch.full((4,), float(world.rank + repetition)), torch.empty(4)
         messages = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, received, before, group)]
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
+        with mode():
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
         assert torch.equal(received, torch.full((4,), float(before + repetition)))
     assert [name for name in inner.called if name in ("start", "send", "recv", "end")] == [
         *("start", "send", "recv", "end") * 2
