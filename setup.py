@@ -1,8 +1,13 @@
 """Builds the C library of mpicomm.shm; without a C compiler, the package is installed without it."""
 
+import zlib
+from pathlib import Path
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+SOURCE = "mpicomm/shm/native.c"
 
 
 class BuildLibrary(build_ext):
@@ -25,7 +30,9 @@ setup(
     ext_modules=[
         Extension(
             "mpicomm.shm.libnative",
-            ["mpicomm/shm/native.c"],
+            [SOURCE],
+            # mpicomm.shm.native refuses a library of another source.
+            define_macros=[("SOURCE_CRC", f"{zlib.crc32(Path(SOURCE).read_bytes())}u")],
             extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
             optional=True,
         )

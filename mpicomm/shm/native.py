@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from pathlib import Path
 
 import torch
 
 LIBRARY = Path(__file__).with_name("libnative.so")
+SOURCE = Path(__file__).with_name("native.c")  # only in a checkout
 MAX_RANKS = 256  # the limit of native.c
 
 # As in native.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
@@ -57,10 +59,13 @@ class SlotState(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library; None if it was not built, or was built for another system."""
+    """Return the library; None if it was not built, or was built for another system or from another source."""
     try:
         found = ctypes.CDLL(str(LIBRARY))
-    except OSError:
+        found.mpicomm_source_crc.restype = ctypes.c_uint32
+    except (OSError, AttributeError):
+        return None
+    if SOURCE.exists() and found.mpicomm_source_crc() != zlib.crc32(SOURCE.read_bytes()):
         return None
     found.mpicomm_sum.argtypes = (
         ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int

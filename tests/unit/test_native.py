@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,10 @@ def test_flushing_denormals_does_not_change_narrow_numbers() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert_same_bits(out, every)
+
+
+def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "native.c"
+    source.write_bytes(native.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+    assert native.library.__wrapped__() is None
