@@ -40,7 +40,7 @@ def main() -> None:
 
 def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     group: Any = dist.group.WORLD
-    lane = group._fast_path
+    executor = group._operations.executor
     idle: Any = dist.new_group()
     tensor, tensors, opts = torch.zeros(1), [torch.zeros(1)], AllreduceOptions()
     opts.asyncOp = False
@@ -51,7 +51,7 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     total: Any = dist.ReduceOp.SUM
 
     def note(_tensors: object, _opts: object) -> CompletedWork:
-        flight_recorder.note(lane._record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
+        flight_recorder.note(executor._record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
         return work
 
     noting: Any = dist.new_group()
@@ -67,8 +67,8 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
         )  # fmt: skip
 
     def turn() -> None:
-        lane._executor.take_turn()
-        lane._executor.give_turn_back()
+        executor._take_turn()
+        executor._give_turn_back()
 
     return {
         "mpi4py alone": lambda: comm.Allreduce(*arguments),

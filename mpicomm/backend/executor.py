@@ -131,7 +131,9 @@ class Executor:
             if operation is not None:
                 operation.finish()
             self._give_turn_back()
-        return CompletedWork.of(results)
+        work = CompletedWork()  # not `of`, for speed
+        work.tensors = results
+        return work
 
     def _submit(
         self,
