@@ -299,7 +299,7 @@ class ShmSelector:
         Raises:
             MpicommError: If the group was aborted, or has failed on another rank.
         """
-        self._comm.Iprobe()
+        self._comms[0].Iprobe()  # of the node, which has no messages: Open MPI makes no progress if it finds one
         if self._record.broken:
             raise MpicommError(
                 f"group {self._record.name} cannot be used any more: {self._record.broken}.\nEnd the job."

@@ -108,7 +108,7 @@ class NativeSlots:
     def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
         """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
         kind, numbers = native.KINDS[tensor.dtype]
-        address = tensor.data_ptr() if tensor.is_cpu else None
+        address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
         ran = self._run(native.REDUCE_SCATTER, kind, 0, how.divisor, address, out.data_ptr(), numbers * out.numel())
         _note_write(out)
         return ran
@@ -117,12 +117,18 @@ class NativeSlots:
         """Fill a tensor that has a block for each rank with each rank's source, or the block in its place if None."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
         mine = address + nbytes * self._rank if source is None else source.data_ptr()
-        return self._run(native.ALL_GATHER, native.BYTES, 0, 1, mine if tensor.is_cpu else None, address, nbytes)
+        are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
+        ran = self._run(native.ALL_GATHER, native.BYTES, 0, 1, mine if are_on_host else None, address, nbytes)
+        _note_write(tensor)
+        return ran
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Copy the root's tensor to the other ranks."""
         address = tensor.data_ptr() if tensor.is_cpu else None
-        return self._run(native.BROADCAST, native.BYTES, root, 1, address, address, tensor.nbytes)
+        ran = self._run(native.BROADCAST, native.BYTES, root, 1, address, address, tensor.nbytes)
+        if self._rank != root:
+            _note_write(tensor)
+        return ran
 
     def _run(
         self, operation: int, kind: int, root: int, divisor: int, source: int | None, out: int | None, count: int
@@ -166,7 +172,8 @@ class TorchSlots:
     def reduce(self, tensor: torch.Tensor, how: OrderedSum, root: int | None = None) -> bool:
         """Reduce in place, with the result on the root, or on all ranks if it is None."""
         flat = tensor.detach().view(-1)
-        if not self._bring(native.ALL_REDUCE if root is None else native.REDUCE, flat, how.divisor, root or 0):
+        operation = native.ALL_REDUCE if root is None else native.REDUCE
+        if not self._bring(operation, flat, flat.is_cpu, how.divisor, root or 0):
             return False
         if root in (None, self._rank):
             how.write(self._terms(flat, 0, flat.numel()), flat)
@@ -175,22 +182,22 @@ class TorchSlots:
     def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
         """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
         flat, block = tensor.detach().view(-1), out.numel()
-        if not self._bring(native.REDUCE_SCATTER, flat, how.divisor):
+        if not self._bring(native.REDUCE_SCATTER, flat, flat.is_cpu and out.is_cpu, how.divisor):
             return False
         how.write(self._terms(flat, block * self._rank, block), out.detach().view(-1))
         return True
 
-    def _bring(self, operation: int, flat: torch.Tensor, divisor: int, root: int = 0) -> bool:
+    def _bring(self, operation: int, flat: torch.Tensor, is_on_host: bool, divisor: int, root: int = 0) -> bool:
         """Copy this rank's contribution to its slot, and compare the tensors of all ranks (collective)."""
         # 1. copy
         self._buffer = 1 - self._buffer
-        if flat.is_cpu:
+        if is_on_host:
             self._slots[flat.dtype][self._buffer][self._rank][: flat.numel()].copy_(flat)
         # 2. wait for all ranks, and compare
         call = operation | native.KINDS[flat.dtype][0] << 8 | (divisor != 1) << 16 | root << 32
-        published = array("q", [flat.is_cpu, flat.nbytes, call])
+        published = array("q", [is_on_host, flat.nbytes, call])
         self._comm.Allgather(published, self._found)
-        if flat.is_cpu and self._found == published * self._size:
+        if is_on_host and self._found == published * self._size:
             return True
         if any(len(set(self._found[each::3])) > 1 for each in (1, 2)):
             raise _different(self._found[1::3])

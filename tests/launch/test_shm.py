@@ -108,3 +108,35 @@ def test_a_dev_shm_of_64_mb_is_enough() -> None:
         pytest.skip("mounts of one's own are not allowed here")
     assert outcome.status == 0, outcome
     assert "done by segment" in outcome.stdout, outcome
+
+
+PROGRESS = """
+import time
+import torch
+import torch.distributed as dist
+import mpicomm
+from mpicomm import mpi
+
+world = mpicomm.bootstrap()
+tensor, message, request = torch.ones(2**14), bytearray(2**22), None
+dist.all_reduce(tensor)
+if world.rank == 1:
+    dist.send(torch.ones(2), 0)  # received after the all_reduce
+dist.barrier()
+if world.rank == 0:
+    request = mpi.job_comm().Isend(message, 1, 5)
+else:
+    time.sleep(0.05)
+    mpi.job_comm().Recv(message, 0, 5)
+dist.all_reduce(tensor)
+if request is not None:
+    request.Wait()
+    dist.recv(torch.ones(2), 1)
+"""
+
+
+@pytest.mark.skipif(not nodes.has_library(), reason="the C library was not built")
+def test_mpi_progresses_while_a_rank_waits_in_slots_although_a_message_is_pending() -> None:
+    """Over TCP, the sender has to send the message in parts."""
+    outcome = run_ranks(2, ["-c", PROGRESS], env={"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp"})
+    assert outcome.status == 0, outcome

@@ -219,6 +219,17 @@ def test_memory_that_one_rank_cannot_offer(world: mpicomm.World, way: int) -> No
     assert bool((tensor == world.size).all())
 
 
+@pytest.mark.parametrize("way", [0, 1], ids=["library", "torch"])
+def test_tensors_of_one_call_on_different_devices(world: mpicomm.World, way: int) -> None:
+    run, how = both(world.comm)[way], OrderedSum()
+    tensor, block = torch.ones(KIB * world.size), torch.ones(KIB)
+    given = torch.ones(KIB, device="meta") if world.rank == 0 else block
+    assert not run.reduce_scatter(tensor, given, how)
+    if isinstance(run, NativeSlots):
+        assert not run.all_gather(tensor, given)
+    assert bool((tensor == 1).all())
+
+
 @pytest.mark.parametrize("kind", ["slots", "torch slots"])
 @pytest.mark.parametrize("difference", ["size", "dtype", "operation"])
 def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, kind: str, difference: str) -> None:

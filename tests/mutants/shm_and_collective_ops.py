@@ -518,4 +518,20 @@ MUTANTS = [
         tests="tests/collective_ops/test_handles.py -k test_many_at_once_in_one_order",
         ranks=4,
     ),
+    Mutant(
+        "backend/shm_selector.py",
+        old="        self._comms[0].Iprobe()  #",
+        new="        self._comm.Iprobe()  #",
+        fault="A rank that waits in slots lets MPI progress only while no message is pending.",
+        tests="tests/launch/test_shm.py -k progresses",
+        ranks=0,
+    ),
+    Mutant(
+        "shm/slots.py",
+        old="        are_on_host = tensor.is_cpu and (source is None or source.is_cpu)\n",
+        new="        are_on_host = tensor.is_cpu\n",
+        fault="all_gather passes the address of an input on a GPU to the C library.",
+        tests="tests/mpi/test_slots.py -k devices",
+        ranks=4,
+    ),
 ]
