@@ -528,9 +528,9 @@ MUTANTS = [
     ),
     Mutant(
         "shm/slots.py",
-        old="        are_on_host = tensor.is_cpu and (source is None or source.is_cpu)\n",
-        new="        are_on_host = tensor.is_cpu\n",
-        fault="all_gather passes the address of an input on a GPU to the C library.",
+        old="tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None",
+        new="tensor.data_ptr() if tensor.is_cpu else None",
+        fault="reduce_scatter passes the address of an output on a GPU to the C library.",
         tests="tests/mpi/test_slots.py -k devices",
         ranks=4,
     ),
