@@ -261,6 +261,8 @@ class Crowd:
         with (self.job.folder / "log").open("rb") as file:
             file.seek(self._offset)
             for line in file:
+                if not line.endswith(b"\n"):
+                    break  # another process is writing it
                 self._events.append(json.loads(line))
                 self._offset += len(line)
         assert not (failed := [each for each in self._events if each["event"] == "failed"]), failed
