@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("libnative.so")
-SOURCE = Path(__file__).with_name("native.c")  # only in a checkout
+SOURCE = Path(__file__).with_name("native.c")  # may be absent
 MAX_RANKS = 256  # the limit of native.c
 
 # As in native.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
