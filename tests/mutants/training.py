@@ -271,8 +271,8 @@ MUTANTS = [
     # -- reports --------------------------------------------------------------------------------------------
     Mutant(
         "reports/benchmarks.py",
-        old='points = [(row["nbytes"], row[name]) for row in rows if row["backend"] == backend and row[name] > 0]',
-        new='points = [(row["nbytes"], row["us"]) for row in rows if row["backend"] == backend and row[name] > 0]',
+        old='points = [(row["nbytes"], row[name]) for row in of_backend',
+        new='points = [(row["nbytes"], row["us"]) for row in of_backend',
         fault="The bus bandwidth panel shows the latency.",
         tests="tests/unit/test_benchmark_reports.py -k curves",
         ranks=0,
