@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
 
+def check_unbroken(record: flight_recorder.Group) -> None:
+    """Check that no error on this or another rank has made a group unusable.
+
+    Raises:
+        MpicommError: If one has.
+    """
+    if record.broken:
+        flight_recorder.refuse_children()
+        raise MpicommError(f"group {record.name} cannot be used any more: {record.broken}.\nEnd the job.")
+
+
 class GroupState:
     """The state of one group."""
 
@@ -40,12 +51,11 @@ class GroupState:
         Raises:
             MpicommError: If it is broken or was destroyed.
         """
-        name = self.record.name
-        if self.record.broken:
-            flight_recorder.refuse_children()
-            raise MpicommError(f"group {name} cannot be used any more: {self.record.broken}.\nEnd the job.")
+        check_unbroken(self.record)
         if not self.is_open:
-            raise MpicommError(f"group {name} was destroyed.\nCreate a new one with torch.distributed.new_group().")
+            raise MpicommError(
+                f"group {self.record.name} was destroyed.\nCreate a new one with torch.distributed.new_group()."
+            )
 
     def break_by(self, cause: str) -> None:
         """Mark the group as unusable, and tell the watchdog, which tells the other ranks."""
@@ -97,8 +107,7 @@ class GroupState:
             watch.missing(operation) if watch is not None else ([], "At least one rank has not reached it.")
         )
         operation.pause()
-        if watch is not None:
-            watch.break_group(self.record.name, f"{self.record.broken} on rank {watch.place.rank}")
+        self.break_by(self.record.broken)
         # 3. compose the error
         if not missing:
             return TimeoutError(

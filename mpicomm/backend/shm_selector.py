@@ -18,8 +18,8 @@ import torch
 
 from mpicomm import agreement, mpi
 from mpicomm.backend import dtypes
+from mpicomm.backend.group_state import check_unbroken
 from mpicomm.backend.reductions import Reduction
-from mpicomm.errors import MpicommError
 from mpicomm.settings import Settings
 from mpicomm.shm import cma, native, segment
 from mpicomm.shm.hierarchical import HierarchicalCollectives
@@ -300,10 +300,7 @@ class ShmSelector:
             MpicommError: If the group was aborted, or has failed on another rank.
         """
         self._comms[0].Iprobe()  # of the node, which has no messages: Open MPI makes no progress if it finds one
-        if self._record.broken:
-            raise MpicommError(
-                f"group {self._record.name} cannot be used any more: {self._record.broken}.\nEnd the job."
-            )
+        check_unbroken(self._record)
 
     def close(self) -> None:
         """Release the memory and the communicators (collective)."""
