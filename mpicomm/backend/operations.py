@@ -50,7 +50,7 @@ class Operations:
         self.comm = comm
         self.record = record
         self.transport = transport
-        self.node = ShmSelector(comm, record, is_wanted=settings.shares_memory)
+        self.node = ShmSelector(comm, record, settings)
         self.dense = DenseCollectives(comm, self.node)
         self.executor = Executor(comm, record, settings, self.node.close)
         self._monitored = MonitoredBarrier(comm)

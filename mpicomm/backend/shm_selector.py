@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -88,17 +87,17 @@ class ShmSelector:
     least_bytes = min(least for of_size in _SMALLEST.values() for least in of_size)
     """Below this, no operation uses shared memory."""
 
-    def __init__(self, comm: Intracomm, record: flight_recorder.Group, *, is_wanted: bool) -> None:
+    def __init__(self, comm: Intracomm, record: flight_recorder.Group, settings: Settings) -> None:
         """Prepare the path without communication.
 
         Args:
-            is_wanted: Whether this rank's settings enable it; the group uses it only if all ranks enable it.
+            settings: Of this rank; the group uses the path, and the C library, only if all ranks enable it.
         """
         self._comm = comm
         self._size = comm.size
         self._record = record
-        self._is_wanted = is_wanted
-        self._uses_native = Settings.from_environ(os.environ).uses_native
+        self._is_wanted = settings.shares_memory
+        self._uses_native = settings.uses_native
         self._is_open = False
         self._least = _SMALLEST  # selected by `_open`
         self._comms: list[Intracomm] = []  # created here, freed by close()
