@@ -125,11 +125,8 @@ class DenseCollectives:
         if not outputs:
             mpi_calls.gather(self.comm, source, None, (), root)
         elif self._fits_staging(outputs, source):
-            carrier = dtypes.carrier(source.dtype)
-            blocks = (self._staging_of(source), [source.numel()] * self._size, carrier)
-            self.comm.Gatherv(
-                (self._memory_at(source.data_ptr(), source.nbytes), source.numel(), carrier), blocks, root
-            )
+            blocks = (self._staging_of(source), [source.numel()] * self._size, dtypes.carrier(source.dtype))
+            self.comm.Gatherv(mpi_calls.spec(source), blocks, root)
             self._copy_from_staging(outputs)
         else:
             flat = buffers.output_buffer_of_all(outputs)
@@ -146,13 +143,12 @@ class DenseCollectives:
         if not sources:
             mpi_calls.scatter(self.comm, None, (), output, root)
         elif self._fits_staging(sources, output):
-            count, nbytes, start = output.numel(), output.nbytes, self._staging_address
+            nbytes, start = output.nbytes, self._staging_address
             for source in sources:
                 ctypes.memmove(start, source.data_ptr(), nbytes)
                 start += nbytes
-            carrier = dtypes.carrier(output.dtype)
-            mine = (self._memory_at(output.data_ptr(), nbytes), count, carrier)
-            self.comm.Scatterv((self._staging_of(output), [count] * self._size, carrier), mine, root)
+            blocks = (self._staging_of(output), [output.numel()] * self._size, dtypes.carrier(output.dtype))
+            self.comm.Scatterv(blocks, mpi_calls.spec(output), root)
         else:
             flat = buffers.without_alias(buffers.pack_all(sources), output)
             mpi_calls.scatter(self.comm, flat, buffers.counts(sources), output, root)

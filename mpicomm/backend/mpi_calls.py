@@ -66,7 +66,7 @@ def tag_of_barrier() -> int:
 def all_reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op) -> None:
     """Reduce in place, with the result on all ranks."""
     for part in _parts(dense):
-        comm.Allreduce(mpi.api().IN_PLACE, _spec(part, datatype), op)
+        comm.Allreduce(mpi.api().IN_PLACE, spec(part, datatype), op)
 
 
 def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, root: int) -> None:
@@ -74,10 +74,10 @@ def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, roo
     for part in _parts(dense):
         if comm.rank == root:
             source = part.detach().clone() if root and not reduces_in_place() else None
-            send_buffer = mpi.api().IN_PLACE if source is None else _spec(source, datatype)
-            comm.Reduce(send_buffer, _spec(part, datatype), op, root)
+            send_buffer = mpi.api().IN_PLACE if source is None else spec(source, datatype)
+            comm.Reduce(send_buffer, spec(part, datatype), op, root)
         else:
-            comm.Reduce(_spec(part, datatype), None, op, root)
+            comm.Reduce(spec(part, datatype), None, op, root)
 
 
 def reduce_scatter(
@@ -100,12 +100,12 @@ def reduce_scatter(
             output_buffers = _parts(result) if comm.rank == root else itertools.repeat(None)
             for part, output_buffer in zip(_parts(block), output_buffers, strict=False):
                 comm.Reduce(
-                    _spec(part, datatype), None if output_buffer is None else _spec(output_buffer, datatype), op, root
+                    spec(part, datatype), None if output_buffer is None else spec(output_buffer, datatype), op, root
                 )
     elif counts is None:
-        comm.Reduce_scatter_block(_blocks_spec(dense, comm.size, datatype), _spec(result, datatype), op)
+        comm.Reduce_scatter_block(_blocks_spec(dense, comm.size, datatype), spec(result, datatype), op)
     else:
-        comm.Reduce_scatter(_spec(dense, datatype), _spec(result, datatype), list(counts), op)
+        comm.Reduce_scatter(spec(dense, datatype), spec(result, datatype), list(counts), op)
 
 
 # -- data movement -----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def reduce_scatter(
 def broadcast(comm: Intracomm, dense: torch.Tensor, root: int) -> None:
     """Copy the root's memory to all ranks."""
     for part in _parts(dense):
-        comm.Bcast(_spec(part), root)
+        comm.Bcast(spec(part), root)
 
 
 def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | None) -> None:
@@ -135,13 +135,13 @@ def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | No
 def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, counts: Sequence[int], root: int) -> None:
     """Gather `dense` of all ranks into the root's `result`, which holds `counts[r]` elements of rank r."""
     if max((dense.numel(), *counts)) <= _most_in_block(comm):
-        comm.Gatherv(_spec(dense), None if result is None else _vector_spec(result, counts), root)
+        comm.Gatherv(spec(dense), None if result is None else _vector_spec(result, counts), root)
         return
     sent = _Blocks(dense, {root: dense.numel()}, comm)
     received = None if result is None else _Blocks(result, dict(enumerate(counts)), comm)
     output = None if received is None else _vector_spec(received.others, received.counts)
     with _messages(comm, sent.large, received.large if received else {}):
-        comm.Gatherv(_spec(sent.others), output, root)
+        comm.Gatherv(spec(sent.others), output, root)
     if received is not None:
         received.fill()
 
@@ -151,13 +151,13 @@ def scatter(
 ) -> None:
     """Scatter the root's `dense`: rank r receives `counts[r]` elements in `result`."""
     if max((result.numel(), *counts)) <= _most_in_block(comm):
-        comm.Scatterv(None if dense is None else _vector_spec(dense, counts), _spec(result), root)
+        comm.Scatterv(None if dense is None else _vector_spec(dense, counts), spec(result), root)
         return
     sent = None if dense is None else _Blocks(dense, dict(enumerate(counts)), comm)
     received = _Blocks(result, {root: result.numel()}, comm)
     source = None if sent is None else _vector_spec(sent.others, sent.counts)
     with _messages(comm, sent.large if sent else {}, received.large):
-        comm.Scatterv(source, _spec(received.others), root)
+        comm.Scatterv(source, spec(received.others), root)
     received.fill()
 
 
@@ -209,7 +209,7 @@ def received(status: Any, dtype: torch.dtype) -> int:
 
 
 def _post(call: Callable[..., Request], dense: torch.Tensor, peer: int, tag: int) -> Request:
-    memory, count, datatype = _spec(dense)
+    memory, count, datatype = spec(dense)
     if count <= largest_count():
         return call((memory, count, datatype), peer, tag)
     whole = datatype.Create_contiguous(count).Commit()
@@ -271,7 +271,7 @@ def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
 # -- buffer specifications ---------------------------------------------------------------------------------------------
 
 
-def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
+def spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return mpi4py's buffer specification of a dense tensor; the tensor must outlive its use."""
     if dense.is_cuda:
         buffers.settle(dense)
@@ -281,13 +281,13 @@ def _spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
 
 def _blocks_spec(dense: torch.Tensor, size: int, datatype: Datatype | None = None) -> Spec:
     """Return the specification of a dense tensor with one block per rank; mpi4py expects the count of one block."""
-    memory, count, datatype = _spec(dense, datatype)
+    memory, count, datatype = spec(dense, datatype)
     return (memory, count // size, datatype)
 
 
 def _vector_spec(dense: torch.Tensor, counts: Sequence[int]) -> tuple[object, Sequence[int], Datatype]:
     """Return the specification of a dense tensor with `counts[r]` consecutive elements for each rank r."""
-    memory, _, datatype = _spec(dense)
+    memory, _, datatype = spec(dense)
     return (memory, counts, datatype)
 
 
