@@ -54,7 +54,7 @@ class PendingMessages:
     def track(self, name: str, work: MessageWork) -> MessageWork:
         """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
         if len(self._in_flight) >= self._reap_at:
-            self._reap()
+            self.advance()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
         if torch_internals.is_profiling():
             self._spans[work] = self._profiler.start(name, work.result())
@@ -81,8 +81,9 @@ class PendingMessages:
             torch_internals.end_event(self._spans.pop(work, None))
 
     def advance(self) -> None:
-        """Drive the progress of the messages in flight."""
-        self._reap()
+        """Test every message in flight, which drives its progress."""
+        for work in list(self._in_flight):
+            work.is_completed()  # a completed message calls `forget`
 
     def is_sending(self) -> bool:
         """Return whether sent messages are still in flight."""
@@ -124,9 +125,5 @@ class PendingMessages:
 
     def _are_left(self) -> bool:
         """Test every message in flight once; return whether any remains in flight."""
-        self._reap()
+        self.advance()
         return bool(self._in_flight)
-
-    def _reap(self) -> None:
-        for work in list(self._in_flight):
-            work.is_completed()  # a completed message calls `forget`
