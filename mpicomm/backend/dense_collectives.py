@@ -14,13 +14,16 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls
+from mpicomm.backend.algorithms import Algorithm
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.shm_selector import ShmSelector
+from mpicomm.shm.slots import NativeSlots
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_UNKNOWN_BYTES = 0  # the size of blocks that may differ, which not all ranks know
 _STAGED_BYTES = 2**16  # the most bytes of a list that are copied through one buffer; fewer than MPI's largest count
 
 
@@ -43,7 +46,8 @@ class DenseCollectives:
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor in place."""
-        if self._may_share("all_reduce", tensor, reduction) and self.node.all_reduce(tensor, reduction):
+        algorithm = self.node.select("all_reduce", tensor.nbytes, reduction)
+        if algorithm is not Algorithm.MPI and self.node.all_reduce(algorithm, tensor, reduction):
             return
         if reduction.is_native:
             mpi_calls.all_reduce(self.comm, tensor, reduction.datatype, reduction.op)
@@ -55,7 +59,8 @@ class DenseCollectives:
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
-        if self._may_share("reduce", tensor, reduction) and self.node.reduce(tensor, reduction, root):
+        algorithm = self.node.select("reduce", tensor.nbytes, reduction)
+        if algorithm is not Algorithm.MPI and self.node.reduce(algorithm, tensor, reduction, root):
             return
         if reduction.is_native:
             mpi_calls.reduce(self.comm, tensor, reduction.datatype, reduction.op, root)
@@ -71,11 +76,18 @@ class DenseCollectives:
         self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction, counts: Sequence[int] | None = None
     ) -> None:
         """Reduce the source, with `counts[r]` elements for rank r (None: equally many) that it receives."""
-        result = torch.empty_like(output) if buffers.overlap(source, output) else output
-        may_share = counts is None and self._may_share("reduce_scatter", source, reduction)
-        if may_share and self.node.reduce_scatter(source, result, reduction):
+        algorithm = Algorithm.MPI
+        if counts is None:
+            algorithm = self.node.select("reduce_scatter", source.nbytes, reduction)
+        is_in_place = algorithm is Algorithm.SLOTS and self._is_own_block(output, source)
+        is_apart = is_in_place or not buffers.overlap(source, output)
+        result = output if is_apart else torch.empty_like(output)
+        if algorithm is not Algorithm.MPI and self.node.reduce_scatter(algorithm, source, result, reduction):
             buffers.unpack(result, output)
-        elif reduction.is_native:
+            return
+        if is_in_place:  # MPI needs separate memory
+            result = torch.empty_like(output)
+        if reduction.is_native:
             mpi_calls.reduce_scatter(self.comm, source, counts, result, reduction.datatype, reduction.op)
             buffers.unpack(result, output)
         else:
@@ -83,31 +95,37 @@ class DenseCollectives:
             mpi_calls.reduce_scatter(self.comm, dense, counts, total, reduction.datatype, reduction.op)
             reduction.store(total, output)
 
-    def _may_share(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        return tensor.nbytes >= self.node.least_bytes and self.node.may_reduce(operation, tensor, reduction)
+    def _is_own_block(self, block: torch.Tensor, whole: torch.Tensor) -> bool:
+        """Return whether a block is in its place in a tensor with a block for each rank."""
+        return block.data_ptr() == whole.data_ptr() + self._rank * block.nbytes
 
     # -- data movement -------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to all ranks."""
-        if self._may_share_move("broadcast", tensor) and self.node.broadcast(tensor, root):
+        algorithm = self.node.select("broadcast", tensor.nbytes)
+        if algorithm is Algorithm.SLOTS and self._slots.broadcast(tensor, root):
+            return
+        if algorithm is not Algorithm.MPI and self.node.broadcast(tensor, root):
             return
         mpi_calls.broadcast(self.comm, tensor, root)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Gather every rank's source into the output, in rank order; the source may be this rank's block of it."""
-        shares, start = self._may_share_move("all_gather", output), self._rank * source.numel()
-        is_apart = shares and not buffers.overlap(source, output)
-        if not is_apart:
-            self._put(source, output, start)
-        if shares and self.node.all_gather(output, source if is_apart else None):
+        algorithm = self.node.select("all_gather", output.nbytes)
+        if algorithm is Algorithm.SLOTS and self._slots.all_gather(output, self._unshared(source, output)):
             return
-        if is_apart:
-            self._put(source, output, start)
+        self._put(source, output, self._rank * source.numel())
+        if algorithm is not Algorithm.MPI and self.node.all_gather(output):
+            return
         mpi_calls.all_gather(self.comm, output, None)
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
         """Gather rank r's source into `outputs[r]`; sizes may differ between ranks."""
+        is_even, nbytes = self._is_even(outputs), source.nbytes * self._size
+        algorithm = self.node.select("all_gather", nbytes) if is_even else Algorithm.MPI
+        if algorithm is Algorithm.SLOTS and self._slots.all_gather_list(outputs, self._unshared(source, *outputs)):
+            return
         if self._fits_staging(outputs, source):
             nbytes = source.nbytes
             ctypes.memmove(self._staging_address + self._rank * nbytes, source.data_ptr(), nbytes)
@@ -122,6 +140,9 @@ class DenseCollectives:
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int) -> None:
         """Gather rank r's source into `outputs[r]` on the root; `outputs` is empty on other ranks."""
+        algorithm = self.node.select("gather", _UNKNOWN_BYTES)
+        if algorithm is Algorithm.SLOTS and self._slots.gather(outputs, self._unshared(source, *outputs), root):
+            return
         if not outputs:
             mpi_calls.gather(self.comm, source, None, (), root)
         elif self._fits_staging(outputs, source):
@@ -135,11 +156,18 @@ class DenseCollectives:
 
     def gather_single(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
         """Gather the sources into the output on the root, in rank order; the output is None on other ranks."""
+        if self.node.select("gather", _UNKNOWN_BYTES) is Algorithm.SLOTS:
+            self.gather([] if output is None else output.detach().view(-1).split(source.numel()), source, root)
+            return
         counts = [source.numel()] * self._size
         mpi_calls.gather(self.comm, buffers.without_alias(source, output), output, counts, root)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int) -> None:
         """Send `sources[r]` of the root to rank r's output; `sources` is empty on other ranks."""
+        if self.node.select("scatter", _UNKNOWN_BYTES) is Algorithm.SLOTS:
+            tensors = [self._unshared(each, output) for each in sources]
+            if self._slots.scatter(output, tensors, root):
+                return
         if not sources:
             mpi_calls.scatter(self.comm, None, (), output, root)
         elif self._fits_staging(sources, output):
@@ -165,7 +193,11 @@ class DenseCollectives:
         Args:
             counts: None, like `source_counts`, if all blocks of all ranks have the same size; then None on all ranks.
         """
-        mpi_calls.all_to_all(self.comm, buffers.without_alias(source, output), source_counts, output, counts)
+        source = buffers.without_alias(source, output)
+        algorithm = Algorithm.MPI if counts is not None else self.node.select("all_to_all", source.nbytes)
+        if algorithm is Algorithm.SLOTS and self._slots.all_to_all(output, source):
+            return
+        mpi_calls.all_to_all(self.comm, source, source_counts, output, counts)
 
     def all_to_all_list(self, outputs: Tensors, sources: Tensors) -> None:
         """Send `sources[r]` to rank r and receive its tensor in `outputs[r]`; sizes may differ."""
@@ -173,8 +205,14 @@ class DenseCollectives:
         self.all_to_all(flat, buffers.pack_all(sources), buffers.counts(outputs), buffers.counts(sources))
         buffers.unpack_all(flat, outputs)
 
-    def _may_share_move(self, operation: str, tensor: torch.Tensor) -> bool:
-        return tensor.nbytes >= self.node.least_bytes and self.node.may_take(operation, tensor)
+    def _unshared(self, source: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+        """Return a block of this rank, or a copy if slots would write over a part of it before they read that part."""
+        if source.nbytes <= self._slots.step_bytes:
+            return source
+        for each in outputs:
+            if buffers.overlap(source, each) and (source.data_ptr() - each.data_ptr()) % source.nbytes:
+                return source.detach().clone()
+        return source
 
     def _put(self, source: torch.Tensor, output: torch.Tensor, start: int) -> None:
         """Copy this rank's part to element `start` of the output, unless it is there already, as in FSDP."""
@@ -186,6 +224,17 @@ class DenseCollectives:
             ctypes.memmove(place, address, nbytes)
         else:  # torch copies with several threads, and refuses memory that overlaps
             output.detach().view(-1).narrow(0, start, source.numel()).copy_(source.detach().view(-1))
+
+    @property
+    def _slots(self) -> NativeSlots:
+        return self.node.native_slots
+
+    # -- lists ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_even(tensors: Tensors) -> bool:
+        nbytes = tensors[0].nbytes
+        return all([each.nbytes == nbytes for each in tensors])  # noqa: C419  faster
 
     # -- small lists: one copy through a buffer that is kept -----------------------------------------------------
 

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 _LATE_SECONDS = 1.0  # grace period for a timed-out operation to complete when its group is destroyed
 
+_LONG_BYTES = 2**22  # from this size on, an asynchronous operation starts before its call returns
 _NO_TIME = datetime.timedelta(0)
-_KEPT, _FEW = 64, 64  # number of works kept alive, and the maximum number of elements of their tensors
+_KEPT, _FEW = 64, 64  # number of works kept alive, and the maximum number of elements of their operations
 
 
 class CallOptions(Protocol):
@@ -75,6 +76,8 @@ class Executor:
         self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
         self._starting = threading.Lock()
         self._worker: Worker | None = None
+        # The last works of few elements, alive after their callers have dropped them: DDP's `join` passes a work to C++
+        # and drops it. C++ calls it at the end of the next backward pass, and finds no methods without its Python part.
         self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
         self._keeps_communicator = False
 
@@ -119,9 +122,7 @@ class Executor:
             return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
         operation = None
         try:
-            operation = flight_recorder.note(self._record, name, dtype, count, root, False, True)
-            if (timeout := opts.timeout) > _NO_TIME:
-                operation.limit = timeout.total_seconds()
+            operation = self._note(name, dtype, count, root, opts, True)
             run(*arguments)
         except BaseException as error:
             if operation is not None:
@@ -150,19 +151,24 @@ class Executor:
         if torch.is_inference_mode_enabled() or (results and results[0].is_inference()):
             call = functools.partial(_in_inference_mode, call)
         runs_here = self._runs_here(opts.asyncOp)
-        operation = flight_recorder.note(self._record, name, dtype, count, root, False, runs_here)
+        operation = self._note(name, dtype, count, root, opts, runs_here)
+        return self._start(operation, call, results, opts.asyncOp, signature, self._wait_limit(operation), runs_here)
+
+    def _note(
+        self, name: str, dtype: torch.dtype | None, count: int, root: int | None, opts: CallOptions, is_running: bool
+    ) -> Operation:
+        """Record a call, with its own timeout if it has one."""
+        operation = flight_recorder.note(self._record, name, dtype, count, root, False, is_running)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
-        return self._start(operation, call, results, opts.asyncOp, signature, self._wait_limit(operation), runs_here)
+        return operation
 
     def barrier(self, opts: CallOptions) -> Any:
         """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
         self._state.check_open()
         runs_here = self._runs_here(opts.asyncOp)
-        operation = flight_recorder.note(self._record, "barrier", None, 0, None, False, runs_here)
-        operation.limit = None  # TimeoutError is raised instead
-        seconds = opts.timeout.total_seconds()
-        seconds = seconds if seconds > 0 else self._record.timeout
+        operation = self._note("barrier", None, 0, None, opts, runs_here)
+        seconds, operation.limit = operation.limit, None  # TimeoutError is raised instead
         return self._start(operation, _nothing, [], opts.asyncOp, "barrier", seconds, runs_here)
 
     def note_own(self, name: str) -> Operation:
@@ -205,30 +211,21 @@ class Executor:
             self._run(operation, call, signature, wait_limit)
             return CompletedWork.of(results)
         work = QueuedWork(results, operation, self)
-
-        def in_turn() -> None:
-            operation.begin()
-            self._run(operation, call, signature, wait_limit)
-
-        self._keep(work)
+        if operation.count <= _FEW and all([each.numel() <= _FEW for each in results]):  # noqa: C419  faster
+            self._kept.append(work)
         self.batch.add(work)
+        run = functools.partial(self._run, operation, call, signature, wait_limit)
         # Submit last: the worker thread then competes for the GIL.
-        self._get_worker().submit(in_turn, work, callbacks.before(self))
+        is_long = operation.dtype is not None and operation.count * operation.dtype.itemsize >= _LONG_BYTES
+        self._get_worker().submit(run, work, callbacks.before(self), is_long=is_long)
         if not is_async:
             work.wait()
         return work
 
-    def _keep(self, work: QueuedWork) -> None:
-        """Keep a work of small tensors alive after its caller has dropped it.
-
-        DDP's `join` passes a work to C++ and drops it. C++ calls it at the end of the next backward pass; without the
-        Python part, the work would have no methods.
-        """
-        if all(tensor.numel() <= _FEW for tensor in work.result()):
-            self._kept.append(work)
-
     def _run(self, operation: Operation, call: Callable[[], None], signature: str, wait_limit: float | None) -> None:
         """Run a collective under the lock, and record its end."""
+        if operation.start is None:  # it was queued
+            operation.begin()
         try:
             with self._turn:
                 if wait_limit is not None:
@@ -284,6 +281,13 @@ class Executor:
             worker.run_until(work.is_completed)
         elif may_block:
             worker.run_for(work)
+        else:
+            worker.hurry()
+
+    def start_queued(self) -> None:
+        """Let the worker thread start the queued operations now."""
+        if self._worker is not None:
+            self._worker.hurry()
 
     # -- shutdown ------------------------------------------------------------------------------------------------
 

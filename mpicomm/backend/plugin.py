@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _devices_of_build() -> list[str]:
-    """Return the device types of this torch build; the import of torch is too early to ask whether there is a GPU."""
+    """Return the device types of this torch build; it is too early to query for a GPU during the import of torch."""
     from torch import version
 
     return ["cpu", "cuda"] if version.cuda or getattr(version, "hip", None) else ["cpu"]

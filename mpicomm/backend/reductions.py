@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import buffers, dtypes, torch_internals
+from mpicomm.backend import algorithms, buffers, dtypes, torch_internals
+from mpicomm.backend.algorithms import Sums
 from mpicomm.shm import interface
+from mpicomm.shm.interface import OrderedSum
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Op
@@ -45,6 +47,8 @@ _PIECE = 2**24  # elements widened at a time
 _SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
 _ORDERED = {"MIN", "MAX"}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,21 @@ class Reduction:
 
     divisor: int = 1
     """Divides the result after the reduction (AVG)."""
+
+    is_integer: bool = False
+    """Whether the tensors hold integers, whose sums have the same bits in any order."""
+
+    ordered: OrderedSum | None = None
+    """How torch's kernels compute the reduction through shared memory; None if they do not compute it as MPI does."""
+
+    @functools.cached_property
+    def rows(self) -> Mapping[str, str]:
+        """The rows of the operations in the tables of algorithms; empty if only MPI computes this reduction."""
+        if self.ordered is None:
+            return {}
+        if not self.is_native:
+            return algorithms.rows(Sums.COMPOSITE)
+        return algorithms.rows(Sums.INTEGER if self.is_integer else Sums.ORDINARY)
 
     @functools.cached_property
     def is_native(self) -> bool:
@@ -160,7 +179,22 @@ def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
             f"{what}: {name} is not defined for {dtypes.short(dtype)} tensors.\n"
             f"For {dtypes.short(dtype)}, use one of {', '.join(_meaningful(dtype))}."
         )
-    return Reduction(name, getattr(mpi.api(), mpi_name), datatype, wide, divisor=size if name == "AVG" else 1)
+    divisor = size if name == "AVG" else 1
+    return Reduction(
+        name,
+        getattr(mpi.api(), mpi_name),
+        datatype,
+        wide,
+        divisor=divisor,
+        is_integer=dtype in _INTEGERS,
+        ordered=_ordered(name, dtype, divisor),
+    )
+
+
+def _ordered(name: str, dtype: torch.dtype, divisor: int) -> OrderedSum | None:
+    if (name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS):
+        return OrderedSum(torch.float32 if dtype in dtypes.NARROW_FLOATS else None, divisor)
+    return None
 
 
 def _wide(name: str, dtype: torch.dtype) -> torch.dtype | None:

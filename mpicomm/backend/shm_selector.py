@@ -1,14 +1,11 @@
-"""Selects the shared-memory path for the tensors of ranks on one node, and sets it up.
+"""Selects the algorithm of each collective, and sets up the shared memory of the ranks on one node.
 
-A tensor takes this path if it is large enough and torch's kernels can compute its operation. Both conditions are equal
-on all ranks, and constant: the bits of a program's results must not depend on how fast the machine was at startup.
+The selection depends on values that are equal on all ranks: operation, size, dtype and reduction.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mpicomm import agreement, mpi
-from mpicomm.backend import dtypes
+from mpicomm.backend import algorithms, dtypes
+from mpicomm.backend.algorithms import Algorithm
 from mpicomm.backend.group_state import check_unbroken
 from mpicomm.backend.reductions import Reduction
 from mpicomm.settings import Settings
@@ -30,62 +28,19 @@ from mpicomm.watchdog import flight_recorder
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# Smallest size in bytes from which shared memory is used, for two ranks and for more (docs/performance.md).
-_Least = dict[str, tuple[float, float]]
-_SMALLEST: _Least = dict.fromkeys(("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast"), (2**12, 2**12))
-"""With the C library: slots are faster than MPI from here on."""
-
-_LEAST_WITHOUT_LIBRARY: _Least = {
-    # Two ranks have the same sums from MPI, which is faster below. More ranks have the sums of the C library only if
-    # they add in its order.
-    "all_reduce": (2**17, 2**12),
-    "reduce": (2**17, 2**12),
-    "reduce_scatter": (2**18, 2**12),
-    "all_gather": (math.inf, 2**26),
-    "broadcast": (math.inf, 2**26),
-}
-_LEAST_ACROSS_NODES: _Least = {
-    "all_reduce": (2**19, 2**23),
-    "reduce": (math.inf, math.inf),
-    "reduce_scatter": (math.inf, 2**23),
-    "all_gather": (math.inf, 2**23),
-    "broadcast": (math.inf, 2**23),
-}
-_LEAST_WITHOUT_SLOTS: _Least = {
-    # If there is no memory for slots. Between two ranks, MPI's own copy is as direct.
-    "all_reduce": (2**19, 2**23),
-    "reduce": (2**21, 2**23),
-    "reduce_scatter": (2**19, 2**23),
-    "all_gather": (math.inf, 2**26),
-    "broadcast": (math.inf, 2**26),
-}
-
 _MOST_BYTES = 2**31 - 1  # of one MPI call between nodes
 
 _abandoned: list[torch.Tensor] = []
 """Tensors of interrupted operations: other ranks may still read and write their memory."""
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@functools.cache
-def _how(name: str, dtype: torch.dtype, divisor: int) -> OrderedSum | None:
-    """Return how torch's kernels compute a reduction; None if they do not compute it as MPI does."""
-    if (name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS):
-        return OrderedSum(torch.float32 if dtype in dtypes.NARROW_FLOATS else None, divisor)
-    return None
-
 
 class ShmSelector:
-    """The shared-memory path of one group's tensors, opened at its first use.
+    """Selects the algorithms of one group's collectives, and runs those that use shared memory.
 
-    Each operation returns whether it ran. If it did not, for example because a rank's tensor is on a GPU, the caller
-    uses MPI. Tensors are dense.
+    Shared memory is opened at its first use. Each operation takes the algorithm that `select` has returned, and returns
+    whether it ran. If it did not, for example because a rank's tensor is on a GPU, the caller uses MPI. Tensors are
+    dense.
     """
-
-    least_bytes = min(least for of_size in _SMALLEST.values() for least in of_size)
-    """Below this, no operation uses shared memory."""
 
     def __init__(self, comm: Intracomm, record: flight_recorder.Group, settings: Settings) -> None:
         """Prepare the path without communication.
@@ -98,100 +53,81 @@ class ShmSelector:
         self._record = record
         self._is_wanted = settings.shares_memory
         self._uses_native = settings.uses_native
-        self._is_open = False
-        self._least = _SMALLEST  # selected by `_open`
         self._comms: list[Intracomm] = []  # created here, freed by close()
         self._slots: NativeSlots | TorchSlots | None = None  # if all ranks are on one node
         self._node: ShmCollectives | None = None  # if all ranks are on one node, for tensors that slots do not take
         self._hierarchical: HierarchicalCollectives | None = None  # if several nodes have equally many ranks each
+        self._choices = algorithms.Choices(comm.size)
 
-    def may_take(self, operation: str, tensor: torch.Tensor) -> bool:
-        """Return whether an operation on such a tensor, of equal size on all ranks, may use shared memory."""
-        return self._size > 1 and self.is_worth_it(operation, tensor.nbytes)
+    def select(self, operation: str, nbytes: int, reduction: Reduction | None = None) -> Algorithm:
+        """Return the algorithm of an operation (collective at the first use of shared memory).
 
-    def is_worth_it(self, operation: str, nbytes: int) -> bool:
-        """Return whether an operation on `nbytes` bytes uses shared memory."""
-        return nbytes >= self._least[operation][self._size > 2]
+        Args:
+            nbytes: Size of the larger of a rank's tensors, equal on all ranks; 0 if not all ranks know it.
+            reduction: Of a reduction, how it is computed.
+        """
+        row = operation if reduction is None else reduction.rows.get(operation)
+        algorithm = self._choices.select(row, nbytes)
+        if algorithm is Algorithm.UNKNOWN:
+            self._open()
+            algorithm = self._choices.select(row, nbytes)
+        return algorithm
 
-    def may_reduce(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        """Return whether a reduction of such tensors may use shared memory."""
-        return self.may_take(operation, tensor) and _how(reduction.name, tensor.dtype, reduction.divisor) is not None
+    @property
+    def native_slots(self) -> NativeSlots:
+        """The slots that `Algorithm.SLOTS` means for all operations but reductions."""
+        assert isinstance(self._slots, NativeSlots)
+        return self._slots
 
     # -- the operations (collective) -----------------------------------------------------------------------------
 
-    def all_reduce(self, dense: torch.Tensor, reduction: Reduction) -> bool:
+    def all_reduce(self, algorithm: Algorithm, dense: torch.Tensor, reduction: Reduction) -> bool:
         """All-reduce in place."""
-        if not self._opens("all_reduce", dense):
-            return False
-        how = _known(reduction, dense.dtype)
-        if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
+        how = _ordered(reduction)
+        if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce(dense, how)
         flat = _flat(dense)
-        if self._hierarchical is not None:
-            how, datatype = _between_nodes(how, reduction, dense.dtype)
-            return self._go(self._hierarchical, flat, lambda levels: levels.all_reduce(flat, how, datatype))
-        return self._go(self._node, flat, lambda node: node.reduce(flat, how))
+        if algorithm is Algorithm.PEER_MEMORY:
+            return self._go(self._node, flat, lambda node: node.reduce(flat, how))
+        how, datatype = _between_nodes(how, reduction, dense.dtype)
+        return self._go(self._hierarchical, flat, lambda levels: levels.all_reduce(flat, how, datatype))
 
-    def reduce(self, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
+    def reduce(self, algorithm: Algorithm, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
-        if not self._opens("reduce", dense):
-            return False
-        how = _known(reduction, dense.dtype)
-        if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
+        how = _ordered(reduction)
+        if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce(dense, how, root)
         flat = _flat(dense)
         return self._go(self._node, flat, lambda node: node.reduce(flat, how, root))
 
-    def reduce_scatter(self, dense: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> bool:
-        """Reduce `dense`, with a block for each rank; `result`, in separate memory, receives this rank's block."""
-        if not self._opens("reduce_scatter", dense):
-            return False
-        how = _known(reduction, dense.dtype)
-        if self._slots is not None and dense.nbytes <= self._slots.most_bytes:
-            return self._slots.reduce_scatter(dense, result, how)
-        flat = _flat(dense)
-        if self._hierarchical is not None:
-            how, datatype = _between_nodes(how, reduction, dense.dtype)
-            return self._go(
-                self._by_node(flat), flat, lambda levels: levels.reduce_scatter(flat, _flat(result), how, datatype)
-            )
-        return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
-
-    def all_gather(self, result: torch.Tensor, source: torch.Tensor | None = None) -> bool:
-        """Gather into `result`, with a block for each rank.
+    def reduce_scatter(
+        self, algorithm: Algorithm, dense: torch.Tensor, result: torch.Tensor, reduction: Reduction
+    ) -> bool:
+        """Reduce `dense`, with a block for each rank; `result` receives this rank's block.
 
         Args:
-            source: This rank's block, in memory that does not overlap the other blocks of `result`; None if it is
-                already in its place.
+            result: Separate memory; with slots, it may also be this rank's block of `dense`.
         """
-        if not self._opens("all_gather", result):
-            return False
-        if isinstance(self._slots, NativeSlots):
-            return self._slots.all_gather(result, source)
+        how = _ordered(reduction)
+        if self._slots is not None and algorithm is Algorithm.SLOTS:
+            return self._slots.reduce_scatter(dense, result, how)
+        flat = _flat(dense)
+        if algorithm is Algorithm.PEER_MEMORY:
+            return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
+        how, datatype = _between_nodes(how, reduction, dense.dtype)
+        return self._go(
+            self._hierarchical, flat, lambda levels: levels.reduce_scatter(flat, _flat(result), how, datatype)
+        )
+
+    def all_gather(self, result: torch.Tensor) -> bool:
+        """Gather into `result`, with a block for each rank, of which this rank's is already in its place."""
         flat = _flat(result)
-        if source is not None:
-            flat.chunk(self._size)[self._comm.rank].copy_(_flat(source))
-        return self._go(self._node or self._by_node(flat), flat, lambda way: way.all_gather(flat))
+        return self._go(self._node or self._hierarchical, flat, lambda way: way.all_gather(flat))
 
     def broadcast(self, dense: torch.Tensor, root: int) -> bool:
         """Copy the root's memory to all ranks."""
-        if not self._opens("broadcast", dense):
-            return False
-        if isinstance(self._slots, NativeSlots):
-            return self._slots.broadcast(dense, root)
         flat = _flat(dense)
-        return self._go(self._node or self._by_node(flat), flat, lambda way: way.broadcast(flat, root))
-
-    def _by_node(self, flat: torch.Tensor) -> HierarchicalCollectives | None:
-        """Return the hierarchical operations if they support the order of the ranks, and one MPI call so many bytes."""
-        levels = self._hierarchical
-        return levels if levels is not None and levels.is_by_node and flat.nbytes <= _MOST_BYTES else None
-
-    def _opens(self, operation: str, tensor: torch.Tensor) -> bool:
-        """Open the path at its first use (collective); return whether this operation uses it."""
-        if not self._is_open:
-            self._open()
-        return self.is_worth_it(operation, tensor.nbytes)
+        return self._go(self._node or self._hierarchical, flat, lambda way: way.broadcast(flat, root))
 
     def _go(
         self, way: ShmCollectives | HierarchicalCollectives | None, flat: torch.Tensor, operation: Callable[[Any], None]
@@ -223,8 +159,7 @@ class ShmSelector:
 
     def _open(self) -> None:
         """Find the ranks of each node and share their memory (collective, once)."""
-        self._is_open = True
-        self._least = _LEAST_WITHOUT_SLOTS
+        self._choices.clear()
         # 1. check that all ranks enable it
         if not agreement.all_true(self._comm, self._is_wanted):
             return
@@ -238,10 +173,10 @@ class ShmSelector:
         if node_comm.size == self._size:
             self._slots = self.connect_slots(node_comm)
             if isinstance(self._slots, NativeSlots):
-                self._least = _SMALLEST
+                self._choices.add(Algorithm.SLOTS, algorithms.NATIVE_SLOTS)
                 return
             if self._slots is not None:
-                self._least = _LEAST_WITHOUT_LIBRARY
+                self._choices.add(Algorithm.SLOTS, algorithms.TORCH_SLOTS, self._slots.most_bytes)
         # 4. share the tensors' memory within each node; all nodes must succeed
         node, why = None, ""
         try:
@@ -262,12 +197,15 @@ class ShmSelector:
         # 5. on several nodes, connect the ranks that have the same rank on their nodes
         if node.size == self._size:
             self._node = node
+            self._choices.add(Algorithm.PEER_MEMORY, algorithms.PEER_MEMORY)
             return
         first = node_comm.bcast(self._comm.rank, 0)
         across = cast("Intracomm", self._comm.Split(node.rank, first))
         self._comms.append(across)
-        self._least = _LEAST_ACROSS_NODES
         self._hierarchical = HierarchicalCollectives(self._comm, node, across)
+        self._choices.add(Algorithm.HIERARCHICAL, algorithms.ACROSS_NODES)
+        if self._hierarchical.is_by_node:
+            self._choices.add(Algorithm.HIERARCHICAL, algorithms.ACROSS_NODES_IN_ORDER, _MOST_BYTES)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
         """Return the communicator of the ranks that share this rank's node (collective)."""
@@ -303,16 +241,15 @@ class ShmSelector:
 
     def close(self) -> None:
         """Release the memory and the communicators (collective)."""
-        self._is_open = True
+        self._choices.clear()
         self._slots = self._node = self._hierarchical = None
         while self._comms:
             self._comms.pop().Free()
 
 
-def _known(reduction: Reduction, dtype: torch.dtype) -> OrderedSum:
-    how = _how(reduction.name, dtype, reduction.divisor)
-    assert how is not None
-    return how
+def _ordered(reduction: Reduction) -> OrderedSum:
+    assert reduction.ordered is not None
+    return reduction.ordered
 
 
 def _between_nodes(how: OrderedSum, reduction: Reduction, dtype: torch.dtype) -> tuple[OrderedSum, Any]:

@@ -34,6 +34,9 @@ class OperationQueue(Queue, Protocol):
     def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
         """Run the queued operations until `work` is done, or until another thread has to run them."""
 
+    def start_queued(self) -> None:
+        """Let the worker thread start the queued operations now."""
+
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out; the group becomes unusable."""
 
@@ -184,6 +187,7 @@ class QueuedWork(_Work):
                     if self._done:
                         self._complete(made)  # before another thread can get it
                     self._future = made
+            self._queue.start_queued()  # C++ code waits for futures, and does not run operations
         return self._future
 
 

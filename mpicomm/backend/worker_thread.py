@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +12,12 @@ from mpicomm import mpi
 from mpicomm.backend import callbacks
 from mpicomm.backend.callbacks import Callback
 from mpicomm.backend.gpus import ThreadDevice
+from mpicomm.backend.wake_timer import WakeTimer
 from mpicomm.backend.work import MessageWork, QueuedWork
 from mpicomm.errors import MpicommError
 
+_NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that waits does so within the longer one
+_START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
 _SHARE = 19  # a pause is at least this many times as long as the round before it
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
@@ -34,16 +36,18 @@ Job = tuple[Callable[[], None], Finishable, Sequence[Callback]]
 class Worker:
     """Runs a group's asynchronous operations in order, each as a blocking MPI call.
 
-    A thread of its own runs them; a thread that waits for one of them runs them instead if they have not begun, which
-    saves the time to wake the other thread.
+    A thread of its own runs them; a thread that waits for one of them runs them instead if they have not begun. Since
+    most programs wait soon, the worker's thread wakes up only after a short delay, unless nobody else runs the job.
     """
 
     def __init__(self, name: str) -> None:
         self._jobs: collections.deque[Job] = collections.deque()
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each job, then False to stop
+        self._timer = WakeTimer()
+        self._is_stopping = False
         self._running = threading.Lock()  # held by the thread that runs jobs
         self._runner = 0  # the ident of that thread
-        self._count = threading.Condition()
+        self._lock = threading.RLock()  # guards the following
+        self._changed = threading.Condition(self._lock)
         self._pending = 0
         self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
         self._awaited: Sequence[Callback] = ()  # the callbacks that the next job waits for
@@ -61,45 +65,71 @@ class Worker:
         """Whether the caller runs on the thread that is running jobs, that is, in a callback of an operation."""
         return threading.get_ident() == self._runner  # current_thread() adds dummies for threads started by C++
 
-    def submit(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback] = ()) -> None:
-        """Queue a call, which first waits for the callbacks `after` of other groups; `work` is finished after it."""
+    def submit(
+        self, call: Callable[[], None], work: Finishable, after: Sequence[Callback] = (), *, is_long: bool = False
+    ) -> None:
+        """Queue a call.
+
+        Args:
+            work: Finished after the call.
+            after: The callbacks of other groups for which the call waits.
+            is_long: Whether the call takes so long that it should start now, if the queue is empty.
+        """
         self._gpu.note()
-        with self._count:
+        job = call, work, after
+        with self._lock:
+            starts_now = is_long and self._pending == 0
+            # The timer first: an exception of a signal handler then leaves no job without a thread that will run it.
+            if starts_now or not self._may_be_taken(job):
+                self._timer.set(_NOW_NS)
+            elif self._pending == 0:
+                self._timer.set(_SOON_NS)
             self._pending += 1
             self._open[work] = None
-            self._jobs.append((call, work, after))
-        self._wakes.put(True)
+            self._jobs.append(job)
+            if starts_now:  # a caller that continues in pure Python would keep the GIL from the thread for milliseconds
+                self._changed.wait_for(lambda: not self._jobs, _START_SECONDS)
+
+    def hurry(self) -> None:
+        """Wake the thread for the queued jobs now: a thread waits for one of them that does not run it."""
+        if self._jobs:
+            self._timer.set(_NOW_NS)
 
     def wait_for_place_of(self, callback: Callback) -> None:
         """For a callback of another group: wait for the jobs queued before it, but not for those that wait for it."""
-        with self._count:
-            self._count.wait_for(lambda: self.is_idle or callback in self._awaited)
+        self.hurry()
+        with self._lock:
+            self._changed.wait_for(lambda: self.is_idle or callback in self._awaited)
 
     def wait_until_idle(self) -> None:
         """Wait until the queue is empty and nothing is running."""
-        with self._count:
-            self._count.wait_for(lambda: self.is_idle)
+        self.hurry()
+        with self._lock:
+            self._changed.wait_for(lambda: self.is_idle)
 
     def stop(self) -> None:
         """Run the queued jobs, then stop the thread."""
         is_here = self.is_current_thread  # in a callback that destroys the group
         if is_here:
             self.run_until(lambda: False)
-        self._wakes.put(False)
+        self._is_stopping = True
+        self._timer.set(_NOW_NS)
         if not is_here:
             self._thread.join()
 
     def give_up(self, error: Exception) -> None:
-        """Finish all unfinished works with an error; a call that does not return is abandoned."""
-        with self._count:
+        """Finish all unfinished works with an error, and stop the thread; a call that does not return is abandoned."""
+        with self._lock:
             works, self._open = list(self._open), {}
         for work in works:
             work.finish(error)
+        self._is_stopping = True
+        self._timer.set(_NOW_NS)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Run queued jobs until `done`, for a callback on this thread that waits for a job queued behind it."""
-        while self._jobs and not done():
-            self._run_job(*self._jobs.popleft())
+        while not done() and (job := self._next_job()):
+            self._run_job(*job)
 
     def run_for(self, work: QueuedWork) -> None:
         """Run the queued jobs on the calling thread until `work` is done, unless another thread is running them.
@@ -107,34 +137,47 @@ class Worker:
         Callbacks, and jobs that wait for callbacks of other groups, are left to the worker thread. So is everything if
         the program uses a GPU, since the worker has a stream of its own.
         """
-        if self._gpu.is_known or not self._running.acquire(blocking=False):
+        if not self._running.acquire(blocking=False):
             return
-        try:
-            self._runner = threading.get_ident()
-            self._run_operations_until(work.is_completed)
+        try:  # an exception of a signal handler, at any call, must not keep the lock
+            runs_queue = callbacks.set_queue_thread(True)
+            try:
+                self._runner = threading.get_ident()
+                while self._jobs and self._may_be_taken(self._jobs[0]) and not work.is_completed():
+                    self._run_job(*self._jobs.popleft())
+            finally:
+                callbacks.set_queue_thread(runs_queue)
         finally:
             self._runner = 0
             self._running.release()
 
-    def _run_operations_until(self, done: Callable[[], bool]) -> None:
-        runs_queue = callbacks.set_queue_thread(True)
-        try:
-            while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2] and not done():
-                self._run_job(*self._jobs.popleft())
-        finally:
-            callbacks.set_queue_thread(runs_queue)
+    def _may_be_taken(self, job: Job) -> bool:
+        """Return whether a thread that waits for a job, or for one behind it, may run it."""
+        _call, work, after = job
+        return isinstance(work, QueuedWork) and not after and not self._gpu.is_known
 
     def _run(self) -> None:
         callbacks.set_queue_thread(True)
-        while self._wakes.get():
-            self._gpu.enter()
+        is_last = False
+        while not is_last:
+            self._timer.wait()
+            is_last = self._is_stopping  # read before the last jobs are taken, which were queued before it was set
             with self._running:
                 self._runner = threading.get_ident()
                 try:
-                    if self._jobs:
-                        self._run_job(*self._jobs.popleft())
+                    while job := self._next_job():
+                        self._gpu.enter()  # before each job: the program may begin to use a GPU at any time
+                        self._run_job(*job)
                 finally:
                     self._runner = 0
+        self._timer.close()
+
+    def _next_job(self) -> Job | None:
+        with self._lock:  # not while a job is added, whose timer may have expired
+            if not self._jobs:
+                return None
+            self._changed.notify_all()  # `submit` may wait for this
+            return self._jobs.popleft()
 
     def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback]) -> None:
         error: BaseException | None = None
@@ -144,7 +187,7 @@ class Worker:
                 call()
         except BaseException as caught:  # noqa: BLE001  wait() raises it, on its caller's thread
             error = caught
-        with self._count:
+        with self._lock:
             is_given_up = work not in self._open
             self._open.pop(work, None)
         try:
@@ -152,21 +195,21 @@ class Worker:
                 work.finish(error)
         finally:
             # Only now: operations that the callbacks call precede those that another thread calls next.
-            with self._count:
+            with self._lock:
                 self._pending -= 1
-                self._count.notify_all()
+                self._changed.notify_all()
         if error is not None and not isinstance(error, Exception):
             raise error  # a signal handler's, on the thread that waits
 
     def _wait_for(self, after: Sequence[Callback]) -> None:
         if not after:
             return
-        with self._count:
+        with self._lock:
             self._awaited = after
-            self._count.notify_all()
+            self._changed.notify_all()
         for callback in after:
             callback.has_ended.wait()
-        with self._count:
+        with self._lock:
             self._awaited = ()
 
 

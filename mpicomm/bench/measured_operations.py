@@ -283,8 +283,12 @@ class _Gather(MeasuredOperation):
     sends, receives = _PART, _PARTS
     to_root = True
 
+    @functools.cached_property
+    def _outputs(self) -> Any:
+        return self._at_root(list(self.receive.split(self.share)))
+
     def _by_torch(self, **options: Any) -> Any:
-        return dist.gather(self.send, self._at_root(list(self.receive.split(self.share))), _ROOT, **options)
+        return dist.gather(self.send, self._outputs, _ROOT, **options)
 
     def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
         return comm.Gather, sent, self._at_root(received), _ROOT
@@ -295,8 +299,12 @@ class _Scatter(MeasuredOperation):
     sends, receives = _PARTS, _PART
     from_root = True
 
+    @functools.cached_property
+    def _inputs(self) -> Any:
+        return self._at_root(list(self.send.split(self.share)))
+
     def _by_torch(self, **options: Any) -> Any:
-        return dist.scatter(self.receive, self._at_root(list(self.send.split(self.share))), _ROOT, **options)
+        return dist.scatter(self.receive, self._inputs, _ROOT, **options)
 
     def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
         return comm.Scatter, self._at_root(sent), received, _ROOT

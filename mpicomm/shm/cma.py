@@ -195,7 +195,7 @@ class CMACollectives:
             out: Receives the sum; None to leave this rank's memory unchanged.
             receivers: Ranks whose tensors receive the sum.
         """
-        output_buffers = self._rooms_for(mine.dtype)
+        output_buffers = self._buffers_for(mine.dtype)
         count = -(-mine.nbytes // self._chunk_bytes) or 1
         pieces = mine.chunk(count)
         results = pieces if out is mine else itertools.repeat(None) if out is None else out.chunk(count)
@@ -214,7 +214,7 @@ class CMACollectives:
                 self._peers.write(rank, places[rank] + there, total)
             there += piece.nbytes
 
-    def _rooms_for(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _buffers_for(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return this rank's scratch memory, with a chunk for each rank."""
         if dtype not in self._scratch_views:
             with torch.inference_mode(False):

@@ -20,7 +20,15 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
+/* The iterations of a loop are independent although its output may be one of its inputs. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
+
 #define MAX_RANKS 256
+#define HEADER 64            /* bytes in a region of scatter before its block: the block's size */
 #define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
@@ -73,33 +81,42 @@ static inline uint16_t to_float16(float value) {
 
 /* -- sums ------------------------------------------------------------------------------------------------------- */
 
-/* The output may be one of the terms: a block of it is written when that block of all terms has been added. */
+/* The output may be one of the terms: a block of it is written when that block of all terms has been added. The result
+   is also written to `copy`, unless that is NULL. */
 #define DEFINE_SUM(NAME, STORED, WIDE, LOAD, STORE, DIVIDE)                                                            \
     FOR_EACH_PROCESSOR                                                                                                 \
-    static void NAME(const void *const *terms, int number, void *out, int is_wide, size_t count, int divisor) {        \
+    static void NAME(const void *const *terms, int number, void *out, void *copy, int is_wide, size_t count,           \
+                     int divisor) {                                                                                    \
         WIDE sums[BLOCK];                                                                                              \
         for (size_t start = 0; start < count; start += BLOCK) {                                                        \
             size_t length = count - start < BLOCK ? count - start : BLOCK;                                             \
             const STORED *first = (const STORED *)terms[0] + start, *second = (const STORED *)terms[1] + start;        \
-            for (size_t i = 0; i < length; i++)                                                                        \
-                sums[i] = (WIDE)(LOAD(first[i]) + LOAD(second[i]));                                                    \
-            for (int rank = 2; rank < number; rank++) {                                                                \
-                const STORED *term = (const STORED *)terms[rank] + start;                                              \
+            STORED *result = (STORED *)out + start;                                                                    \
+            if (number == 2 && divisor == 1 && !is_wide) {                                                             \
+                INDEPENDENT                                                                                            \
                 for (size_t i = 0; i < length; i++)                                                                    \
-                    sums[i] = (WIDE)(sums[i] + LOAD(term[i]));                                                         \
-            }                                                                                                          \
-            if (DIVIDE && divisor != 1) {                                                                              \
-                WIDE by = (WIDE)divisor;                                                                               \
-                for (size_t i = 0; i < length; i++)                                                                    \
-                    sums[i] = (WIDE)(sums[i] / by);                                                                    \
-            }                                                                                                          \
-            if (is_wide) {                                                                                             \
-                memcpy((WIDE *)out + start, sums, length * sizeof(WIDE));                                              \
+                    result[i] = STORE((WIDE)(LOAD(first[i]) + LOAD(second[i])));                                       \
             } else {                                                                                                   \
-                STORED *result = (STORED *)out + start;                                                                \
                 for (size_t i = 0; i < length; i++)                                                                    \
-                    result[i] = STORE(sums[i]);                                                                        \
+                    sums[i] = (WIDE)(LOAD(first[i]) + LOAD(second[i]));                                                \
+                for (int rank = 2; rank < number; rank++) {                                                            \
+                    const STORED *term = (const STORED *)terms[rank] + start;                                          \
+                    for (size_t i = 0; i < length; i++)                                                                \
+                        sums[i] = (WIDE)(sums[i] + LOAD(term[i]));                                                     \
+                }                                                                                                      \
+                if (DIVIDE && divisor != 1) {                                                                          \
+                    WIDE by = (WIDE)divisor;                                                                           \
+                    for (size_t i = 0; i < length; i++)                                                                \
+                        sums[i] = (WIDE)(sums[i] / by);                                                                \
+                }                                                                                                      \
+                if (is_wide)                                                                                           \
+                    memcpy((WIDE *)out + start, sums, length * sizeof(WIDE));                                          \
+                else                                                                                                   \
+                    for (size_t i = 0; i < length; i++)                                                                \
+                        result[i] = STORE(sums[i]);                                                                    \
             }                                                                                                          \
+            if (copy != NULL)                                                                                          \
+                memcpy((STORED *)copy + start, result, length * sizeof(STORED));                                       \
         }                                                                                                              \
     }
 
@@ -113,11 +130,16 @@ DEFINE_SUM(sum_int32, uint32_t, uint32_t, , , 0)
 DEFINE_SUM(sum_int64, uint64_t, uint64_t, , , 0)
 
 /* Add `number` terms, at least two, in their order; divide the sum; round it once, unless the output is wide. */
+static void add_terms(int kind, const void *const *terms, int number, void *out, void *copy, int is_wide, size_t count,
+                      int divisor) {
+    static void (*const sums[])(const void *const *, int, void *, void *, int, size_t, int) = {
+        sum_float32, sum_float64, sum_bfloat16, sum_float16, sum_int8, sum_int16, sum_int32, sum_int64};
+    sums[kind](terms, number, out, copy, is_wide, count, divisor);
+}
+
 EXPORTED void mpicomm_sum(int kind, const void *const *terms, int number, void *out, int is_wide, size_t count,
                           int divisor) {
-    static void (*const sums[])(const void *const *, int, void *, int, size_t, int) = {
-        sum_float32, sum_float64, sum_bfloat16, sum_float16, sum_int8, sum_int16, sum_int32, sum_int64};
-    sums[kind](terms, number, out, is_wide, count, divisor);
+    add_terms(kind, terms, number, out, NULL, is_wide, count, divisor);
 }
 
 /* -- slots in shared memory -------------------------------------------------------------------------------------- */
@@ -129,11 +151,21 @@ typedef struct {
     _Alignas(64) _Atomic uint64_t reduced; /* the number of the step of which this rank has reduced its part */
 } Line;
 
-typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST } Operation; /* as in native.py */
+/* As in native.py. */
+typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER } Operation;
 
 typedef enum { DONE, WAITING, DIFFERENT, UNAVAILABLE } Status; /* as in native.py */
 
 typedef enum { ARRIVING, ADDING } Stage;
+
+/* A tensor of a list; two elements of an array in Python. */
+typedef struct {
+    char *address;
+    uint64_t nbytes;
+} Block;
+
+/* The call that all ranks must make, as a number; the last bit is the rank's own. */
+enum { KIND_SHIFT = 8, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, LIST_SHIFT = 63 }; /* as in native.py */
 
 /* One rank's view of a group, and its current operation; the ctypes structure SlotState of native.py. */
 typedef struct {
@@ -144,9 +176,13 @@ typedef struct {
     int64_t pause_ns;     /* how long a wait may last until it returns to the caller */
     int32_t rank, size, spins;
     int32_t operation, kind, root, divisor, stage;
-    uint64_t number; /* of the current step: an operation has a step for each slot that its tensor fills */
-    uint64_t count;  /* numbers in the whole tensor, or in one block of those of reduce_scatter and all_gather */
-    uint64_t start;  /* of the current step, in the tensor or in each block */
+    int32_t is_list;    /* whether the tensor with a block for each rank is a list of blocks */
+    int32_t has_next;   /* whether the contribution to the next step is in its slot already */
+    uint64_t signature; /* of the current operation */
+    uint64_t number;    /* of the current step: an operation has a step for each slot that its tensor fills */
+    uint64_t count;     /* numbers in the whole tensor, or in one block if a tensor has a block for each rank */
+    uint64_t most;      /* the largest count of all ranks: in gather and scatter, blocks may differ in size */
+    uint64_t start;     /* of the current step, in the tensor or in each block */
     const char *source;
     char *out;
 } Group;
@@ -197,13 +233,46 @@ static int all_have(const Group *group, size_t word) {
     return 1;
 }
 
-/* How many numbers of the tensor, or of each block, one step moves. */
-static size_t step_of(const Group *group) {
-    size_t numbers = group->slot_bytes / SIZES[group->kind];
-    return group->operation == REDUCE_SCATTER ? numbers / (size_t)group->size : numbers;
+static size_t round_down(size_t value) { return value / 64 * 64; }
+
+/* Whether a reduction leaves its result on this rank. */
+static int has_result(const Group *group) { return group->operation == ALL_REDUCE || group->rank == group->root; }
+
+/* Whether the slots of this operation have a region for each rank. */
+static int has_regions(const Group *group) {
+    return group->operation == REDUCE_SCATTER || group->operation == ALL_TO_ALL || group->operation == SCATTER;
 }
 
-static size_t length_of(const Group *group) { return least(step_of(group), group->count - group->start); }
+/* The size of a slot, or of the region of one rank in it. */
+static size_t region_bytes(const Group *group) {
+    return has_regions(group) ? round_down(group->slot_bytes / (size_t)group->size) : group->slot_bytes;
+}
+
+/* A rank's region in the slot of another rank. */
+static char *region_of(const Group *group, int owner, int rank) {
+    return slot_of(group, owner) + (has_regions(group) ? region_bytes(group) * (size_t)rank : 0);
+}
+
+/* How many numbers of the tensor, or of each block, one step moves. A region of scatter begins with a block's size. */
+static size_t step_of(const Group *group) {
+    return (region_bytes(group) - (group->operation == SCATTER ? HEADER : 0)) / SIZES[group->kind];
+}
+
+/* How many numbers of a tensor or block of `count` numbers the current step moves. */
+static size_t length_in(const Group *group, size_t count) {
+    return group->start < count ? least(step_of(group), count - group->start) : 0;
+}
+
+static size_t length_of(const Group *group) { return length_in(group, group->count); }
+
+/* The block of a rank in the tensor, or the list, that has one for each rank. */
+static Block block_of(const Group *group, int rank) {
+    char *tensor = group->operation == SCATTER ? (char *)group->source : group->out;
+    if (group->is_list)
+        return ((const Block *)tensor)[rank];
+    uint64_t nbytes = group->count * SIZES[group->kind];
+    return (Block){tensor + nbytes * (size_t)rank, nbytes};
+}
 
 /* The part of a step that a rank reduces: parts begin at multiples of 64 bytes. */
 static size_t part_of(const Group *group, int rank, size_t *length) {
@@ -224,17 +293,28 @@ static void bring(const Group *group) {
     char *slot = slot_of(group, group->rank);
     switch (group->operation) {
     case REDUCE_SCATTER:
+    case ALL_TO_ALL:
         for (int rank = 0; rank < group->size; rank++)
             if (rank != group->rank)
-                memcpy(slot + step_of(group) * item * (size_t)rank, source + group->count * item * (size_t)rank,
-                       length * item);
+                memcpy(region_of(group, group->rank, rank), source + group->count * item * (size_t)rank, length * item);
         return;
-    case BROADCAST:
-        if (group->rank == group->root)
-            memcpy(slot, source, length * item);
+    case SCATTER:
+        for (int rank = 0; group->rank == group->root && rank < group->size; rank++) {
+            Block block = block_of(group, rank);
+            char *region = region_of(group, group->rank, rank);
+            if (rank == group->rank)
+                continue;
+            memcpy(region, &block.nbytes, sizeof block.nbytes);
+            memcpy(region + HEADER, block.address + group->start, length_in(group, block.nbytes));
+        }
         return;
     case ALL_GATHER:
         memcpy(slot, source, length * item);
+        return;
+    case BROADCAST:
+    case GATHER:
+        if ((group->rank == group->root) == (group->operation == BROADCAST))
+            memcpy(slot, source, length * item);
         return;
     default:
         if (is_split(group))
@@ -244,6 +324,18 @@ static void bring(const Group *group) {
     }
 }
 
+/* Bring the contribution to the next step while other ranks add. The buffer is free: all ranks have published the
+   current step, for which they had finished reading the other buffer. */
+static void bring_next(Group *group) {
+    size_t step = step_of(group);
+    if (group->start + step >= group->count)
+        return;
+    group->number++, group->start += step;
+    bring(group);
+    group->number--, group->start -= step;
+    group->has_next = 1;
+}
+
 /* Start the current step: bring the contribution, and publish it.
 
    A rank writes to a buffer again two steps later. By then it has seen that all ranks have published the step between,
@@ -251,79 +343,115 @@ static void bring(const Group *group) {
 static void start_step(Group *group) {
     group->number++;
     group->stage = ARRIVING;
-    if (group->source != NULL)
+    if (group->source != NULL && !group->has_next)
         bring(group);
+    group->has_next = 0;
     Line *line = line_of(group, group->rank);
-    line->signature = (uint64_t)group->operation | (uint64_t)group->kind << 8 | (uint64_t)(group->divisor != 1) << 16 |
-                      (uint64_t)group->root << 32;
+    line->signature = group->signature;
     line->nbytes = group->count * SIZES[group->kind];
     line->is_available = group->source != NULL;
     atomic_store_explicit(&line->arrived, group->number, memory_order_release);
 }
 
-static Status compare(const Group *group) {
+/* Compare the sizes of the blocks, which may differ, with those of the root. */
+static Status compare_blocks(const Group *group) {
+    if (group->rank == group->root) {
+        for (int rank = 0; rank < group->size; rank++)
+            if (block_of(group, rank).nbytes != line_of(group, rank)->nbytes)
+                return DIFFERENT;
+    } else if (group->operation == SCATTER) {
+        uint64_t nbytes;
+        memcpy(&nbytes, region_of(group, group->root, group->rank), sizeof nbytes);
+        if (nbytes != group->count)
+            return DIFFERENT;
+    }
+    return DONE;
+}
+
+/* Compare the calls of all ranks, and find the largest count. */
+static Status compare(Group *group) {
     Status status = DONE;
-    const Line *mine = line_of(group, group->rank);
+    int may_differ = group->operation == GATHER || group->operation == SCATTER;
+    uint64_t nbytes = group->count * SIZES[group->kind], most = nbytes;
     for (int rank = 0; rank < group->size; rank++) {
         const Line *line = line_of(group, rank);
-        if (line->signature != mine->signature || line->nbytes != mine->nbytes)
+        if (line->signature != group->signature || (!may_differ && line->nbytes != nbytes))
             return DIFFERENT;
+        most = line->nbytes > most ? line->nbytes : most;
         if (!line->is_available)
             status = UNAVAILABLE;
     }
-    return status;
+    group->most = most / SIZES[group->kind];
+    return status == DONE && may_differ ? compare_blocks(group) : status;
 }
 
 /* Add `length` numbers of all ranks: this rank's own, and those at an offset in the slots of the others. */
-static void add(const Group *group, const char *mine, size_t offset, size_t length, char *out) {
+static void add(const Group *group, const char *mine, size_t offset, size_t length, char *out, char *copy) {
     const void *terms[MAX_RANKS];
     for (int rank = 0; rank < group->size; rank++)
         terms[rank] = rank == group->rank ? mine : slot_of(group, rank) + offset;
-    mpicomm_sum(group->kind, terms, group->size, out, 0, length, group->divisor);
+    add_terms(group->kind, terms, group->size, out, copy, 0, length, group->divisor);
 }
 
 /* Compute this rank's results from all slots, or its part of them; return whether the other parts must follow. */
 static int fetch(const Group *group) {
     size_t item = SIZES[group->kind], length = length_of(group), offset = group->start * item;
     size_t block = group->count * item, part;
+    int is_root = group->rank == group->root;
+    const char *mine = group->source + offset;
     char *slot = slot_of(group, group->rank), *out = group->out + offset;
     switch (group->operation) {
     case REDUCE_SCATTER:
-        add(group, group->source + block * (size_t)group->rank + offset, step_of(group) * item * (size_t)group->rank,
-            length, out);
+        add(group, mine + block * (size_t)group->rank, region_bytes(group) * (size_t)group->rank, length, out, NULL);
+        return 0;
+    case ALL_TO_ALL:
+        for (int rank = 0; rank < group->size; rank++)
+            memcpy(out + block * (size_t)rank,
+                   rank == group->rank ? mine + block * (size_t)rank : region_of(group, rank, group->rank),
+                   length * item);
         return 0;
     case ALL_GATHER:
-        for (int rank = 0; rank < group->size; rank++) {
-            const char *from = rank == group->rank ? group->source + offset : slot_of(group, rank);
-            if (from != out + block * (size_t)rank) /* the source may be this rank's block of the output */
-                memcpy(out + block * (size_t)rank, from, length * item);
-        }
+    case GATHER:
+        if (group->operation == GATHER && !is_root)
+            return 0;
+        /* This rank's block first: the source may overlap the others. */
+        memmove(block_of(group, group->rank).address + offset, mine, length * item);
+        for (int rank = 0; rank < group->size; rank++)
+            if (rank != group->rank) {
+                Block to = block_of(group, rank);
+                memcpy(to.address + offset, slot_of(group, rank), length_in(group, to.nbytes));
+            }
+        return 0;
+    case SCATTER:
+        if (is_root)
+            memmove(out, block_of(group, group->rank).address + offset, length);
+        else
+            memcpy(out, region_of(group, group->root, group->rank) + HEADER, length);
         return 0;
     case BROADCAST:
-        if (group->rank != group->root)
+        if (!is_root)
             memcpy(out, slot_of(group, group->root), length * item);
         return 0;
     default:
         if (is_split(group)) {
             part = part_of(group, group->rank, &length) * item;
-            add(group, group->source + offset + part, part, length, slot + part);
+            add(group, mine + part, part, length, slot + part, has_result(group) ? out + part : NULL);
             atomic_store_explicit(&line_of(group, group->rank)->reduced, group->number, memory_order_release);
             return 1;
         }
-        if (group->operation == ALL_REDUCE || group->rank == group->root)
-            add(group, group->source + offset, 0, length, out);
+        if (has_result(group))
+            add(group, mine, 0, length, out, NULL);
         return 0;
     }
 }
 
-/* Copy the parts that the ranks have reduced. */
+/* Copy the parts that the other ranks have reduced. */
 static void fetch_parts(const Group *group) {
     size_t item = SIZES[group->kind], length;
-    if (group->operation == REDUCE && group->rank != group->root)
-        return;
-    for (int rank = 0; rank < group->size; rank++) {
+    for (int rank = 0; has_result(group) && rank < group->size; rank++) {
         size_t part = part_of(group, rank, &length) * item;
-        memcpy(group->out + group->start * item + part, slot_of(group, rank) + part, length * item);
+        if (rank != group->rank)
+            memcpy(group->out + group->start * item + part, slot_of(group, rank) + part, length * item);
     }
 }
 
@@ -336,15 +464,18 @@ EXPORTED int mpicomm_continue(Group *group) {
             Status status = compare(group);
             if (status != DONE)
                 return status;
-            group->stage = fetch(group) ? ADDING : ARRIVING;
+            if (fetch(group)) {
+                group->stage = ADDING;
+                bring_next(group);
+            }
         }
         if (group->stage == ADDING) {
             if (!all_have(group, offsetof(Line, reduced)))
                 return WAITING;
             fetch_parts(group);
         }
-        group->start += length_of(group);
-        if (group->start >= group->count)
+        group->start += step_of(group);
+        if (group->start >= group->most)
             return DONE;
         start_step(group);
     }
@@ -352,12 +483,15 @@ EXPORTED int mpicomm_continue(Group *group) {
 
 /* Start an operation, and finish it unless other ranks are late.
 
-   count: numbers in the whole tensor, or in one block of reduce_scatter's input and all_gather's output
-   source: this rank's contribution, for all_gather its block; NULL if the library cannot read it
-   out: for all_gather and reduce, the whole tensor; for reduce_scatter, this rank's block */
-EXPORTED int mpicomm_start(Group *group, int operation, int kind, int root, int divisor, const void *source, void *out,
-                           uint64_t count) {
-    group->operation = operation, group->kind = kind, group->root = root, group->divisor = divisor;
+   call: the operation, the kind of number, the root, the divisor, and whether the blocks are a list
+   source: this rank's contribution, for scatter that of the root; NULL if the library cannot read it
+   out: this rank's result
+   count: numbers in the whole tensor, or in this rank's block if a tensor has a block for each rank */
+EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
+    group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
+    group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0xff;
+    group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = group->signature >> DIVISOR_SHIFT;
+    group->is_list = call >> LIST_SHIFT, group->has_next = 0;
     group->source = source, group->out = out, group->count = count, group->start = 0;
     start_step(group);
     return mpicomm_continue(group);

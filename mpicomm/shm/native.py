@@ -37,10 +37,22 @@ KINDS = {
 NARROW_FLOATS = (torch.bfloat16, torch.float16)
 """The dtypes that the library adds in float32."""
 
-ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST = range(5)
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER = range(8)
 DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
 LINE_BYTES = 128
 """What a rank publishes in the shared memory about an operation."""
+
+
+HEADER = 64
+"""The number of bytes before a block of scatter."""
+
+IS_LIST = 1 << 63
+"""Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
+
+
+def call(operation: int, kind: int, root: int = 0, divisor: int = 1) -> int:
+    """Return the call that all ranks must make, as the library's number."""
+    return operation | kind << 8 | root << 16 | divisor << 32
 
 
 class SlotState(ctypes.Structure):
@@ -51,8 +63,8 @@ class SlotState(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("slot_bytes", "split_bytes")),
         ("pause_ns", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("rank", "size", "spins")),
-        *((name, ctypes.c_int32) for name in ("operation", "kind", "root", "divisor", "stage")),
-        *((name, ctypes.c_uint64) for name in ("number", "count", "start")),
+        *((name, ctypes.c_int32) for name in ("operation", "kind", "root", "divisor", "stage", "is_list", "has_next")),
+        *((name, ctypes.c_uint64) for name in ("signature", "number", "count", "most", "start")),
         *((name, ctypes.c_void_p) for name in ("source", "out")),
     )
 
@@ -72,7 +84,7 @@ def library() -> ctypes.CDLL | None:
     )  # fmt: skip
     found.mpicomm_sum.restype = None
     found.mpicomm_start.argtypes = (
-        ctypes.c_void_p, *4 * (ctypes.c_int,), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
+        ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
     )  # fmt: skip
     found.mpicomm_continue.argtypes = (ctypes.c_void_p,)
     return found

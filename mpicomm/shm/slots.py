@@ -36,10 +36,11 @@ _LEAST_BYTES = 2**14
 _SEGMENT_BYTES = 2**26  # with more ranks on a node, slots are smaller
 _BUFFERS = 2
 _ALIGNMENT = 4096
-_SPLIT_BYTES = (2**18, 2**16)  # from this size on, each rank reduces a part: for two ranks, and for more
+_SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part
 _SPINS = 2000  # polls before a waiting rank offers its core to other processes
 _SPINS_IF_CROWDED = 20
-_NOTED_BYTES = 2**17  # from this size on, autograd is told of a write; it takes about a microsecond
+_NOTED_BYTES = 2**17  # from this size on, autograd is notified of a write; it takes about a microsecond
+_ALL_GATHER, _ALL_TO_ALL = (native.call(each, native.BYTES) for each in (native.ALL_GATHER, native.ALL_TO_ALL))
 _PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
 
 
@@ -64,7 +65,8 @@ class NativeSlots:
     Tensors are dense. Each operation returns whether it ran: it does not if a rank's tensor is not on the host.
 
     Raises:
-        RuntimeError: On all ranks, if they call different operations, or with tensors of different sizes.
+        RuntimeError: If the ranks call different operations, or with tensors of different sizes: on all ranks, but in
+            gather only on the root, and in scatter on the root and the ranks with wrong sizes.
     """
 
     most_bytes = math.inf
@@ -82,12 +84,14 @@ class NativeSlots:
         self._memory = memory  # mapped as long as the tensor lives
         self._rank, self._size = comm.rank, comm.size
         self._on_wait = on_wait
-        address = memory.data_ptr()
+        address, slot_bytes = memory.data_ptr(), _slot_bytes(comm.size)
+        self.step_bytes = slot_bytes // comm.size // 64 * 64 - native.HEADER
+        """Blocks of at most this size move in one step, in which a source may overlap the other blocks."""
         self._state = native.SlotState(
             lines=address + native.LINE_BYTES,
             slots=address + _head_bytes(comm.size),
-            slot_bytes=_slot_bytes(comm.size),
-            split_bytes=_SPLIT_BYTES[comm.size > 2],
+            slot_bytes=slot_bytes,
+            split_bytes=_SPLIT_BYTES,
             pause_ns=_PAUSE_NS,
             rank=comm.rank,
             size=comm.size,
@@ -98,18 +102,20 @@ class NativeSlots:
     def reduce(self, tensor: torch.Tensor, how: OrderedSum, root: int | None = None) -> bool:
         """Reduce in place, with the result on the root, or on all ranks if it is None."""
         kind, numbers = native.KINDS[tensor.dtype]
-        address = tensor.data_ptr() if tensor.is_cpu else None
         operation = native.ALL_REDUCE if root is None else native.REDUCE
-        ran = self._run(operation, kind, root or 0, how.divisor, address, address, numbers * tensor.numel())
+        address = tensor.data_ptr() if tensor.is_cpu else None
+        call = native.call(operation, kind, root or 0, how.divisor)
+        ran = self._run(call, address, address, numbers * tensor.numel())
         if root in (None, self._rank):
             _note_write(tensor)
         return ran
 
     def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
-        """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
+        """Reduce a tensor with a block for each rank; `out` receives this rank's block, and may be that block."""
         kind, numbers = native.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
-        ran = self._run(native.REDUCE_SCATTER, kind, 0, how.divisor, address, out.data_ptr(), numbers * out.numel())
+        call = native.call(native.REDUCE_SCATTER, kind, 0, how.divisor)
+        ran = self._run(call, address, out.data_ptr(), numbers * out.numel())
         _note_write(out)
         return ran
 
@@ -118,34 +124,67 @@ class NativeSlots:
         address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
         mine = address + nbytes * self._rank if source is None else source.data_ptr()
         are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
-        ran = self._run(native.ALL_GATHER, native.BYTES, 0, 1, mine if are_on_host else None, address, nbytes)
+        ran = self._run(_ALL_GATHER, mine if are_on_host else None, address, nbytes)
         _note_write(tensor)
         return ran
+
+    def all_gather_list(self, tensors: Sequence[torch.Tensor], source: torch.Tensor) -> bool:
+        """Fill a list of tensors of one size with each rank's source."""
+        return self._fill_list(_ALL_GATHER, tensors, source)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Copy the root's tensor to the other ranks."""
         address = tensor.data_ptr() if tensor.is_cpu else None
-        ran = self._run(native.BROADCAST, native.BYTES, root, 1, address, address, tensor.nbytes)
+        ran = self._run(native.call(native.BROADCAST, native.BYTES, root), address, address, tensor.nbytes)
         if self._rank != root:
             _note_write(tensor)
         return ran
 
-    def _run(
-        self, operation: int, kind: int, root: int, divisor: int, source: int | None, out: int | None, count: int
-    ) -> bool:
-        status = self._start(self._address, operation, kind, root, divisor, source, out, count)
+    def all_to_all(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
+        """Send each rank its block of the source, and receive one from each rank in separate memory of that size."""
+        address = source.data_ptr() if source.is_cpu and tensor.is_cpu else None
+        ran = self._run(_ALL_TO_ALL, address, tensor.data_ptr(), tensor.nbytes // self._size)
+        _note_write(tensor)
+        return ran
+
+    def gather(self, tensors: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> bool:
+        """Fill the root's list with each rank's source, of the size of its tensor; it is empty on other ranks."""
+        return self._fill_list(native.call(native.GATHER, native.BYTES, root), tensors, source)
+
+    def scatter(self, tensor: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> bool:
+        """Copy each tensor of the root's list to a rank's tensor of its size; it is empty on other ranks."""
+        blocks, are_on_host = _blocks(sources)
+        memory = blocks.buffer_info()[0] if sources else tensor.data_ptr()  # NULL would mean: not on the host
+        address = memory if are_on_host and tensor.is_cpu else None
+        call = native.call(native.SCATTER, native.BYTES, root) | native.IS_LIST
+        ran = self._run(call, address, tensor.data_ptr(), tensor.nbytes)
+        _note_write(tensor)
+        return ran
+
+    def _fill_list(self, call: int, tensors: Sequence[torch.Tensor], source: torch.Tensor) -> bool:
+        blocks, are_on_host = _blocks(tensors)
+        address = source.data_ptr() if are_on_host and source.is_cpu else None
+        ran = self._run(call | native.IS_LIST, address, blocks.buffer_info()[0], source.nbytes)
+        for each in tensors:
+            _note_write(each)
+        return ran
+
+    def _run(self, call: int, source: int | None, out: int | None, count: int) -> bool:
+        status = self._start(self._address, call, source, out, count)
         while status == native.WAITING:
             self._on_wait()
             status = self._continue(self._address)
         if status == native.DIFFERENT:
-            raise _different(self._sizes())
+            signatures, sizes = self._published()
+            are_blocks = self._state.operation in (native.GATHER, native.SCATTER) and len(set(signatures)) == 1
+            raise _different_blocks(sizes) if are_blocks else _different(sizes)
         return status == native.DONE
 
-    def _sizes(self) -> list[int]:
-        """Return the numbers of bytes that the ranks have published for the current step."""
+    def _published(self) -> tuple[list[int], list[int]]:
+        """Return the calls and the numbers of bytes that the ranks have published for the current step."""
         lines = self._memory[: _head_bytes(self._size)].view(torch.int64).view(-1, native.LINE_BYTES // 8)
         first = 1 + self._state.number % _BUFFERS * self._size
-        return lines[first : first + self._size, 2].tolist()
+        return tuple(lines[first : first + self._size, 1:3].t().tolist())
 
 
 class TorchSlots:
@@ -208,6 +247,15 @@ class TorchSlots:
         return [(flat if rank == self._rank else slots[rank])[start : start + length] for rank in range(self._size)]
 
 
+def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:
+    """Return the addresses and sizes of tensors for the library, and whether all are on the host."""
+    blocks = array("Q")
+    for each in tensors:
+        blocks.append(each.data_ptr())
+        blocks.append(each.nbytes)
+    return blocks, all([each.is_cpu for each in tensors])  # noqa: C419  faster
+
+
 def _note_write(tensor: torch.Tensor) -> None:
     """Let autograd detect that a tensor that it needs was overwritten."""
     if tensor.nbytes >= _NOTED_BYTES and not tensor.is_inference():
@@ -230,4 +278,11 @@ def _different(sizes: Sequence[int]) -> RuntimeError:
     return RuntimeError(
         f"tensor sizes must be equal on all ranks, got {least} to {most} bytes.\n"
         f"Pass tensors of the same size on every rank."
+    )
+
+
+def _different_blocks(sizes: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"the tensors of the root's list must have the sizes of the ranks' tensors, which have "
+        f"{', '.join(map(str, sizes))} bytes in rank order.\nPass a list of tensors of these sizes on the root."
     )

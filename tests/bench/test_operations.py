@@ -61,7 +61,7 @@ def measured(
     + [(name, torch.int64) for name, kind in OPERATIONS.items() if kind.reduces and not kind.averages],
     ids=str,
 )
-def test_no_back_end_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+def test_no_backend_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str, dtype: torch.dtype) -> None:
     found = measured(world, compared, name, [4, ODD_SIZE], dtype, rewrites=dtype is torch.float32)
     assert [row.wrong for row in found.rows] == [0] * len(found.rows)
     ours = [row for row in found.rows if row.backend == "mpi"]
@@ -91,7 +91,7 @@ def test_operations_that_wait_have_no_overlap(world: mpicomm.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", WITH_DATA)
-def test_what_does_nothing_is_wrong(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
+def test_an_operation_that_does_nothing_is_detected(world: mpicomm.World, compared: dict[str, Any], name: str) -> None:
     """The check fails even if the memory still holds the correct result of the previous backend."""
 
     def idle(operation: MeasuredOperation, starts: bool) -> Any:
@@ -158,7 +158,7 @@ def test_overlap(world: mpicomm.World, compared: dict[str, Any]) -> None:
 
 
 @pytest.mark.mpi
-def test_a_back_end_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) -> None:
+def test_a_backend_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) -> None:
     def refuses(operation: MeasuredOperation, starts: bool) -> Any:
         if world.rank == world.size - 1:
             raise RuntimeError("not today\nnor tomorrow")
@@ -232,7 +232,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16, 30])
-def test_what_belongs_to_others_is_seen(size: int) -> None:
+def test_a_write_outside_of_the_output_is_detected(size: int) -> None:
     rows = [known_inputs.pattern(rank, part, size) for rank in range(size) for part in range(min(size, 6))]
     assert all(known_inputs.POISON not in row for row in rows)
     for rank, part in ((0, 0), (size - 1, 1)):
@@ -256,8 +256,8 @@ def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbyte
             if operation.receive.numel() == operation.count:
                 operation.receive.copy_(operation.receive.roll(operation.share))
             else:
-                everybodys = mpicomm.all_gather(operation.receive)
-                operation.receive.copy_(everybodys[world.rank - 1])
+                of_ranks = mpicomm.all_gather(operation.receive)
+                operation.receive.copy_(of_ranks[world.rank - 1])
 
         return call
 
@@ -272,7 +272,7 @@ def test_each_size_is_measured_once(world: mpicomm.World, compared: dict[str, An
 
 
 @pytest.mark.mpi
-def test_what_there_is_no_memory_for_is_left_out(world: mpicomm.World, compared: dict[str, Any]) -> None:
+def test_cases_that_do_not_fit_into_memory_are_skipped(world: mpicomm.World, compared: dict[str, Any]) -> None:
     found = measured(world, compared, "broadcast", [4, 2**60])
     assert {row.nbytes for row in found.rows} == {4}
     assert list(found.refusals) == [f"broadcast, float32, {2**60} B"]

@@ -8,5 +8,5 @@ import mpicomm
 
 
 @pytest.fixture(scope="session", autouse=True)
-def everywhere(world: mpicomm.World) -> None:
+def started_world(world: mpicomm.World) -> None:
     """Start the world for all tests, including those that do not request it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
+from mpicomm.backend import worker_thread
 from mpicomm.backend.work import QueuedWork
 from mpicomm.backend.worker_thread import Worker
 from mpicomm.watchdog import flight_recorder
@@ -56,7 +56,7 @@ def test_a_started_all_reduce_does_not_block_the_messages_it_waits_for(world: mp
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_call_returns_before_the_others_come(world: mpicomm.World) -> None:
+def test_the_call_returns_before_the_other_ranks_arrive(world: mpicomm.World) -> None:
     tensor = torch.ones(1)
     if world.rank == 0:
         started = time.monotonic()
@@ -72,9 +72,47 @@ def test_the_call_returns_before_the_others_come(world: mpicomm.World) -> None:
     assert tensor.item() == world.size
 
 
+@QUEUES
+def test_an_operation_runs_although_its_caller_does_not_wait(group: Group) -> None:
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, group=group.handle, async_op=True)
+    assert work is not None
+    assert mpi.poll(work.is_completed, 20)
+    assert torch.equal(tensor, torch.full((3,), float(group.size)))
+
+
+@on_groups("world")
+def test_later_operations_do_not_delay_the_first(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's thread would otherwise not run while a program starts operations at short intervals."""
+    worker, delays = worker_of(group), list[int]()
+    worker.wait_until_idle()
+    monkeypatch.setattr(worker._timer, "set", delays.append)
+    works = [dist.all_reduce(torch.ones(3), group=group.handle, async_op=True) for _ in range(3)]
+    monkeypatch.undo()
+    for work in works:
+        work.wait()
+    assert len(delays) == 1
+
+
+@on_groups("world")
+def test_a_long_operation_starts_within_its_call(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the caller does not release the GIL afterwards."""
+    monkeypatch.setattr(worker_thread, "_START_SECONDS", 30)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(30)
+    try:
+        work = dist.all_reduce(torch.ones(BIG), group=group.handle, async_op=True)
+        operation = flight_recorder.last()
+    finally:
+        sys.setswitchinterval(interval)
+    assert operation is not None
+    assert operation.start is not None
+    work.wait()
+
+
 @pytest.mark.mpi(min_size=2)
 @QUEUES
-def test_a_synchronous_operation_comes_after_those_that_were_queued(group: Group) -> None:
+def test_a_synchronous_operation_runs_after_the_queued_ones(group: Group) -> None:
     """The queue is blocked until it contains the synchronous operation, or the operation has completed without it."""
     tensor = torch.full((3,), 1.0 + group.rank)
     worker, has_ended = worker_of(group), threading.Event()
@@ -89,7 +127,7 @@ def test_a_synchronous_operation_comes_after_those_that_were_queued(group: Group
 
 @pytest.mark.mpi(min_size=2)
 @on_groups("world", "staged")
-def test_what_a_callback_calls_comes_before_what_its_thread_calls_later(group: Group) -> None:
+def test_calls_of_a_callback_run_before_later_calls_of_its_thread(group: Group) -> None:
     """On odd ranks the main thread calls its operation first; on even ranks, the callback calls its operation first."""
     first, by_callback, later = (torch.full((3,), float(value)) for value in (1, 10, 100))
     worker, gate = worker_of(group), threading.Event()
@@ -116,14 +154,13 @@ def test_what_a_callback_calls_comes_before_what_its_thread_calls_later(group: G
 def test_a_waiting_thread_runs_no_callbacks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker wakes up only after the main thread has run the operation before the callback."""
     tensors, threads = [torch.ones(3) for _ in range(2)], list[str]()
-    worker = worker_of(group)
-    wakes = worker._wakes
-    monkeypatch.setattr(worker, "_wakes", queue.SimpleQueue())
+    worker, delays = worker_of(group), list[int]()
+    monkeypatch.setattr(worker._timer, "set", delays.append)
     works = [dist.all_reduce(tensors[0], group=group.handle, async_op=True)]
     called_back = works[0].get_future().then(lambda _: threads.append(threading.current_thread().name))
     works.append(dist.all_reduce(tensors[1], group=group.handle, async_op=True))
     monkeypatch.undo()
-    threading.Timer(0.2, lambda: [wakes.put(True) for _ in range(3)]).start()
+    threading.Timer(0.2, lambda: worker._timer.set(min(delays))).start()
     works[1].wait()
     called_back.wait()
     assert [name.startswith("mpicomm-worker") for name in threads] == [True]
@@ -198,7 +235,7 @@ def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None
 
 
 @QUEUES
-def test_a_callback_may_wait_for_what_is_queued_behind_it(group: Group) -> None:
+def test_a_callback_may_wait_for_operations_queued_after_it(group: Group) -> None:
     tensor, other = torch.ones(4), torch.ones(3)
     first = dist.all_reduce(tensor, group=group.handle, async_op=True)
     second = dist.all_reduce(other, group=group.handle, async_op=True)
@@ -256,7 +293,7 @@ def test_a_callback_runs_where_it_was_added(group: Group, late: str) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_callbacks_on_other_groups_come_before_what_is_called_later(world: mpicomm.World, is_async: bool) -> None:
+def test_callbacks_on_other_groups_run_before_later_calls(world: mpicomm.World, is_async: bool) -> None:
     """The callback of one group calls operations of other groups; the program calls one later, delayed on rank 0."""
     groups = [dist.new_group() for _ in range(3)]
     tensors = [torch.full((4,), 10.0**power * (1 + world.rank)) for power in range(5)]
@@ -329,9 +366,7 @@ def test_a_callback_of_several_works_has_a_place_too(world: mpicomm.World) -> No
     assert torch.equal(by_callback, torch.full((3,), 100.0 * world.size))
 
 
-def test_an_error_in_a_callback_is_raised_where_its_result_is_asked_for(
-    world: mpicomm.World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_in_a_callback_is_raised_by_its_future(world: mpicomm.World, caplog: pytest.LogCaptureFixture) -> None:
     def fail(_future: torch.futures.Future) -> None:
         raise KeyError("no such key")
 

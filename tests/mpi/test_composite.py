@@ -78,7 +78,7 @@ def routed(
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroupGloo, "supports_tensor_alloc"), reason="torch 2.7 does not ask for it")
-def test_memory_for_collectives_is_the_inner_back_ends(routed: tuple) -> None:
+def test_memory_for_collectives_is_the_inner_backends(routed: tuple) -> None:
     """FSDP2 queries the backend of a device; NCCL allocates memory that its network accesses faster."""
     group, gloo, is_inner = routed
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
@@ -88,7 +88,7 @@ def test_memory_for_collectives_is_the_inner_back_ends(routed: tuple) -> None:
         assert gloo.called == (["supports_tensor_alloc"] if is_here else [])
 
 
-def test_tensors_go_where_they_belong(world: mpicomm.World, routed: tuple) -> None:
+def test_tensors_are_sent_by_the_backend_of_their_device(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
     total = torch.full((3,), 1.0 + world.rank)
     group.allreduce([total]).wait()
@@ -109,7 +109,7 @@ def test_tensors_go_where_they_belong(world: mpicomm.World, routed: tuple) -> No
     assert called == (inner if is_inner else [])
 
 
-def test_all_to_all_goes_there_too(world: mpicomm.World, routed: tuple) -> None:
+def test_all_to_all_is_sent_by_the_backend_of_its_device(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
     source, output = torch.arange(world.size) + 100.0 * world.rank, torch.empty(world.size)
     group.all_to_all_single(output, source, [], []).wait()
@@ -131,7 +131,7 @@ def test_all_to_all_goes_there_too(world: mpicomm.World, routed: tuple) -> None:
 @pytest.mark.parametrize(
     ("routed", "is_grouped"), [("cpu", False), ("cpu", True), ("cuda", False)], indirect=["routed"]
 )
-def test_what_is_inside_for_one_tensor_alone(world: mpicomm.World, routed: tuple, is_grouped: bool) -> None:
+def test_the_inner_backend_for_a_single_tensor(world: mpicomm.World, routed: tuple, is_grouped: bool) -> None:
     """torch 2.13 has no method for several tensors: the calls are coalesced if the inner backend supports it."""
     group, gloo, is_inner = routed
     if is_grouped:
@@ -161,7 +161,7 @@ def test_a_batch_of_calls_inside(world: mpicomm.World, routed: tuple) -> None:
 
 
 @pytest.mark.each_torch("dispatcher")
-def test_a_mode_receives_operations_of_the_inner_back_end(world: mpicomm.World, routed: tuple) -> None:
+def test_a_mode_receives_operations_of_the_inner_backend(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
     tensor = torch.full((2,), float(world.rank))
     with CommDebugMode() as mode:
@@ -171,7 +171,7 @@ def test_a_mode_receives_operations_of_the_inner_back_end(world: mpicomm.World, 
     assert gloo.called.count("allreduce") == is_inner
 
 
-def test_a_part_of_it_has_an_inner_back_end_of_its_own(world: mpicomm.World, routed: tuple) -> None:
+def test_a_part_of_it_has_an_inner_backend_of_its_own(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
     group._make_inner = lambda operations, name, store: Witness(
         dist.ProcessGroupGloo(store, operations.comm.rank, operations.comm.size)
@@ -185,21 +185,21 @@ def test_a_part_of_it_has_an_inner_back_end_of_its_own(world: mpicomm.World, rou
         part.shutdown()
 
 
-def test_who_serves_which_device(routed: tuple) -> None:
+def test_the_backend_of_each_device(routed: tuple) -> None:
     group, gloo, is_inner = routed
     cpu = torch.device("cpu")
     assert group._get_backend(cpu) is (gloo if is_inner else group)
     assert cpu in group._device_types
 
 
-def test_every_method_that_takes_tensors_looks_where_they_are() -> None:
+def test_every_method_checks_the_device_of_its_tensors() -> None:
     for name, method in vars(MPIProcessGroup).items():
         if inspect.isfunction(method) and not name.startswith("_check"):
             first = list(inspect.signature(method).parameters)[1:2]
             assert first not in (["tensors"], ["output"], ["outputs"]) or name in vars(CompositeProcessGroup), name
 
 
-def test_what_the_inner_back_end_lacks_is_an_error_with_a_remedy(routed: tuple) -> None:
+def test_methods_that_the_inner_backend_lacks_are_errors_with_a_remedy(routed: tuple) -> None:
     group, _gloo, is_inner = routed
     inner, group._inner = group._inner, SimpleNamespace(name=lambda: "simple")
     if is_inner:

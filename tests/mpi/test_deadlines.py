@@ -37,7 +37,7 @@ def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_receive_raises_where_it_is_asked_to(world: mpicomm.World, raising: dist.ProcessGroup) -> None:
+def test_a_receive_raises_when_it_is_awaited(world: mpicomm.World, raising: dist.ProcessGroup) -> None:
     """A late message does not break the group: it may still arrive."""
     tensor = torch.zeros(2)
     if world.rank == 0:

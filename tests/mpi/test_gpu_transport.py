@@ -54,7 +54,7 @@ def test_one_rank_with_a_gpu_is_enough_to_stage_on_all(world: mpicomm.World, mon
     assert isinstance(gpu_transport.choose(world.comm, Settings()), Staged)
 
 
-def test_addresses_go_where_the_library_stands_the_test_once(
+def test_addresses_are_passed_if_the_library_passes_the_probe(
     world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
@@ -81,7 +81,7 @@ def test_one_rank_that_fails_stages_on_all(world: mpicomm.World, monkeypatch: py
     assert isinstance(transport, Staged)
 
 
-def test_one_rank_that_is_told_to_stage_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_that_is_set_to_stage_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
     settings = Settings(gpu_aware="0" if world.rank == 0 else None)
     assert isinstance(gpu_transport.choose(world.comm, settings), Staged)
@@ -94,7 +94,7 @@ def test_the_test_is_made_where_the_user_insists(world: mpicomm.World, monkeypat
     assert tests == [1]
 
 
-def test_the_shortest_chunk_is_everybodys(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_use_the_shortest_chunk(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
     transport = gpu_transport.choose(world.comm, Settings(gpu_chunk_kib=str(1 + world.rank)))
     assert isinstance(transport, Staged)
@@ -114,14 +114,14 @@ def test_memory_that_is_not_exported_is_warned_of(
 
 @pytest.mark.each_mpi
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("says", ["staged", "direct"])
+@pytest.mark.parametrize("report", ["staged", "direct"])
 def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
-    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, says: str
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, report: str
 ) -> None:
-    pretend(monkeypatch, has_gpu=True, is_claimed=says == "direct", failures=[])
+    pretend(monkeypatch, has_gpu=True, is_claimed=report == "direct", failures=[])
     handle = dist.new_group()
     operations = handle._operations
-    assert isinstance(operations.transport, Staged if says == "staged" else GPUDirect)
+    assert isinstance(operations.transport, Staged if report == "staged" else GPUDirect)
     cut: list[torch.Tensor] = []
     monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
     quick, done = handle._fast_path.allreduce, []
@@ -132,8 +132,8 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
         dist.all_reduce(each, group=handle)
         assert torch.equal(each, torch.full_like(each, total))
     assert not cut
-    assert [work is not None for work in done] == [True, says == "direct"]  # for 3 elements and for 16 MiB
-    assert operations.node._is_open
+    assert [work is not None for work in done] == [True, report == "direct"]  # for 3 elements and for 16 MiB
+    assert operations.node._comms
     dist.destroy_process_group(handle)
 
 
@@ -148,13 +148,13 @@ def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mp
     size, total = world.size, world.size * (world.size + 1) / 2
     mine = torch.full((count,), 1.0 + world.rank)
     for is_async in (False, True):
-        summed, shared, everybodys = mine.clone(), mine.clone(), torch.empty(size * count)
+        summed, shared, of_ranks = mine.clone(), mine.clone(), torch.empty(size * count)
         spread, swapped = torch.arange(float(size * count)) * (1 + world.rank), torch.empty(size * count)
         block = torch.empty(count)
         works = [
             dist.all_reduce(summed, group=handle, async_op=is_async),
             dist.broadcast(shared, size - 1, group=handle, async_op=is_async),
-            all_gather_single(everybodys, mine, group=handle, async_op=is_async),
+            all_gather_single(of_ranks, mine, group=handle, async_op=is_async),
             reduce_scatter_single(block, spread, group=handle, async_op=is_async),
             dist.all_to_all_single(swapped, spread, group=handle, async_op=is_async),
         ]
@@ -163,7 +163,7 @@ def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mp
         own = torch.arange(float(size * count)).view(size, count)[world.rank]
         assert torch.equal(summed, torch.full((count,), total))
         assert torch.equal(shared, torch.full((count,), float(size)))
-        assert torch.equal(everybodys, torch.arange(1.0, size + 1).repeat_interleave(count))
+        assert torch.equal(of_ranks, torch.arange(1.0, size + 1).repeat_interleave(count))
         assert torch.equal(block, total * own)
         assert torch.equal(swapped, torch.cat([own * (1 + rank) for rank in range(size)]))
     dist.destroy_process_group(handle)
@@ -172,7 +172,7 @@ def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mp
 # -- the test of the library, with addresses on the host ---------------------------------------------------------------
 
 
-def test_memory_that_mpi_reaches_stands_the_test(world: mpicomm.World) -> None:
+def test_memory_that_mpi_can_access_passes_the_probe(world: mpicomm.World) -> None:
     assert gpu_probe.failures(world.comm, HOST) == []
 
 

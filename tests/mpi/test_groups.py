@@ -17,7 +17,7 @@ pytestmark = pytest.mark.each_torch("groups")
 
 
 @pytest.mark.each_torch("bootstrap")
-def test_the_world_says_what_mpi_says(world: mpicomm.World) -> None:
+def test_the_world_agrees_with_mpi(world: mpicomm.World) -> None:
     comm = world.comm
     assert (world.rank, world.size) == (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
     assert world.local_size == world.size  # the tests run on one host
@@ -32,7 +32,7 @@ def test_the_world_says_what_mpi_says(world: mpicomm.World) -> None:
 
 
 @pytest.mark.each_torch("bootstrap")
-def test_the_environment_says_it_too(world: mpicomm.World) -> None:
+def test_the_environment_agrees_with_mpi(world: mpicomm.World) -> None:
     expected = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -51,7 +51,7 @@ def test_the_communicator_is_the_users_to_use(world: mpicomm.World) -> None:
 
 
 @pytest.mark.each_torch("bootstrap")
-def test_the_back_end_by_name(world: mpicomm.World) -> None:
+def test_the_backend_by_name(world: mpicomm.World) -> None:
     assert dist.get_backend() == "mpicomm"
     assert dist.is_backend_available("mpicomm")
     assert dist.Backend.backend_capability["mpicomm"] == (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

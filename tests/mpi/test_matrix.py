@@ -186,7 +186,7 @@ def test_reduce_scatter(group: Group, counts: None, dtype: torch.dtype, op: str)
 
 @on_groups("world")
 @pytest.mark.parametrize(("dtype", "op"), MEANINGLESS, ids=named)
-def test_what_has_no_meaning_is_refused(group: Group, dtype: torch.dtype, op: str) -> None:
+def test_undefined_reductions_are_refused(group: Group, dtype: torch.dtype, op: str) -> None:
     tensor = torch.ones(2).to(dtype)
     for call in (
         lambda: group.handle.allreduce([tensor], _options("AllreduceOptions", operation(op), False)),

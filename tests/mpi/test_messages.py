@@ -85,7 +85,7 @@ def test_blocking_pairs(world: mpicomm.World) -> None:
 
 
 @needs_two
-def test_tags_are_told_apart(world: mpicomm.World) -> None:
+def test_tags_are_distinguished(world: mpicomm.World) -> None:
     if world.rank == 0:
         works = [dist.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (5, 3, 4, 32767)]
         for work in works:
@@ -211,7 +211,7 @@ def test_a_message_of_another_size_is_an_error(world: mpicomm.World, sent: int) 
 
 
 @needs_two
-def test_what_is_through_is_not_kept(world: mpicomm.World) -> None:
+def test_completed_messages_are_not_kept(world: mpicomm.World) -> None:
     tensor = torch.ones(1000)
     memory = weakref.ref(tensor)
     if world.rank == 0:
@@ -339,7 +339,7 @@ def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpico
 
 
 @needs_two
-def test_what_lets_messages_advance_sleeps_when_there_are_none(world: mpicomm.World) -> None:
+def test_the_progress_thread_sleeps_without_messages(world: mpicomm.World) -> None:
     group = dist.new_group(list(range(world.size)))
     poller = None
     for _ in range(3):

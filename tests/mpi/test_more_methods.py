@@ -187,7 +187,7 @@ def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
 @WHEN
 @on_groups(*BY_MPI)
 @pytest.mark.usefixtures("counts")
-def test_the_own_part_may_be_what_is_sent(group: Group, is_async: bool) -> None:
+def test_the_output_may_share_the_memory_of_the_input(group: Group, is_async: bool) -> None:
     flat = torch.zeros(2 * group.size)
     chunks = list(flat.chunk(group.size))
     chunks[group.rank].fill_(1 + group.rank)
@@ -207,7 +207,7 @@ def test_the_own_part_may_be_what_is_sent(group: Group, is_async: bool) -> None:
 
 @WHEN
 @pytest.mark.usefixtures("counts")
-def test_what_moves_in_parts(group: Group, is_async: bool) -> None:
+def test_operations_that_the_limit_cuts_into_parts(group: Group, is_async: bool) -> None:
     tensor = torch.arange(7) if group.rank == 0 else torch.empty(7, dtype=torch.int64)
     finish(dist.broadcast(tensor, group_src=0, group=group.handle, async_op=is_async))
     assert torch.equal(tensor, torch.arange(7))
@@ -324,14 +324,14 @@ def test_a_timeout_of_the_group_set_later(world: mpicomm.World, monkeypatch: pyt
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("names_all", [False, True])
-def test_the_monitored_barrier_names_who_is_missing(world: mpicomm.World, names_all: bool) -> None:
+def test_the_monitored_barrier_names_the_missing_ranks(world: mpicomm.World, names_all: bool) -> None:
     group = dist.new_group(list(range(world.size)))
     short, long = datetime.timedelta(seconds=0.3), datetime.timedelta(seconds=20)
     group.monitored_barrier(long)
     for missing in ([1, world.size - 1], [1]):  # a late arrival at the first barrier must not count for the second
         if world.rank == 0:
-            who = f"Ranks {', '.join(map(str, missing))}" if names_all else "Rank 1"
-            with pytest.raises(RuntimeError, match=f"{who} failed to pass monitoredBarrier"):
+            ranks = f"Ranks {', '.join(map(str, missing))}" if names_all else "Rank 1"
+            with pytest.raises(RuntimeError, match=f"{ranks} failed to pass monitoredBarrier"):
                 group.monitored_barrier(short, wait_all_ranks=names_all)
         elif world.rank not in missing:
             with pytest.raises(RuntimeError, match=f"Rank {world.rank} successfully reached monitoredBarrier"):
@@ -349,7 +349,7 @@ def test_the_monitored_barrier_names_who_is_missing(world: mpicomm.World, names_
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_monitored_barrier_does_not_wait_for_what_is_queued(world: mpicomm.World) -> None:
+def test_the_monitored_barrier_does_not_wait_for_queued_operations(world: mpicomm.World) -> None:
     group = dist.new_group(list(range(world.size)))
     tensor = torch.ones(1)
     if world.rank == 0:

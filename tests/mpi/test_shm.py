@@ -123,7 +123,7 @@ def test_many_chunks(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: tor
     assert torch.equal(tensor, rows[0])
 
 
-def test_what_is_not_dense_comes_back_to_its_place(by_node: Group) -> None:
+def test_results_are_copied_back_to_strided_tensors(by_node: Group) -> None:
     tensor = torch.full((300, 500), float(by_node.rank)).t()[::2]
     dist.all_reduce(tensor, group=by_node.handle)
     assert torch.equal(tensor, torch.full((250, 300), float(sum(range(by_node.size)))))
@@ -168,7 +168,7 @@ def test_a_result_in_the_midst_of_the_input(by_node: Group) -> None:
     assert torch.equal(out, expected)
 
 
-def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
+def test_successive_operations_do_not_overlap(by_node: Group) -> None:
     """A rank may start the next operation while others still read the memory of the previous one."""
     size, rank = by_node.size, by_node.rank
     for turn in range(40):
@@ -184,7 +184,9 @@ def test_operations_after_each_other_do_not_meet(by_node: Group) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_all_gather_waits_for_who_still_reads(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gather_waits_for_ranks_that_are_still_reading(
+    groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 reads late; the other ranks would overwrite their tensors if they did not wait for it."""
     nodes.require("direct")
     group = groups["direct"]
@@ -231,7 +233,7 @@ def test_two_nodes_that_share_memory(make: Make, world: mpicomm.World) -> None:
         tensor = torch.arange(float(count)) + world.rank
         dist.all_reduce(tensor, group=handle)
         assert torch.equal(tensor, torch.arange(float(count)) * world.size + sum(range(world.size)))
-    assert taken == [world.size % 2 == 0] * len(sizes)
+    assert taken == [True] * (len(sizes) if world.size % 2 == 0 else 0)
 
 
 @pytest.mark.mpi(min_size=4)
@@ -257,8 +259,8 @@ def test_all_operations_by_two_levels(make: Make, world: mpicomm.World, is_by_no
         tensor = whole[rank].clone()
         dist.broadcast(tensor, group_src=root, group=handle)
         assert torch.equal(tensor, whole[root])
-    is_possible = size % 2 == 0
-    assert taken == [is_possible] + [is_possible and is_by_node] * (2 + size)
+    number = 3 + size if is_by_node else 1
+    assert taken == [True] * (number if size % 2 == 0 else 0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -287,7 +289,7 @@ def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.
 
 
 @pytest.mark.parametrize("op", ["MAX", "MIN", "PRODUCT"])
-def test_what_torch_does_otherwise_is_mpis(make: Make, world: mpicomm.World, op: str) -> None:
+def test_reductions_that_torch_computes_differently_use_mpi(make: Make, world: mpicomm.World, op: str) -> None:
     handle = make()
     taken = watch(handle)
     tensor = torch.full((LARGE,), 1.0 + world.rank)
@@ -306,7 +308,7 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(
     taken = watch(handle)
     tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
-    assert taken == [False] * (world.size > 1)
+    assert not taken
     assert bool((tensor == world.size).all())
 
 
@@ -349,7 +351,7 @@ def test_unequal_sizes_are_refused_on_all_ranks(make: Make, world: mpicomm.World
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("part", ["compare", "reduce"])
-def test_what_leaves_an_operation_in_its_midst_ends_the_group(
+def test_an_exception_within_an_operation_breaks_the_group(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """Other ranks may still write into its tensor, whose memory must be kept."""
@@ -401,7 +403,7 @@ def test_where_reading_is_not_allowed_memory_is_shared(
     assert isinstance(path_of(handle)._node, segment.SegmentCollectives)
 
 
-@pytest.mark.parametrize("rank", [0, -1], ids=["who makes it", "who opens it"])
+@pytest.mark.parametrize("rank", [0, -1], ids=["creating rank", "opening rank"])
 def test_where_there_is_no_memory_either_mpi_is_enough(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
@@ -419,9 +421,9 @@ def test_where_there_is_no_memory_either_mpi_is_enough(
         dist.all_reduce(tensor, group=handle)
         dist.all_reduce(tensor, group=handle)
     assert bool((tensor == world.size**2).all())
-    said = [str(each.message) for each in caught if "cannot share memory" in str(each.message)]
-    assert len(said) == (world.rank == 0 and world.size > 1)
-    assert all("No space left on device" in each for each in said)
+    messages = [str(each.message) for each in caught if "cannot share memory" in str(each.message)]
+    assert len(messages) == (world.rank == 0 and world.size > 1)
+    assert all("No space left on device" in each for each in messages)
 
 
 class SplitAlone:
@@ -464,7 +466,7 @@ def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, why
     tensor = torch.full((1000,), float(world.rank))
     dist.all_reduce(tensor, group=handle)
     assert torch.equal(tensor, torch.full((1000,), float(sum(range(world.size)))))
-    assert taken == [False]
+    assert not taken
 
 
 def test_shared_memory_is_reserved(world: mpicomm.World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -117,6 +118,81 @@ def test_tensors_of_several_slots(world: mpicomm.World, nbytes: int, is_split: b
         tensor = whole[rank, :count].clone()
         assert way.broadcast(tensor, root)
         assert torch.equal(tensor, whole[root, :count])
+
+
+@pytest.mark.parametrize("nbytes", [8, SLOT // 4, SLOT, SLOT + 8])
+def test_blocks_and_lists_of_several_slots(world: mpicomm.World, nbytes: int) -> None:
+    way = both(world.comm)[0]
+    assert isinstance(way, NativeSlots)
+    size, rank, count = world.size, world.rank, nbytes // 4
+    whole = values(size, size * count, torch.float32).view(size, size, count)
+    out = torch.empty(size, count)
+    assert way.all_to_all(out, whole[rank].clone())
+    assert torch.equal(out, whole[:, rank])
+    outputs = [torch.empty(count) for _ in range(size)]
+    assert way.all_gather_list(outputs, whole[rank, 0].clone())
+    assert torch.equal(torch.stack(outputs), whole[:, 0])
+    for root in range(size):
+        at_root = rank == root
+        outputs = [torch.empty(count) for _ in range(size)] if at_root else []
+        assert way.gather(outputs, whole[rank, root].clone(), root)
+        assert not at_root or torch.equal(torch.stack(outputs), whole[:, root])
+        block = torch.empty(count)
+        assert way.scatter(block, [each.clone() for each in whole[root]] if at_root else [], root)
+        assert torch.equal(block, whole[root, rank])
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (1, 200_000), (200_000, 80_001), (8192, 150_001)])
+def test_blocks_of_different_sizes(world: mpicomm.World, counts: tuple[int, int]) -> None:
+    way = both(world.comm)[0]
+    assert isinstance(way, NativeSlots)
+    size, rank = world.size, world.rank
+    lengths = [counts[each % 2] + each for each in range(size)]
+    blocks = [torch.arange(float(length)) + each for each, length in enumerate(lengths)]
+    for root in range(size):
+        outputs = [torch.empty(length) for length in lengths] if rank == root else []
+        assert way.gather(outputs, blocks[rank], root)
+        assert all(map(torch.equal, outputs, blocks))
+        block = torch.empty(lengths[rank])
+        assert way.scatter(block, blocks if rank == root else [], root)
+        assert torch.equal(block, blocks[rank])
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter", "all_gather", "all_gather_single"])
+def test_a_block_may_overlap_two_others(make: Make, world: mpicomm.World, operation: str) -> None:
+    handle, size, rank = make(), world.size, world.rank
+    count = SLOT // 4 + 1  # two steps
+    memory = torch.arange(float(size * count)) + rank
+    part = memory[count // 2 :][:count]
+    expected = [torch.arange(float(count)) + count // 2 + each for each in range(size)]
+    outputs = list(memory.split(count))
+    if operation == "gather":
+        dist.gather(part, outputs if rank == 0 else None, group_dst=0, group=handle)
+        assert rank or torch.equal(memory, torch.cat(expected))
+    elif operation == "all_gather":
+        dist.all_gather(outputs, part, group=handle)
+        assert torch.equal(memory, torch.cat(expected))
+    elif operation == "all_gather_single":
+        all_gather_single(memory, part, group=handle)
+        assert torch.equal(memory, torch.cat(expected))
+    else:
+        dist.scatter(part, outputs if rank == 0 else None, group_src=0, group=handle)
+        assert torch.equal(part, torch.arange(float(count)) + rank * count)
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_a_list_of_wrong_sizes_is_refused(make: Make, world: mpicomm.World, operation: str) -> None:
+    handle, rank = make(), world.rank
+    tensors = [torch.zeros(5 + (each == 1)) for each in range(world.size)] if rank == 0 else None
+    call = (
+        functools.partial(dist.gather, group_dst=0)
+        if operation == "gather"
+        else functools.partial(dist.scatter, group_src=0)
+    )
+    refuses = rank == 0 or (operation == "scatter" and rank == 1)
+    expected = pytest.raises(RuntimeError, match="20, 20") if refuses else contextlib.nullcontext()
+    with expected:
+        call(torch.zeros(5), tensors, group=handle)
 
 
 @pytest.mark.parametrize("kind", ["slots", "torch slots"])

@@ -16,8 +16,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/executor.py",
-        old="recorder.note(self._record, name, dtype, count, root, False, True)",
-        new="recorder.note(self._record, name, dtype, count, root, True, True)",
+        old="recorder.note(self._record, name, dtype, count, root, False, is_running)",
+        new="recorder.note(self._record, name, dtype, count, root, is_running, is_running)",
         fault="An all_reduce on the fast path is recorded as a message and does not count in the group's sequence.",
         tests="tests/launch/test_deadlines.py -k barrier",
         ranks=0,
@@ -112,11 +112,43 @@ MUTANTS = [
     ),
     Mutant(
         "backend/dense_collectives.py",
-        old="result = torch.empty_like(output) if buffers.overlap(source, output) else output",
+        old="result = output if is_apart else torch.empty_like(output)",
         new="result = output",
         fault="reduce_scatter within a node writes its output while other ranks read it as input.",
         tests="tests/mpi/test_collectives.py -k 'test_the_output_may_overlap_two_blocks_of_the_input and direct'",
         ranks=4,
+    ),
+    Mutant(
+        "backend/dense_collectives.py",
+        old="                return source.detach().clone()\n",
+        new="                return source\n",
+        fault="A block that overlaps others at another offset is overwritten before slots have read it.",
+        tests="tests/mpi/test_slots.py -k test_a_block_may_overlap",
+        ranks=2,
+    ),
+    Mutant(
+        "backend/dense_collectives.py",
+        old="Algorithm.MPI if counts is not None else self.node",
+        new="self.node",
+        fault="Blocks of different sizes are exchanged as if all had the same size.",
+        tests="tests/mpi/test_all_to_all.py",
+        ranks=2,
+    ),
+    Mutant(
+        "backend/dense_collectives.py",
+        old='self.node.select("all_gather", nbytes) if is_even else Algorithm.MPI',
+        new='self.node.select("all_gather", nbytes)',
+        fault="Ranks whose tensors differ in size select the algorithm of all_gather by their own tensor.",
+        tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/algorithms.py",
+        old="(128 * _KIB,   4 * _KIB)",
+        new="(128 * _KIB,   128 * _KIB)",
+        fault="Sums of three ranks have other bits without the C library, because MPI computes them.",
+        tests="tests/unit/test_algorithms.py",
+        ranks=0,
     ),
     Mutant(
         "backend/dense_collectives.py",
@@ -148,7 +180,7 @@ MUTANTS = [
         old="return not is_async and (worker is None or worker.is_idle)",
         new="return not is_async",
         fault="A synchronous operation runs before asynchronous operations that were queued earlier.",
-        tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_comes_after and staged'",
+        tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_runs_after and staged'",
         ranks=4,
     ),
     Mutant(
@@ -156,7 +188,7 @@ MUTANTS = [
         old="if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or",
         new="if (worker is not None and worker.is_current_thread) or",
         fault="An all_reduce on the fast path runs before asynchronous operations that were queued earlier.",
-        tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_comes_after and world'",
+        tests="tests/mpi/test_async.py -k 'test_a_synchronous_operation_runs_after and world'",
         ranks=4,
     ),
     Mutant(
@@ -187,8 +219,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend/executor.py",
-        old="        operation.limit = None  # TimeoutError is raised instead\n",
-        new="",
+        old="seconds, operation.limit = operation.limit, None  # TimeoutError is raised instead",
+        new="seconds = operation.limit",
         fault="The watchdog ends the job at the group's timeout, although a barrier has its own longer timeout.",
         tests="tests/launch/test_own_timeouts.py -k barrier",
         ranks=0,
@@ -212,24 +244,24 @@ MUTANTS = [
     # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
         "backend/worker_thread.py",
-        old="self._jobs.append((call, work, after))",
-        new="self._jobs.appendleft((call, work, after))",
+        old="self._jobs.append(job)",
+        new="self._jobs.appendleft(job)",
         fault="The worker runs the most recently queued operation first.",
         tests="tests/mpi/test_async.py -k test_many_at_once",
         ranks=4,
     ),
     Mutant(
         "backend/worker_thread.py",
-        old="while self._jobs and isinstance(self._jobs[0][1], QueuedWork) and not self._jobs[0][2] and not done():",
-        new="while self._jobs and not self._jobs[0][2] and not done():",
+        old="return isinstance(work, QueuedWork) and not after and not self._gpu.is_known",
+        new="return not after and not self._gpu.is_known",
         fault="A thread that waits for an operation runs the callbacks of others within its wait().",
         tests="tests/mpi/test_async.py -k test_a_waiting_thread_runs_no_callbacks",
         ranks=4,
     ),
     Mutant(
         "backend/worker_thread.py",
-        old="if self._gpu.is_known or not self._running.acquire(blocking=False):",
-        new="if self._gpu.is_known or not (self._running.acquire(blocking=False) or True):",
+        old="if not self._running.acquire(blocking=False):",
+        new="if not (self._running.acquire(blocking=False) or True):",
         fault="A thread that waits for an operation runs later ones while the worker still runs an earlier one.",
         tests="tests/mpi/test_async.py -k test_a_waiting_thread_does_not_overtake_the_worker",
         ranks=4,
@@ -242,18 +274,18 @@ MUTANTS = [
                 work.finish(error)
         finally:
             # Only now: operations that the callbacks call precede those that another thread calls next.
-            with self._count:
+            with self._lock:
                 self._pending -= 1
-                self._count.notify_all()
+                self._changed.notify_all()
 """,
         new="""            self._open.pop(work, None)
             self._pending -= 1
-            self._count.notify_all()
+            self._changed.notify_all()
         if not is_given_up:
             work.finish(error)
 """,
         fault="The queue counts as empty while callbacks run, so another thread's operation may run before theirs.",
-        tests="tests/mpi/test_async.py -k test_what_a_callback_calls_comes_before",
+        tests="tests/mpi/test_async.py -k test_calls_of_a_callback_run_before",
         ranks=4,
     ),
     Mutant(
@@ -272,6 +304,30 @@ MUTANTS = [
         new="lambda: self.is_idle",
         fault="A callback of one group waits for an operation of another group that waits for the callback.",
         tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="                self._timer.set(_SOON_NS)\n",
+        new="                pass\n",
+        fault="An operation starts only when its caller waits for it.",
+        tests="tests/mpi/test_async.py -k test_an_operation_runs_although_its_caller_does_not_wait",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="elif self._pending == 0:",
+        new="else:",
+        fault="A program that starts operations at short intervals postpones the first of them each time.",
+        tests="tests/mpi/test_async.py -k test_later_operations_do_not_delay_the_first",
+        ranks=4,
+    ),
+    Mutant(
+        "backend/worker_thread.py",
+        old="                self._changed.wait_for(lambda: not self._jobs, _START_SECONDS)\n",
+        new="                pass\n",
+        fault="A long operation starts only when its caller releases the GIL, for which the other ranks wait.",
+        tests="tests/mpi/test_async.py -k test_a_long_operation_starts_within_its_call",
         ranks=4,
     ),
     Mutant(
@@ -330,7 +386,7 @@ MUTANTS = [
 """,
         new="        self._operation.finish()\n",
         fault="Completed messages and their tensors are never freed.",
-        tests="tests/mpi/test_messages.py -k test_what_is_through_is_not_kept",
+        tests="tests/mpi/test_messages.py -k test_completed_messages_are_not_kept",
         ranks=4,
     ),
     # -- buffers.py -----------------------------------------------------------------------------------------
@@ -386,7 +442,7 @@ MUTANTS = [
         old="return dense.detach().view(-1).split(largest_count())",
         new="return dense.detach().view(-1).split(largest_count() + 1)",
         fault="The parts of a tensor that is too long for one call have one element more than MPI can count.",
-        tests="tests/mpi/test_more_methods.py -k test_what_moves_in_parts",
+        tests="tests/mpi/test_more_methods.py -k test_operations_that_the_limit_cuts_into_parts",
         ranks=4,
     ),
     Mutant(
@@ -503,7 +559,7 @@ MUTANTS = [
         old="        if dispatcher.is_needed(*args, *kwargs.values()):\n",
         new="        if False:\n",
         fault="Dispatch modes do not receive the operations of the inner backend.",
-        tests="tests/mpi/test_composite.py -k test_a_mode_receives_operations_of_the_inner_back_end",
+        tests="tests/mpi/test_composite.py -k test_a_mode_receives_operations_of_the_inner_backend",
         ranks=4,
     ),
 ]
