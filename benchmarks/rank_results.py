@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,12 @@ def write(name: str, size: int, what: str, path: Path | None = None, /, **figure
     spec = sys.modules["__main__"].__spec__
     assert spec is not None, "run the program with python -m"
     program = spec.name.removesuffix(".__main__")
-    head = job_info.description(what, f"mpirun -n {size} python -m {program}")
-    path = path or _DIRECTORY / f"{name}-{result_files.mpi_name(mpi.library().vendor)}.json"
+    head = job_info.description(what, shlex.join(["mpirun", "-n", str(size), "python", "-m", program, *sys.argv[1:]]))
+    path = path or _DIRECTORY / f"{name}-{mpi_name(mpi.library().vendor)}.json"
     result_files.write(path, {**head, "ranks": size, **figures})
     sys.stdout.write(path.read_text())
+
+
+def mpi_name(vendor: str) -> str:
+    """Return the name of an MPI library in file names, such as openmpi."""
+    return re.sub("[^a-z]", "", vendor.lower())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import secrets
 import subprocess
@@ -51,8 +52,7 @@ def require(kind: str) -> None:
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
     """Force the tensors of a new group to use one transport; operations fail if it is not available."""
     path: Any = handle._operations.node  # type: ignore[attr-defined]
-    path.least_bytes = 0
-    path.is_worth_it = lambda _operation, _nbytes: True
+    path._choices = _all_sizes(handle.size())
     path._uses_native = kind == "slots"
     if "slots" not in kind:
         without_slots(handle)
@@ -62,6 +62,17 @@ def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
         path.connect = by_segment
     elif kind == "two nodes":
         path.split_by_node = lambda comm: comm.Split(comm.rank // 2, comm.rank)
+
+
+def _all_sizes(size: int) -> Any:
+    """Return algorithms that are used for tensors of every size, by the operations that have them."""
+    from mpicomm.backend.algorithms import Choices
+
+    class AllSizes(Choices):
+        def add(self, algorithm: Any, table: Any, most: float = math.inf) -> None:
+            super().add(algorithm, dict.fromkeys(table, (0, 0)), most)
+
+    return AllSizes(size)
 
 
 def without_slots(handle: dist.ProcessGroup) -> None:

@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_list(parser, "--op", "operation", _OPERATIONS, ["all_reduce"])
-    _add_ranks(parser, benchmark_runs.OPERATIONS, "; mpi-async (each call is started and waited for) "
+    _add_ranks(parser, benchmark_runs.OPERATIONS, "; mpi-async (each call is asynchronous, then awaited) "
         "and deepspeed (its shared-memory all_reduce, compiled on first use) only if named")  # fmt: skip
     parser.add_argument(
         "--size", metavar="A:B", type=_sizes, default=_sizes("4:64Mi"),

@@ -48,7 +48,7 @@ class Benchmark:
 
 
 def run_on_ranks(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
-    """Measure on the ranks of this job, or exec the launcher of ranks that measure; return the exit status."""
+    """Measure on the ranks of this job, or run this command in ranks that measure; return the exit status."""
     # 1. start the ranks
     try:
         if detect.guess_rank(os.environ) == 0:  # rank 0, or the process that starts the ranks

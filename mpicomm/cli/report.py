@@ -8,7 +8,7 @@ from pathlib import Path
 from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.metrics_file import NAME
-from mpicomm.reports import figures, plots, runs, tables
+from mpicomm.reports import drawing, figures, plots, runs, tables
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = runs.read_all(arguments.directories)
         if arguments.plot is not None:
-            plots.save(found, arguments.plot)
+            drawing.save(plots.draw(found), arguments.plot)
     except (OSError, ImportError) as error:
         return failed("report", error)
     shown = [figures.compute(each) for each in found]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from mpicomm import terminal
 from mpicomm.reports import drawing
 from mpicomm.reports.result_files import Rows, key_of, kind_of
 
@@ -39,29 +40,29 @@ def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
 
 def step_table(rows: Rows) -> Table:
     """Return the table of training steps, the rows of `bench.training.measure`."""
-    found = _new_table("milliseconds per step", ["model", "params", "strategy", "backend"],
-        ["step", "median", "data", "compute", "comm", "/ mpi", "/ none"])  # fmt: skip
+    cells = []
     ms = {(row["model"], row["strategy"], row["backend"]): row["ms"] for row in rows}
     for row in rows:
         names = [row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"]]
         figures = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
         ratios = [_ratio(row["ms"], ms.get((row["model"], row["strategy"], other))) for other in (OURS, NOTHING)]
-        found.add_row(*names, *figures, *ratios)
-    return found
+        cells.append([*names, *figures, *ratios])
+    return _table("milliseconds per step", ["model", "params", "strategy", "backend"],
+        ["step", "median", "data", "compute", "comm", "/ mpi", "/ none"], cells)  # fmt: skip
 
 
 def decode_table(rows: Rows) -> Table:
     """Return the table of decoding, the rows of `bench.decode.measure`."""
-    found = _new_table("tokens per second", ["model", "params", "backend"],
-        ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"])  # fmt: skip
+    cells = []
     ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
     for row in rows:
         figures = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
         reductions = [str(row["all_reduces"]), _shown_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
         wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
         names = [row["model"], f"{row['parameters']:,}", row["backend"]]
-        found.add_row(*names, *figures, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"])))
-    return found
+        cells.append([*names, *figures, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
+    return _table("tokens per second", ["model", "params", "backend"],
+        ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
 
 
 def startup_table(rows: Rows, ours: str, import_seconds: float) -> Table:
@@ -74,9 +75,7 @@ def startup_table(rows: Rows, ours: str, import_seconds: float) -> Table:
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     steps = list(rows[0]["steps"] if rows[0]["way"] == ours else {})
-    title = "seconds from the launch command to the end of the first all_reduce, fastest start"
-    found = _new_table(title, [], ["ranks", ours, *steps, *[way for way in ways if way != ours]])
-    found.caption, found.caption_justify = f"import mpicomm: {1e3 * import_seconds:.1f} ms", "left"
+    cells = []
     by_number: dict[int, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         by_number.setdefault(row["ranks"], {})[row["way"]] = row
@@ -84,7 +83,10 @@ def startup_table(rows: Rows, ours: str, import_seconds: float) -> Table:
         whole = row[ours]["seconds"]
         parts = [f"{row[ours]['steps'][step]:.3f}" for step in steps]
         others = [f"{row[way]['seconds']:.2f} ({row[way]['seconds'] / whole:.2f}x)" for way in ways if way != ours]
-        found.add_row(str(ranks), f"{whole:.2f}", *parts, *others)
+        cells.append([ranks, f"{whole:.2f}", *parts, *others])
+    title = "seconds from the launch command to the end of the first all_reduce, fastest start"
+    found = _table(title, [], ["ranks", ours, *steps, *[way for way in ways if way != ours]], cells)
+    found.caption, found.caption_justify = f"import mpicomm: {1e3 * import_seconds:.1f} ms", "left"
     return found
 
 
@@ -101,25 +103,21 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
         shown["/ mpi"] = lambda row: _ratio(row["us"], us.get((row["nbytes"], OURS)))
     if earlier:
         shown["/ before"] = lambda row: _ratio(row["us"], earlier.get(key_of(row)))
-    found = _new_table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown])
-    found.columns[0].justify = "right"
     # 2. the rows; only the first row of a size shows it
-    size = None
+    size, cells = None, []
     for row in sorted(rows, key=lambda row: row["nbytes"]):
         first = "" if row["nbytes"] == size else _shown_size(row["nbytes"])
         size = row["nbytes"]
-        found.add_row(first, *_cells(row), *[show(row) for show in shown.values()])
+        cells.append([first, *_cells(row), *[show(row) for show in shown.values()]])
+    found = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
+    found.columns[0].justify = "right"
     return found
 
 
-def _new_table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
-    """Return an empty table whose columns are names, on the left, and figures."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in names:
-        found.add_column(name)
-    for name in figures:
-        found.add_column(name, justify="right")
-    return found
+def _table(title: str, names: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """Return a table whose columns are names, on the left, and figures."""
+    style: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    return terminal.table([*names, *figures], rows, right=figures, title=title, **style)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

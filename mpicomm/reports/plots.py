@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpicomm.metrics_file import PARTS
@@ -17,16 +16,6 @@ if TYPE_CHECKING:
 
 _INCHES = (8.0, 9.0)
 _TITLE_COLUMNS = 80
-
-
-def save(runs: Sequence[Run], path: Path) -> None:
-    """Write a plot of runs to a file.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        OSError: If the file cannot be written.
-    """
-    drawing.save(draw(runs), path)
 
 
 def draw(runs: Sequence[Run]) -> Figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,9 @@ def read_operations(path: Path) -> Rows:
         for row in rows:
             key_of(row)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} was not written by `mpicomm bench --json`: {error!r}") from error
+        raise ValueError(
+            f"{path} was not written by `mpicomm bench --json`: {error!r}.\nPass a file that this command wrote."
+        ) from error
     return rows
 
 
@@ -57,8 +58,3 @@ def key_of(row: Mapping[str, Any]) -> tuple[tuple[str, str, bool], int, str]:
 def kind_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
     """Return the operation, the dtype and whether it is in place. Each kind has its own table or plot."""
     return row["operation"], row["dtype"], row["in_place"]
-
-
-def mpi_name(vendor: str) -> str:
-    """Return the name of an MPI library in file names, such as openmpi."""
-    return re.sub("[^a-z]", "", vendor.lower())

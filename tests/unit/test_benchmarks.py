@@ -88,7 +88,7 @@ def test_time_before_calls_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert events == ["enter", *["rewrite", "settle", "barrier", "call", "settle"] * 3] * rounds
 
 
-def test_without_a_look_at_each_call_there_is_no_percentile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_times_of_single_calls_there_is_no_percentile(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
     bench = dataclasses.replace(alone(), seconds=1e-6)

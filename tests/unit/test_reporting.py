@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import resource
 import types
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from mpicomm.metrics_file import MetricsFile
-from mpicomm.training import progress_display, reporting
+from mpicomm.training import reporting
 from mpicomm.training.progress_display import Display
 from mpicomm.training.reporting import Reporter
 from mpicomm.training.state import Position
@@ -88,9 +86,7 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
     ],
 )
 def test_a_progress_line_has_the_time_left_in_the_run(
-    monkeypatch: pytest.MonkeyPatch, total: int | None, text: str
+    capsys: pytest.CaptureFixture[str], total: int | None, text: str
 ) -> None:
-    output = io.StringIO()
-    monkeypatch.setattr(progress_display, "console", lambda: Console(file=output, width=110))
     Display("lines", 3, total, prints=True).show(1, 5, 50, 0.5, 10.0)
-    assert output.getvalue() == f"{text}\n"
+    assert capsys.readouterr().out == f"{text}\n"

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from mpicomm import metrics_file
-from mpicomm.reports import figures, plots, runs, tables
+from mpicomm.reports import drawing, figures, plots, runs, tables
 from mpicomm.reports.runs import Run
 
 Line = dict[str, Any]
@@ -383,13 +383,13 @@ def test_losses_that_are_not_positive_are_drawn_linearly(directory: Path) -> Non
 def test_the_plot_of_few_entries(directory: Path, tmp_path: Path, lines: list[Line]) -> None:
     run = read(directory, lines)
     for shown in ([run], [run, run]):
-        plots.save(shown, tmp_path / "plot.png")
+        drawing.save(plots.draw(shown), tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size
 
 
 def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
-    plots.save([read(directory, WHOLE)], tmp_path / "plot.png")
+    drawing.save(plots.draw([read(directory, WHOLE)]), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert dict(mpl.rcParams) == before
     pyplot = sys.modules.get("matplotlib.pyplot")
@@ -398,7 +398,7 @@ def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: P
 
 def test_a_plot_that_cannot_be_written(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"cannot write .*plot\.png: No such file or directory\.\nPass a file"):
-        plots.save([read(directory, WHOLE)], tmp_path / "gone" / "plot.png")
+        drawing.save(plots.draw([read(directory, WHOLE)]), tmp_path / "gone" / "plot.png")
 
 
 def test_without_matplotlib_the_error_has_the_install_command(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
