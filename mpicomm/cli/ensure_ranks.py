@@ -19,7 +19,7 @@ Case = TypeVar("Case")
 
 
 def ensure(ranks: int | None) -> None:
-    """Return in a rank; otherwise exec the launcher of this same command.
+    """Return in a rank; otherwise run this same command in ranks, and exit with its status.
 
     Args:
         ranks: Number of ranks to start; None for the capacity of the machine or the allocation.
@@ -31,7 +31,7 @@ def ensure(ranks: int | None) -> None:
     if not detect.detect(os.environ).is_plain:
         return
     program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
-    launch_plan.execute(launch_plan.build(Request(program, ranks), os.environ), "bench")
+    sys.exit(launch_plan.execute(launch_plan.build(Request(program, ranks), os.environ), "bench").status)
 
 
 def progress(rank: int, cases: Sequence[Case]) -> Iterator[Case]:

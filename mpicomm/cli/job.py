@@ -1,4 +1,4 @@
-"""`mpicomm job`: prints a script with which a scheduler runs a program on many ranks."""
+"""`mpicomm job`: prints a script or a manifest with which a scheduler runs a program on many ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 
 from mpicomm.cli.argument_types import Parser
 from mpicomm.cli.console import FAILED, failed
-from mpicomm.launch.jobscript import OPTIONS, SCHEDULERS, JobSpec, script, shell
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, script, shell, submission
 from mpicomm.launch.jobscript.options import Option, flag
 
 _GROUPS = {
     "nodes": "resources",
+    "kind": "job",
+    "image": "container",
     "name": "name, queue and account",
     "output": "output",
     "chdir": "environment of the ranks",
@@ -29,21 +31,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "job",
         help="print a job script",
-        description="Print a script with which Slurm or PBS runs a program on many ranks.",
+        description="Print a script with which a scheduler runs a program on many ranks.",
     )
     schedulers = parser.add_subparsers(
         title="schedulers", metavar="SCHEDULER", dest="scheduler", required=True, parser_class=_Parser
     )
-    for scheduler, system in SCHEDULERS.items():
+
+    def add(scheduler: str, spec_type: type[JobSpec | KubernetesJob], summary: str, description: str) -> None:
         each = schedulers.add_parser(
             scheduler,
-            help=f"print a script for {system.commands[0]}",
+            help=summary,
             usage=f"mpicomm job {scheduler} [options] -- PROGRAM [ARGUMENTS]",
-            description="Print a job script. With `-- torchrun train.py`, torchrun starts the ranks of each node.",
+            description=description,
             allow_abbrev=False,
         )
-        _add_options(each)
-        each.set_defaults(run=run)
+        _add_options(each, spec_type)
+        each.set_defaults(run=run, spec_type=spec_type)
+
+    for scheduler, system in SCHEDULERS.items():
+        torchrun = "With `-- torchrun train.py`, torchrun starts the ranks of each node."
+        add(scheduler, JobSpec, f"print a script for {system.title}", f"Print a job script. {torchrun}")
+    operators = "Print the manifest of a job for the MPI operator or Kubeflow Trainer."
+    add("kubernetes", KubernetesJob, "print a manifest for kubectl", operators)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if spec.file is None:
         print(text, end="")
     else:
-        print(f"wrote {spec.file}; submit it: {spec.system.commands[0]} {shell.quoted(spec.file)}")
+        print(f"wrote {spec.file}; submit it: {submission(spec, spec.file)}")
     return 0
 
 
@@ -89,24 +98,25 @@ class _Parser(Parser):
         return f"unknown option {name}; expected one of {' '.join(valid)}"
 
 
-def _spec(arguments: argparse.Namespace) -> JobSpec:
-    given: Any = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(JobSpec)}
+def _spec(arguments: argparse.Namespace) -> JobSpec | KubernetesJob:
+    spec_type: type[JobSpec | KubernetesJob] = arguments.spec_type
+    given: Any = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(spec_type)}
     for name, value in given.items():
         given[name] = tuple(value) if isinstance(value, list) else value
     if given["ranks_per_node"] is None:
         given["ranks_per_node"] = max(given["gpus_per_node"], 1)
-    return JobSpec(**given)
+    return spec_type(**given)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of `JobSpec` that is one."""
+def _add_options(parser: argparse.ArgumentParser, spec_type: type[JobSpec | KubernetesJob]) -> None:
+    """Add an option for each field of a description of a job that is one."""
     parser.add_argument("-o", dest="file", metavar="FILE", help="write the script to this file instead of stdout")
     group = parser.add_argument_group()
-    for field in dataclasses.fields(JobSpec):
+    for field in dataclasses.fields(spec_type):
         if field.name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[field.name])
-        if field.name in OPTIONS:
-            _add_option(group, field.name, field.default, OPTIONS[field.name])
+        if option := field.metadata.get("option"):
+            _add_option(group, field.name, field.default, option)
     parser.set_defaults(ranks_per_node=None)
 
 

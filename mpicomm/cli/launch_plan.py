@@ -1,7 +1,9 @@
-"""The launch of a request on this host: finds its cores, its allocation and the launcher, and execs the command."""
+"""The launch of a request on this host: finds its cores, its allocation and the launcher, and runs the command."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import shutil
 import socket
@@ -9,15 +11,19 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from mpicomm import launch, mpi, terminal
+from mpicomm.cli import operator_hosts
 from mpicomm.cli.console import print_message
+from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.errors import LaunchError
-from mpicomm.launch import commands, environment
-from mpicomm.launch.allocation import PBS_HOSTS, Allocation, PBSAllocation, SlurmAllocation
+from mpicomm.launch import allocation, commands, environment, node_range
+from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
+
+GRACE_SECONDS = 120.0
+"""The default time for the ranks to save a checkpoint and exit."""
 
 _ANSWER_SECONDS = 20.0  # timeout of each command that is queried
 
@@ -29,6 +35,11 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
         LaunchError: If the ranks cannot be started, or if this process is a rank of another job.
         MPINotFoundError: If there is no MPI library.
     """
+    start = _build(request, {**environ, **request.variables})
+    return dataclasses.replace(start, environ={**start.environ, **request.variables})
+
+
+def _build(request: Request, environ: Mapping[str, str]) -> Start:
     # 1. torchrun's agent on this node
     machine = _machine(environ)
     if request.node is not None:
@@ -38,13 +49,65 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
     library, job = mpi.library(), _allocation(environ)
     if machine.gpus or (job is not None and job.has_gpus):
         environ = {**library.gpu_environ(Path("/proc/self/maps").read_text()), **environ}
-    # 3. srun, or the library's mpiexec
-    if isinstance(job, SlurmAllocation) and not request.hosts:
-        listed = _output_of(["srun", "--mpi=list"]) if shutil.which("srun") else ""
-        if (mpi_type := library.srun_type_in(listed, environ)) is not None:
-            return commands.srun(request, machine, job, mpi_type, environ)
-    agent = _pbs_agent(environ) if isinstance(job, PBSAllocation) else None
+    if job is None:
+        request, environ = operator_hosts.apply(request, library, environ)
+    # 3. the scheduler's launcher, or the library's mpiexec
+    if (
+        isinstance(job, SlurmAllocation)
+        and not request.hosts
+        and (mpi_type := _srun_type(library, environ)) is not None
+    ):
+        return commands.srun(request, machine, job, mpi_type, environ)
+    if isinstance(job, FluxAllocation) and not request.hosts:
+        return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
+    agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
     return commands.mpiexec(request, machine, library, _mpiexec(library, environ), environ, job=job, agent=agent)
+
+
+def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...], bool]:
+    """Return the hosts that a request may use, with their number of ranks, and whether srun starts the ranks.
+
+    Returns:
+        No hosts if all ranks are on this host, or if the scheduler selects the hosts (`places_ranks`).
+    """
+    job = _allocation(environ)
+    if job is None:
+        request, _ = operator_hosts.apply(request, mpi.library(), environ)
+    if request.hosts:
+        return allocation.with_slots(request.hosts, request.ranks), False
+    if isinstance(job, HostAllocation):
+        return job.hosts, False
+    if isinstance(job, SlurmAllocation) and not places_ranks(environ):
+        names = _nodes_of_slurm(environ)
+        is_step = _srun_type(mpi.library(), environ) is not None
+        return allocation.distributed(names, job.ranks), is_step
+    return (), False
+
+
+def places_ranks(environ: Mapping[str, str]) -> str | None:
+    """Return the name of the jobs in which only the scheduler can select the hosts of ranks; None in others."""
+    job = _allocation(environ)
+    if isinstance(job, FluxAllocation):
+        return "a Flux instance"
+    return "a heterogeneous Slurm job" if isinstance(job, SlurmAllocation) and job.groups > 1 else None
+
+
+def answers(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> bool:
+    """Return whether a program can be started on a host, by the same means as the ranks of a request."""
+    probe = dataclasses.replace(request, program=("true",), ranks=1, log_dir=None, tag_output=False)
+    try:
+        start = build(node_range.place(probe, [Host(host.name, 1)], is_step=is_step), environ)
+        done = subprocess.run(
+            start.command,
+            env=dict(start.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except (LaunchError, OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
 
 
 def build_torchrun(request: Request, environ: Mapping[str, str]) -> Start:
@@ -55,17 +118,18 @@ def build_torchrun(request: Request, environ: Mapping[str, str]) -> Start:
     return commands.torchrun(request, Node(0, 1, "127.0.0.1", port), machine, environ)
 
 
-def execute(start: Start, command: str) -> NoReturn:
-    """Print the launch command, and replace this process by it.
+def execute(start: Start, command: str, grace: float = GRACE_SECONDS) -> End:
+    """Print the launch command, and run it as a child process until it ends.
 
     Args:
-        command: The subcommand of `mpicomm`, for the line that is printed.
+        command: The subcommand of `mpicomm`, for messages.
+        grace: Seconds for the ranks to save a checkpoint and exit when they are asked to stop.
 
     Raises:
         OSError: If the launcher cannot be executed.
     """
     print_message(command, start.shown(os.environ))
-    os.execvpe(start.command[0], start.command, dict(start.environ))
+    return Supervisor(command, start, grace).run()
 
 
 # -- this host ---------------------------------------------------------------------------------------------------------
@@ -84,23 +148,32 @@ def _machine(environ: Mapping[str, str]) -> Machine:
 
 
 def _allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the Slurm or PBS allocation of this job; None outside one.
+    """Return the allocation of this job; None outside one.
 
     Raises:
-        LaunchError: If PBS's list of hosts cannot be read.
+        LaunchError: If the scheduler's list of hosts cannot be read.
     """
-    if slurm := SlurmAllocation.from_environ(environ):
-        return slurm
-    if not PBSAllocation.is_set(environ):
-        return None
-    try:
-        text = Path(environ[PBS_HOSTS]).read_text()
-    except OSError as error:
-        raise LaunchError(
-            f"cannot read the list of hosts of PBS job {environ['PBS_JOBID']}: {error}\n"
-            f"If the variables are left over from another job: unset PBS_JOBID PBS_ENVIRONMENT PBS_NODEFILE"
-        ) from error
-    return PBSAllocation.from_environ(environ, text)
+    if environ.get(allocation.FLUX) and shutil.which("flux"):  # SLURM_* may describe the job that contains the instance
+        return FluxAllocation.from_output(_output_of(list(FluxAllocation.query)))
+    return allocation.from_environ(environ, lambda path: Path(path).read_text())
+
+
+def _srun_type(library: Library, environ: Mapping[str, str]) -> str | None:
+    """Return the type of PMI with which srun starts ranks of the library; None if srun cannot."""
+    return library.srun_type_in(_answer_of("srun", "--mpi=list") if shutil.which("srun") else "", environ)
+
+
+def _flux_plugins() -> list[str]:
+    """Return the names of the plugins of Flux's job shell."""
+    places = _output_of(["flux", "config", "builtin", "shell_pluginpath"]).strip().split(os.pathsep)
+    return [path.stem for place in places if place for path in Path(place).glob("**/*.so")]
+
+
+def _nodes_of_slurm(environ: Mapping[str, str]) -> list[str]:
+    """Return the nodes of the allocation; none if Slurm cannot list them."""
+    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    found = _output_of(["scontrol", "show", "hostnames", listed]) if listed else ""
+    return [] if "error" in found else found.split()
 
 
 def _mpiexec(library: Library, environ: Mapping[str, str]) -> str:
@@ -113,14 +186,16 @@ def _mpiexec(library: Library, environ: Mapping[str, str]) -> str:
     for path in library.mpiexec_candidates(environ.get("PATH", "").split(os.pathsep)):
         if not os.access(path, os.X_OK) or Path(path).is_dir():
             continue
-        if library.owns_mpiexec(_output_of([path, "--version"])):
+        if library.owns_mpiexec(_answer_of(path, "--version")):
             return path
         others.append(path)
     raise LaunchError(library.mpiexec_not_found(others))
 
 
-def _pbs_agent(environ: Mapping[str, str]) -> str | None:
-    """Return the program that starts a command on another host of a PBS job; None if PBS has no pbs_tmrsh."""
+def _agent(job: HostAllocation, environ: Mapping[str, str]) -> str | None:
+    """Return the program that starts a command on another host of the job in place of ssh; None to use ssh."""
+    if job.file is None:  # LSF's blaunch accepts the arguments of ssh
+        return shutil.which("blaunch", path=environ.get("PATH"))
     directories = [environ.get("PATH", ""), f"{environ.get('PBS_EXEC', '/opt/pbs')}/bin"]
     if not shutil.which("pbs_tmrsh", path=os.pathsep.join(directories)):
         return None
@@ -152,6 +227,12 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+@functools.cache
+def _answer_of(*command: str) -> str:
+    """Return the output of a command that always prints the same: `--max-restarts` starts many programs."""
+    return _output_of(list(command))
 
 
 def _output_of(command: list[str]) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-RANKS, HOSTS, HOSTFILE = "-n", "--hosts", "--hostfile"
+RANKS, HOSTS, HOSTFILE, VARIABLE = "-n", "--hosts", "--hostfile", "--env"
+PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 FOREIGN = {
-    **dict.fromkeys(("-np", "--np", "--ntasks", "--nproc-per-node", "--nproc_per_node"), RANKS),
+    **dict.fromkeys(("-np", "--np", "--ntasks"), RANKS),
     **dict.fromkeys(("-H", "-host", "--host", "-hosts"), HOSTS),
     **dict.fromkeys(("-hostfile", "-machinefile", "--machinefile"), HOSTFILE),
+    "-x": VARIABLE,
 }
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
-_WITH_VALUE = (RANKS, HOSTS, HOSTFILE, "--log-dir")
+_WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--log-dir", "--max-restarts", "--grace-period")
 _BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
 _FLAGS = ("--tag-output", "--dry-run")
 
@@ -31,8 +33,7 @@ def corrected(line: Sequence[str]) -> list[str]:
                 del left[:1]
         else:
             value = value if has_value else left.pop(0)
-            if ours != RANKS or value.isdecimal():  # torchrun's "gpu" and "auto" are the default without -n
-                found += [ours, value]
+            found += [ours, value]
     return [*found, *left]
 
 
@@ -68,7 +69,7 @@ def _separated(line: Sequence[str]) -> tuple[list[str], list[str]]:
         follows = value if has_value else next(iter(left), "")
         if word in _FLAGS:
             options.append(word)
-        elif ours in _WITH_VALUE and follows and (ours != RANKS or follows.isdecimal()):
+        elif ours in _WITH_VALUE and follows and (ours not in (RANKS, *PER_NODE) or follows.isdecimal()):
             options += [word] if has_value else [word, left.pop(0)]
         else:
             rest.append(word)

@@ -1,15 +1,21 @@
-"""The hosts of a job: `--hosts`, host files, and the allocations of Slurm and PBS in their variables."""
+"""The hosts of a job: `--hosts`, host files, and the allocations of Slurm, PBS, LSF and Flux."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mpicomm.errors import LaunchError
 
 PBS_HOSTS = "PBS_NODEFILE"
 """The file of host names, one line per process, which is all that PBS provides: mpirun sets the rank variables."""
+
+LSF_HOSTS = "LSB_MCPU_HOSTS"
+"""The hosts of an LSF job, each followed by its number of slots: `a 4 b 4`."""
+
+FLUX = "FLUX_URI"
+"""The address of the Flux instance in which a process runs."""
 
 _HOST = re.compile(r"(?P<name>[^\s,:]+)(:(?P<slots>[1-9]\d*))?")
 _LINE = re.compile(r"(?P<name>[^\s:]+)(:(?P<hydra>[1-9]\d*))?(?P<rest>(\s+\S+)*)")
@@ -38,61 +44,163 @@ class SlurmAllocation:
     """Number of CPUs on each node; empty if Slurm does not report it."""
     cpus_per_task: int | None = None
     """The user's --cpus-per-task; None if not set."""
+    groups: int = 1
+    """Number of components of a heterogeneous job; SLURM_* describe only the first one."""
     has_gpus: bool = dataclasses.field(default=False, compare=False, repr=False)
 
+    title = "Slurm"
+    launcher = "srun"
+
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> SlurmAllocation | None:
-        """Return the allocation, None outside one.
+    def from_environ(cls, environ: Mapping[str, str]) -> SlurmAllocation:
+        """Return the allocation of a Slurm job.
 
         If the job has no number of tasks, the default is one rank per GPU.
         """
-        if not environ.get("SLURM_JOB_ID"):
-            return None
         nodes = _number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
         per_node = _number(environ, "SLURM_NTASKS_PER_NODE")
         gpus_per_node = _number(environ, "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
         gpus = _number(environ, "SLURM_GPUS") or nodes * (gpus_per_node or 0)
+        groups = _number(environ, "SLURM_HET_SIZE") or 1
+        ranks_of_groups = [_number(environ, f"SLURM_NTASKS_HET_GROUP_{group}") or 1 for group in range(groups)]
         return cls(
             nodes=nodes,
-            ranks=_number(environ, "SLURM_NTASKS", "SLURM_NPROCS")
+            ranks=sum(ranks_of_groups)
+            if groups > 1
+            else _number(environ, "SLURM_NTASKS", "SLURM_NPROCS")
             or (per_node and nodes * per_node)
             or gpus
             or sum(_repeated(environ.get("SLURM_TASKS_PER_NODE", "")))
             or nodes,
             cpus=_repeated(environ.get("SLURM_JOB_CPUS_PER_NODE", "")),
             cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
+            groups=groups,
             has_gpus=bool(gpus or environ.get("SLURM_JOB_GPUS")),
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class PBSAllocation:
-    """A PBS allocation."""
+class HostAllocation:
+    """The hosts that PBS or LSF allocates to a job; mpiexec starts the ranks there."""
 
-    file: str
+    title: str
     hosts: tuple[Host, ...]
-    cpus: int
-    """NCPUS: CPUs of the first chunk, or the number of threads that each of its ranks should use; 0 if not set."""
-    has_gpus = False
-    """PBS does not report them."""
+    file: str | None = None
+    """The host file of PBS."""
+    cpus: int = 0
+    """NCPUS: CPUs of PBS's first chunk, or the number of threads that each of its ranks should use; 0 if not set."""
 
-    @staticmethod
-    def is_set(environ: Mapping[str, str]) -> bool:
-        """Return whether this process runs in a PBS job, by the variables that MPI libraries check too."""
-        return all(environ.get(name) for name in ("PBS_JOBID", "PBS_ENVIRONMENT", PBS_HOSTS))
+    launcher = "mpicomm run"
+    has_gpus = False
+    """Neither PBS nor LSF reports them."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks for which the scheduler has reserved resources."""
+        return sum(host.slots or 1 for host in self.hosts)
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str], text: str) -> PBSAllocation:
+    def of_pbs(cls, environ: Mapping[str, str], text: str) -> HostAllocation:
         """Return the allocation of a PBS job.
 
         Args:
             text: Contents of the file that PBS_NODEFILE names.
         """
         hosts = with_slots(parse_host_file(text, environ[PBS_HOSTS]), None)
-        return cls(environ[PBS_HOSTS], hosts, _number(environ, "NCPUS") or 0)
+        return cls("PBS", hosts, environ[PBS_HOSTS], _number(environ, "NCPUS") or 0)
+
+    @classmethod
+    def of_lsf(cls, environ: Mapping[str, str]) -> HostAllocation:
+        """Return the allocation of an LSF job.
+
+        Raises:
+            LaunchError: If its list of hosts has an unknown form.
+        """
+        words = environ[LSF_HOSTS].split()
+        if len(words) % 2 or not all(number.isdigit() for number in words[1::2]):
+            raise LaunchError(
+                f"{LSF_HOSTS}={environ[LSF_HOSTS]}: expected hosts, each with its number of slots: `a 4 b 4`.\n"
+                f"If the variable is left over from another job: unset LSB_JOBID {LSF_HOSTS}"
+            )
+        return cls("LSF", _merged(list(zip(words[::2], words[1::2], strict=True))))
 
 
-Allocation = SlurmAllocation | PBSAllocation
+@dataclasses.dataclass(frozen=True)
+class FluxAllocation:
+    """The resources of a Flux instance, such as a batch job."""
+
+    nodes: int
+    cores: int
+    gpus: int
+
+    title = "Flux"
+    launcher = "flux run"
+    query = ("flux", "resource", "list", "--states=up", "-no", "{nnodes} {ncores} {ngpus}")
+    """The command that prints the resources."""
+
+    @property
+    def ranks(self) -> int:
+        """Default number of ranks: one per GPU, or one per core without GPUs."""
+        return self.gpus or self.cores
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the instance has GPUs."""
+        return self.gpus > 0
+
+    @classmethod
+    def from_output(cls, text: str) -> FluxAllocation:
+        """Return the resources of an instance.
+
+        Args:
+            text: The output of `query`.
+
+        Raises:
+            LaunchError: If it is not three numbers.
+        """
+        if not re.fullmatch(r"\s*[1-9]\d*\s+[1-9]\d*\s+\d+\s*", text):
+            raise LaunchError(
+                f"cannot read the resources of this Flux instance: `flux resource list` printed {text.strip()!r}.\n"
+                f"If {FLUX} is left over from another instance: unset {FLUX}"
+            )
+        return cls(*map(int, text.split()))
+
+
+Allocation = SlurmAllocation | HostAllocation | FluxAllocation
+
+
+def from_environ(environ: Mapping[str, str], read: Callable[[str], str]) -> SlurmAllocation | HostAllocation | None:
+    """Return the allocation of a Slurm, PBS or LSF job; None outside one.
+
+    Args:
+        read: Returns the contents of a file.
+
+    Raises:
+        LaunchError: If the list of hosts of the job cannot be read.
+    """
+    if environ.get("SLURM_JOB_ID"):
+        return SlurmAllocation.from_environ(environ)
+    if environ.get("LSB_JOBID") and environ.get(LSF_HOSTS):
+        return HostAllocation.of_lsf(environ)
+    if not all(environ.get(name) for name in ("PBS_JOBID", "PBS_ENVIRONMENT", PBS_HOSTS)):  # MPI libraries need all too
+        return None
+    try:
+        text = read(environ[PBS_HOSTS])
+    except OSError as error:
+        raise LaunchError(
+            f"cannot read the list of hosts of PBS job {environ['PBS_JOBID']}: {error}\n"
+            f"If the variables are left over from another job: unset PBS_JOBID PBS_ENVIRONMENT PBS_NODEFILE"
+        ) from error
+    return HostAllocation.of_pbs(environ, text)
+
+
+def assigned_gpus(environ: Mapping[str, str]) -> str | None:
+    """Return the variable in which the scheduler or the user assigns GPUs to this process; None without one."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return None if visible in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES={visible}"
+    names = ("SLURM_STEP_GPUS", "SLURM_GPUS_PER_TASK")
+    return next((f"{name}={environ[name]}" for name in names if environ.get(name)), None)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -146,6 +254,12 @@ def with_slots(hosts: Sequence[Host], ranks: int | None) -> tuple[Host, ...]:
     """Return the hosts with their slots; hosts without a number get an equal share of the ranks, or 1."""
     share = 1 if ranks is None else -(-ranks // len(hosts))
     return tuple(Host(host.name, host.slots or share) for host in hosts)
+
+
+def distributed(names: Sequence[str], ranks: int) -> tuple[Host, ...]:
+    """Return hosts with their share of the ranks, of which the first ones have one more."""
+    least, more = divmod(ranks, len(names) or 1)
+    return tuple(Host(name, least + (index < more)) for index, name in enumerate(names))
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:

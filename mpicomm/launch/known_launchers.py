@@ -73,6 +73,7 @@ PALS = Launcher(  # sets no size
     other_variables=("PALS_*",),
     commands=("aprun",),
 )
+ALPS = Launcher("aprun", rank="ALPS_APP_PE", other_variables=("ALPS_APP_*",), commands=("aprun",))
 JSRUN = Launcher(
     "jsrun",
     rank="JSM_NAMESPACE_RANK",
@@ -80,7 +81,13 @@ JSRUN = Launcher(
     local_rank="JSM_NAMESPACE_LOCAL_RANK",
     commands=("jsrun",),
 )
-FLUX = Launcher("Flux", rank="FLUX_TASK_RANK", size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID")
+FLUX = Launcher(
+    "Flux",
+    rank="FLUX_TASK_RANK",
+    size="FLUX_JOB_SIZE",
+    local_rank="FLUX_TASK_LOCAL_ID",
+    daemons=("flux-shell",),
+)
 PMI = Launcher(
     "a PMI launcher (mpiexec)",
     rank="PMI_RANK",
@@ -94,7 +101,7 @@ PMI = Launcher(
 PMIX = Launcher("a PMIx launcher", rank="PMIX_RANK", other_variables=("PMIX_*",))
 
 # Most specific first: Open MPI and PALS set PMIX_* or PMI_* in addition to their own variables.
-MPI_LAUNCHERS = (OPEN_MPI, MVAPICH, PALS, JSRUN, FLUX, PMI, PMIX)
+MPI_LAUNCHERS = (OPEN_MPI, MVAPICH, PALS, ALPS, JSRUN, FLUX, PMI, PMIX)
 TORCHRUN = Launcher(
     "torchrun",
     rank="RANK",
@@ -118,6 +125,23 @@ SLURM = Launcher(
     commands=("srun",),
 )
 ALL = (*MPI_LAUNCHERS, TORCHRUN, SLURM)
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyCommand:
+    """A scheduler's command that starts copies of a program on the hosts of a job, which MPI cannot connect."""
+
+    title: str
+    task: str
+    """The variable that numbers its tasks."""
+    in_script: str = "(?!)"
+    """Pattern of the variable's value in the batch script, which the command did not start."""
+
+
+COPY_COMMANDS = (
+    CopyCommand("pbsdsh", task="PBS_TASKNUM", in_script="0*1"),  # tasks have hexadecimal numbers from 00000002
+    CopyCommand("blaunch", task="LSF_PM_TASKID"),  # from 1
+)
 
 
 def starts_ranks(process: str, launchers: Sequence[Launcher] = ALL) -> bool:

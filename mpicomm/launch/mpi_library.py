@@ -34,14 +34,8 @@ class Implementation:
     """Uses a program that takes ssh's place."""
     forwarded: str = ""
     """Forwards a variable to other hosts, if it does not forward all."""
-    job_options: str = ""
-    """Options in job scripts, where the host file has a line for each rank."""
-    job_comment: tuple[str, ...] = ()
-    """Explains `job_options`."""
 
     # 2. variables of mpiexec
-    agent_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Have the same effect as `agent`."""
     binding_variables: tuple[str, ...] = ()
     """Variables with which users bind the ranks."""
     unbound_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -73,12 +67,6 @@ OPEN_MPI = Implementation(
     tagged="--tag-output",
     agent="--mca plm_rsh_agent {agent}",
     forwarded="-x {name}",
-    job_options="--map-by ppr:{per_node}:node --bind-to none",
-    job_comment=(
-        "Open MPI counts a host that is named once as one slot per core. It binds ranks to the first cores,",
-        "which another job may use, and forwards only the variables that -x names to other hosts.",
-    ),
-    agent_variables={"PRTE_MCA_plm_ssh_agent": "{agent}"},
     binding_variables=("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy"),
     root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     srun_types=("pmix",),
@@ -88,7 +76,6 @@ MPICH = Implementation(
     commands=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
     package="mpich",
     version_output="HYDRA build details",
-    agent_variables={"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": "{agent}"},
     binding_variables=("HYDRA_BIND_TO",),
     gpu_environ={"MPIR_CVAR_ENABLE_GPU": "1"},
 )
@@ -139,9 +126,19 @@ class Library:
         return next((each for each in IMPLEMENTATIONS if each.vendor == self.vendor), Implementation(self.vendor))
 
     @property
+    def srun_types(self) -> tuple[str, ...]:
+        """The values of `srun --mpi=` with which its ranks form one world, the best first.
+
+        An MPICH with PMIx prefers it. Without it, `pmi2` is right: that plugin of Slurm also serves PMI-1, which MPICH
+        uses there by default, so that MPICH's deprecation of PMI-2 has no effect.
+        """
+        is_mpich_with_pmix = self.vendor == "MPICH" and "with-pmix" in self.description
+        return ("pmix", *self.implementation.srun_types) if is_mpich_with_pmix else self.implementation.srun_types
+
+    @property
     def srun_type(self) -> str:
         """The value of `srun --mpi=` that this library supports on any system."""
-        return self.implementation.srun_types[-1]
+        return self.srun_types[-1]
 
     def srun_type_in(self, listed: str, environ: Mapping[str, str]) -> str | None:
         """Return the value of `--mpi=` with which this Slurm can start the library; None if it has no suitable plugin.
@@ -153,7 +150,7 @@ class Library:
         if needed and not environ.get(needed):
             return None
         available = set(re.findall(r"[\w-]+", listed))
-        return next((each for each in self.implementation.srun_types if each in available), None)
+        return next((each for each in self.srun_types if each in available), None)
 
     def gpu_environ(self, loaded: str) -> Mapping[str, str]:
         """Return the variables that enable GPU buffers.

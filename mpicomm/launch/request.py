@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Host
+from mpicomm.settings import PARENT
+
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +34,26 @@ class Request:
     """None for the capacity of the allocation, the hosts or the machine."""
     hosts: tuple[Host, ...] = ()
     node: Node | None = None
+    slurm_nodes: tuple[str, ...] = ()
+    """The nodes of a Slurm allocation to use; empty for all."""
+    ranks_per_node: int | None = None
+    """The number of ranks on each of them; None if srun distributes the ranks."""
     log_dir: str | None = None
+    appends_logs: bool = False
+    """Whether the logs keep the output of an earlier attempt."""
     tag_output: bool = False
+    forwards_all: bool = False
+    """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables for the ranks on all hosts."""
 
     def rank_command(self, python: str) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set."""
         if self.log_dir is None:
             return self.program
         shown = "all" if self.tag_output else "0"
-        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *self.program)
+        appends = ("--append",) if self.appends_logs else ()
+        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *self.program)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +80,15 @@ class Start:
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
+    is_local: bool = False
+    """Whether all ranks are on this host."""
+    parent_options: tuple[str, ...] = ()
+    """Options of the launcher that forward the variable of `with_parent` to other hosts."""
+
+    def with_parent(self, parent: str) -> Start:
+        """Return the launch with the address at which rank 0 reaches `mpicomm run`."""
+        command = (self.command[0], *self.parent_options, *self.command[1:])
+        return dataclasses.replace(self, command=command, environ={**self.environ, PARENT: parent})
 
     def shown(self, before: Mapping[str, str]) -> str:
         """Return the equivalent command line for a shell with the environment `before`."""
@@ -80,8 +105,46 @@ def program(words: Sequence[str], module: Sequence[str], python: str) -> tuple[s
         module: A module and its arguments; empty for a script or a command.
 
     Raises:
-        LaunchError: If there is nothing to run.
+        LaunchError: If there is nothing to run, or if it is torchrun, which starts ranks itself.
     """
+    command = _command(words, module, python)
+    if (parts := torchrun_parts(command)) is not None:
+        arguments = shlex.join(parts[1])
+        raise LaunchError(
+            "torchrun starts ranks itself: each rank of `mpicomm run` would start a torchrun with a world of its own.\n"
+            "Use one of the two: `mpicomm run train.py`, or without mpicomm run:\n"
+            f"  torchrun {arguments}"
+        )
+    return command
+
+
+def variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `--env NAME=VALUE`, and of `--env NAME` with the value in the environment.
+
+    Raises:
+        LaunchError: If a word has another form, or a variable is not set.
+    """
+    found = {}
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise LaunchError(f"--env {word}: expected NAME=VALUE, or NAME of a variable that is set.")
+        if not has_value and name not in environ:
+            raise LaunchError(f"--env {name}: {name} is not set in this environment.\nUse --env {name}=VALUE.")
+        found[name] = value if has_value else environ[name]
+    return found
+
+
+def torchrun_parts(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the words that start torchrun, and its arguments; None if the command is another program."""
+    if PurePath(command[0]).name == "torchrun":
+        return tuple(command[:1]), tuple(command[1:])
+    if tuple(command[1:2]) == ("-m",) and len(command) > 2 and command[2] in _TORCHRUN_MODULES:
+        return tuple(command[:3]), tuple(command[3:])
+    return None
+
+
+def _command(words: Sequence[str], module: Sequence[str], python: str) -> tuple[str, ...]:
     if words and words[0] == "--":
         words = words[1:]
     if bool(words) == bool(module):

@@ -23,6 +23,20 @@ def visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
+def why_unusable(assigned: str | None) -> str | None:
+    """Return why this process cannot use the GPUs that it was assigned; None if it can, or if it has none.
+
+    Args:
+        assigned: The variable that assigns GPUs to this process, or None.
+    """
+    if assigned is None or torch.cuda.is_available():
+        return None
+    is_built = torch.version.cuda or torch.version.hip
+    reason = "finds no working driver" if is_built else "was built without CUDA"
+    remedy = "Run `nvidia-smi` in the job" if is_built else "Install a torch with CUDA"
+    return f"{assigned} assigns GPUs, but torch {torch.__version__} {reason}. {remedy}."
+
+
 def usable_gpus(device: str | torch.device | int | None) -> dict[str, int]:
     """Return the UUIDs of the GPUs that this rank may use, and the indices under which it sees them; none for "cpu".
 
@@ -140,12 +154,13 @@ def parse(device: str | torch.device | int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def refuse_shared(uuids: Sequence[str | None], hosts: Sequence[str]) -> None:
+def refuse_shared(uuids: Sequence[str | None], hosts: Sequence[str], why: Sequence[str | None] = ()) -> None:
     """Raise an error if ranks share a GPU, before NCCL fails with a less specific one.
 
     Args:
         uuids: For every rank the UUID of its GPU, or None.
         hosts: For every rank its host.
+        why: For every rank why it cannot use the GPUs that it was assigned, or None.
 
     Raises:
         DeviceError: If ranks share a GPU, or a rank has no GPU; the message lists these ranks.
@@ -153,9 +168,10 @@ def refuse_shared(uuids: Sequence[str | None], hosts: Sequence[str]) -> None:
     without = [rank for rank, uuid in enumerate(uuids) if uuid is None]
     if without:
         rank = without[0]
+        remedy = (why[rank] if why else None) or "Ask the scheduler for one GPU per task."
         raise DeviceError(
             f"NCCL needs a GPU on every rank, but {len(without)} have none, first rank {rank} on {hosts[rank]}.\n"
-            f"Ask the scheduler for one GPU per task, or use backend='mpi'."
+            f"{remedy} Or use backend='mpi'."
         )
     users = collections.defaultdict(list)
     for rank, uuid in enumerate(uuids):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
+from mpicomm.launch import allocation, detect
 from mpicomm.launch.detect import Launch
 from mpicomm.startup import backend_choice, devices, notice, open_files, other_group, topology
 from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
@@ -40,6 +42,8 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
         where = _topology(store, rank, size, limit)
     # 3. choose the device and the backend
     device = _device(request, where)
+    if rank == 0:
+        _warn(request, launch)
     backend = backend_choice.choose(
         request.backend, has_mpi=False, gpu_each=device.type == "cuda", has_nccl=dist.is_nccl_available()
     )
@@ -62,6 +66,14 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
     other_group.refuse(request.backend)
+
+
+def _warn(request: StartRequest, launch: Launch) -> None:
+    assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
+    of_agents = detect.warning_of_agents(os.environ) if launch.kind == "torchrun" and not launch.forced else None
+    for warning in (of_agents, devices.why_unusable(assigned)):
+        if warning is not None:
+            warnings.warn(warning, stacklevel=4)
 
 
 def _device(request: StartRequest, where: Topology) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -9,16 +10,18 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from mpicomm import agreement, mpi
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
-from mpicomm.launch import detect
+from mpicomm.launch import allocation, detect
+from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology
+from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
 from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
 from mpicomm.startup.startup_barrier import Notice, startup_barrier
 
@@ -30,7 +33,7 @@ _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes sta
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What a rank knows before the job is planned."""
+    """The facts of a rank, from which the job is planned."""
 
     hostname: str
     node: int
@@ -44,6 +47,9 @@ class _Facts:
 
     has_nccl: bool
     """Whether torch was built with NCCL."""
+
+    why_cpu: str | None
+    """Why this rank cannot use the GPUs that it was assigned, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +77,9 @@ class _Plan:
 
     started: str
     """The time of the start."""
+
+    warning: str | None
+    """A warning for rank 0 to print, or None."""
 
 
 def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> Intracomm:
@@ -114,8 +123,10 @@ def join(
     comm = base.Dup()
     listeners: list[socket.socket] = []
     plan = _agree(comm, request, launch, settings.interface, listeners)
-    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size):
+    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler()):
         warnings.warn(warning, stacklevel=3)
+    if plan.warning and comm.rank == 0:
+        warnings.warn(plan.warning, stacklevel=3)
     # 3. select the device and open the store
     where = topology.from_nodes(comm.rank, plan.nodes, plan.hosts)
     device = devices.select(plan.gpus[comm.rank])
@@ -133,10 +144,14 @@ def _agree(
         _check_launch(launch)
         other_group.refuse(request.backend)
         gpus = devices.usable_gpus(request.device)
-        return _Facts(socket.gethostname(), node, request.backend, gpus, dist.is_nccl_available())
+        assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
+        why_cpu = devices.why_unusable(assigned)
+        return _Facts(socket.gethostname(), node, request.backend, gpus, dist.is_nccl_available(), why_cpu)
 
     def decide(facts: list[_Facts]) -> _Plan:
         hosts, nodes = [each.hostname for each in facts], [each.node for each in facts]
+        if request.comm is None:
+            unused_hosts.refuse(os.environ, hosts)
         uuids = devices.assign_on_nodes([each.gpus for each in facts], nodes)
         backend = _choose_backend(facts, uuids, hosts)
         listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), os.environ, interface))
@@ -149,6 +164,7 @@ def _agree(
             store_token=secrets.token_bytes(),
             channel_token=secrets.token_bytes(),
             started=time.strftime("%Y%m%d-%H%M%S"),
+            warning=next((f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu), None),
         )
 
     return agreement.decide_on_rank_0(comm, collect, decide)
@@ -164,6 +180,13 @@ def _check_launch(launch: Launch) -> None:
     problem = detect.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, this_command())
     if problem:
         raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
+
+
+def _job_of_scheduler() -> Allocation | None:
+    """Return the scheduler's job, for a warning; None outside one, and where its hosts cannot be read."""
+    with contextlib.suppress(LaunchError):
+        return allocation.from_environ(os.environ, lambda path: Path(path).read_text())
+    return None
 
 
 def _launch_error(launch: Launch, problem: str) -> LaunchError:
@@ -187,5 +210,5 @@ def _choose_backend(facts: list[_Facts], uuids: list[str | None], hosts: list[st
         has_nccl=all(each.has_nccl for each in facts),
     )
     if backend_choice.needs_nccl(backend):
-        devices.refuse_shared(uuids, hosts)
+        devices.refuse_shared(uuids, hosts, [each.why_cpu for each in facts])
     return backend

@@ -9,31 +9,26 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
-import fcntl
 import ipaddress
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from mpicomm import agreement
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
-from mpicomm.startup import open_files
+from mpicomm.startup import interfaces, open_files
 from mpicomm.startup.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
-_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 
 
 def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
@@ -155,9 +150,9 @@ def _given_addresses(environ: Mapping[str, str], interface: str | None, num_node
             return []
         return addresses
     if interface:
-        found = [address for name, address in _interfaces() if interface in (name, address)]
+        found = [address for name, address in interfaces.listed() if interface in (name, address)]
         if not found:
-            have = ", ".join(f"{name} ({address})" for name, address in _interfaces())
+            have = ", ".join(f"{name} ({address})" for name, address in interfaces.listed())
             raise LaunchError(
                 f"MPICOMM_INTERFACE={interface} is not an interface of rank 0's host {socket.gethostname()}.\n"
                 f"It has {have}. Set one of these, or unset it."
@@ -193,48 +188,12 @@ def _bind(address: str, port: int) -> socket.socket:
 
 def own_addresses() -> list[str]:
     """Return the addresses of this host except loopback; those to which its name resolves come first."""
-    addresses = [address for _, address in _interfaces() if not ipaddress.ip_address(address).is_loopback]
+    addresses = [address for _, address in interfaces.listed() if not ipaddress.ip_address(address).is_loopback]
     try:
         named = _resolve(socket.gethostname())
     except LaunchError:
         named = []
     return sorted(addresses, key=lambda address: address not in named)
-
-
-def interface_towards(address: str) -> str | None:
-    """Return the name of the interface on the route to an address; None if it cannot be determined."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # on a datagram socket: looks up the route, sends no packet
-            mine = probe.getsockname()[0]
-    except OSError:
-        return None
-    return next((name for name, each in _interfaces() if each == mine), None)
-
-
-def _interfaces() -> list[tuple[str, str]]:
-    """Return name and address of every interface that is up; IPv4 first, then IPv6."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                flags = struct.unpack_from("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
-                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if flags & _IFF_UP:
-                found.append((name, address))
-    return found + _ipv6_interfaces()
-
-
-def _ipv6_interfaces() -> list[tuple[str, str]]:
-    table = Path("/proc/net/if_inet6")
-    if not table.exists():
-        return []
-    rows = [line.split() for line in table.read_text().splitlines()]
-    return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] in ("00", "10")]
 
 
 def _prove(

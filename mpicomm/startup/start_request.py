@@ -68,6 +68,8 @@ class StartRequest:
             ValueError: If an argument differs from that of the first call.
         """
         same: dict[str, tuple[Any, ...]] = {"backend": (backend,), "device": (device, str(device))}
+        if self.timeout is not None and self.limit == first.limit:
+            same["timeout"] = (self.timeout,)
         for field in dataclasses.fields(self):
             name, given = field.name, getattr(self, field.name)
             before = getattr(first, name)
@@ -80,16 +82,18 @@ class StartRequest:
     @property
     def limit(self) -> datetime.timedelta:
         """The timeout of operations."""
-        if self.timeout is None:
-            return _DEFAULT_TIMEOUT
-        if isinstance(self.timeout, datetime.timedelta):
-            return self.timeout
-        return datetime.timedelta(seconds=self.timeout)
+        return _DEFAULT_TIMEOUT if self.timeout is None else _as_timedelta(self.timeout)
 
     @property
     def wait_limit(self) -> float:
         """The seconds to wait for ranks."""
         return _DEFAULT_WAIT_LIMIT if self.timeout is None else self.limit.total_seconds()
+
+
+def _as_timedelta(timeout: float | datetime.timedelta) -> datetime.timedelta:
+    if isinstance(timeout, datetime.timedelta):
+        return timeout
+    return datetime.timedelta(seconds=float(timeout))  # timedelta does not accept numbers of NumPy
 
 
 @dataclasses.dataclass(frozen=True)

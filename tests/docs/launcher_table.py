@@ -32,19 +32,21 @@ COLUMNS: dict[str, Launcher] = {
     "Open MPI: `mpirun`": known_launchers.OPEN_MPI,
     "MPICH, Intel MPI: `mpiexec` (PMI)": known_launchers.PMI,
     "PBS on Cray: `mpiexec` (PALS)": known_launchers.PALS,
+    "Flux: `flux run`": known_launchers.FLUX,
 }
-# PBS itself describes the job, not its processes.
+# PBS and LSF themselves describe the job, not its processes.
 PBS = {
     "size": f"the lines of the file `{allocation.PBS_HOSTS}`",
     "num_nodes": "the different lines of that file",
 }
+LSF = {"size": f"the slots in `{allocation.LSF_HOSTS}`", "num_nodes": "the hosts in it"}
 NOTHING = "-"
 
 
 def text() -> str:
-    head = ["", "`World`", *COLUMNS, "PBS: the job"]
+    head = ["", "`World`", *COLUMNS, "PBS: the job", "LSF: the job"]
     rows = [
-        [fact, f"`{name}`", *(_cell(getattr(each, name)) for each in COLUMNS.values()), PBS.get(name, NOTHING)]
+        [fact, f"`{name}`", *(_cell(getattr(each, name)) for each in COLUMNS.values()), *_of_job(name)]
         for fact, name in FACTS.items()
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
@@ -55,6 +57,10 @@ def inserted(document: str) -> str:
     pattern = f"{re.escape(BEGIN)}\n.*{re.escape(END)}\n"
     assert len(re.findall(pattern, document, re.DOTALL)) == 1
     return re.sub(pattern, lambda _: f"{BEGIN}\n\n{text()}\n{END}\n", document, flags=re.DOTALL)
+
+
+def _of_job(fact: str) -> tuple[str, str]:
+    return PBS.get(fact, NOTHING), LSF.get(fact, NOTHING)
 
 
 def _cell(variable: str | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpicomm import mpi
 from tests import other_mpis
@@ -104,6 +105,49 @@ def test_pals_with_pmix(rank: int) -> None:
     outcome = run_alone(BOOTSTRAP, env=pals(rank, 4) | {"PMIX_RANK": str(rank)}, timeout=SECONDS)
     assert "LaunchError" in outcome.stderr, outcome
     assert outcome.status > 0, outcome
+
+
+# -- schedulers without MPI's launcher -------------------------------------------------------------------------------
+
+COPIES = {  # as two hosts with two chunks or slots each set them; on its first host pbsdsh gives no PBS_NODEFILE
+    "pbsdsh": {"PBS_JOBID": "7.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODENUM": "0", "PBS_TASKNUM": "00000002"},
+    "blaunch": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 2", "LSF_PM_TASKID": "1"},
+    "Flux": {"FLUX_URI": "local:///x", "FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_SIZE": "4"},
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_scheduler_that_starts_worlds_of_one(name: str) -> None:
+    outcome = run_alone(BOOTSTRAP, env=COPIES[name], timeout=SECONDS)
+    check(outcome, f"{name} started this process", LIBRARY.title, " python -c ")
+
+
+def test_plain_python_in_a_pbs_job_of_several_chunks(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("pbs1\npbs2\n")
+    pbs = {"PBS_JOBID": "7.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_TASKNUM": "1", "PBS_NODEFILE": str(hosts)}
+    outcome = run_alone(BOOTSTRAP, env=pbs, timeout=SECONDS)
+    assert (outcome.status, outcome.stdout) == (0, "came through\n"), outcome
+    assert "this PBS job has 2 tasks, but this process was started without mpicomm run" in outcome.stderr, outcome
+
+
+def test_a_torchrun_on_each_rank_of_mpirun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BOOTSTRAP)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
+    mpirun = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    outcome = run_command(torchrun, env=mpirun, timeout=SECONDS)
+    assert outcome.status == 0, outcome
+    assert "Open MPI's mpirun started 2 torchruns" in outcome.stderr, outcome
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_a_gpu_that_torch_cannot_use(backend: str) -> None:
+    code = f"import mpicomm; print(mpicomm.bootstrap({backend!r}).backend)"
+    outcome = run_alone(code, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=SECONDS)
+    assert "CUDA_VISIBLE_DEVICES=0 assigns GPUs, but torch " in outcome.stderr, outcome
+    assert (outcome.status == 0, "DeviceError" in outcome.stderr) == (backend == "auto", backend == "nccl"), outcome
 
 
 # -- leftover variables ----------------------------------------------------------------------------------------------

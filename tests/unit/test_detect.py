@@ -6,6 +6,7 @@ import pytest
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
+from mpicomm.launch.allocation import Allocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.detect import Launch
 from mpicomm.launch.known_launchers import COMPARED, MPI_LAUNCHERS, SLURM, TORCHRUN, Launcher
 from mpicomm.launch.mpi_library import Library
@@ -60,6 +61,7 @@ SET_BY = {
         "MV2_COMM_WORLD_RANK=5 MV2_COMM_WORLD_SIZE=8 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=4"
     ),
     "PALS mpiexec": "PALS_RANKID=5 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4 PALS_NODEID=2",
+    "aprun": "ALPS_APP_PE=5 ALPS_APP_ID=17",
     "jsrun": "JSM_NAMESPACE_RANK=5 JSM_NAMESPACE_SIZE=8 JSM_NAMESPACE_LOCAL_RANK=1",
     "Flux": "FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2",
     "a PMI launcher (mpiexec)": "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=7",
@@ -67,6 +69,7 @@ SET_BY = {
 }
 PLACE_BY = dict.fromkeys(SET_BY, (RANK, SIZE, LOCAL_RANK, LOCAL_SIZE)) | {
     "PALS mpiexec": (RANK, None, LOCAL_RANK, LOCAL_SIZE),
+    "aprun": (RANK, None, None, None),
     "jsrun": (RANK, SIZE, LOCAL_RANK, None),
     "Flux": (RANK, SIZE, LOCAL_RANK, None),
     "a PMIx launcher": (RANK, None, None, None),
@@ -163,7 +166,20 @@ def test_under_torchrun_nothing_else_is_compared() -> None:
     assert (launch.kind, launch.rank, launch.size, launch.local_size) == ("torchrun", RANK, SIZE, LOCAL_SIZE)
     assert detect.problem_before_init(launch, MPICH, COMMAND) is None
     assert detect.problem_after_init(launch, environ, OPEN_MPI, 0, 1, COMMAND) is None
-    assert detect.warning_after_init(launch, environ, 1) is None
+    assert detect.warning_after_init(launch, environ, 1, MANY) is None
+    assert detect.warning_of_agents(environ | {"GROUP_WORLD_SIZE": "2"}) is None
+
+
+@pytest.mark.parametrize(
+    "outer", [environ_of(MPIRUN), environ_of(PMI), environ_of(SLURM) | {"SLURM_STEP_ID": "0"}], ids=str
+)
+def test_several_torchruns_of_one_node_are_several_worlds(outer: dict[str, str]) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    message = detect.warning_of_agents(torchrun | outer)
+    assert message is not None
+    assert f"started {SIZE} torchruns" in message
+    assert "WORLD_SIZE=2" in message
+    assert detect.warning_of_agents(torchrun) is None
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
@@ -196,7 +212,7 @@ def test_a_world_of_one_contradicts_its_launcher(launcher: Launcher, library: Li
     assert launcher.title in message
     assert all(f"{name}={value}" in message for name, value in environ.items())
     assert f"MPI: rank 0 of 1 ({library.title})" in message
-    assert f"  {library.mpiexec} -n " in message
+    assert f"  {starter(launcher, library)} -n " in message
     assert f" {COMMAND}\n" in message
 
 
@@ -217,7 +233,13 @@ def test_the_remedy_has_the_number_of_ranks(launcher: Launcher) -> None:
     message = problem(environ_of(launcher), 0, 1)
     assert message is not None
     assert f"{SIZE} processes were started" in message
-    assert f"  {OPEN_MPI.mpiexec} -n {SIZE} {COMMAND}\n" in message
+    assert f"  {starter(launcher, OPEN_MPI)} -n {SIZE} {COMMAND}\n" in message
+
+
+def starter(launcher: Launcher, library: Library) -> str:
+    if launcher.title != "Flux":
+        return library.mpiexec
+    return "flux run -o pmi=pmix" if library is OPEN_MPI else "flux run"
 
 
 @each_launcher
@@ -226,13 +248,13 @@ def test_slurm_is_ignored_if_an_mpi_launcher_sets_variables(launcher: Launcher) 
     environ = environ_of(launcher) | environ_of(SLURM, rank=0, size=2)
     environ |= {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
     assert problem(environ, RANK, SIZE) is None
-    assert detect.warning_after_init(detect.detect(environ), environ, SIZE) is None
+    assert detect.warning_after_init(detect.detect(environ), environ, SIZE, MANY) is None
 
 
 def test_invalid_slurm_variables_are_ignored_under_mpirun() -> None:
     environ = environ_of(MPIRUN) | {"SLURM_NTASKS": "many", "SLURM_STEP_NUM_TASKS": "some"}
     assert problem(environ, RANK, SIZE) is None
-    assert detect.warning_after_init(detect.detect(environ), environ, SIZE) is None
+    assert detect.warning_after_init(detect.detect(environ), environ, SIZE, MANY) is None
 
 
 @pytest.mark.parametrize("outer", MPI_LAUNCHERS[:-1], ids=lambda launcher: launcher.title)
@@ -335,7 +357,7 @@ def test_the_pmi_that_srun_offered_is_named() -> None:
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_pmix_under_slurm_says_no_size_but_slurm_does(rank: int) -> None:
+def test_pmix_under_slurm_sets_no_size_but_slurm_does(rank: int) -> None:
     """PMIX_RANK=0 alone would agree with a world of size 1."""
     environ = environ_of(PMIX, rank=rank) | environ_of(SLURM, rank=rank) | {"SLURM_STEP_ID": "0"}
     message = problem(environ, 0, 1)
@@ -383,31 +405,93 @@ def test_a_leftover_variable_must_be_a_number(name: str) -> None:
         problem({name: "seven"}, 0, 1)
 
 
+# -- tasks of pbsdsh and blaunch -------------------------------------------------------------------------------------
+
+PBS = {"PBS_JOBID": "7.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODENUM": "0"}  # pbsdsh gives no PBS_NODEFILE there
+LSF = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 4 b 4", "LSB_DJOB_NUMPROC": "8"}
+COPIES = {
+    "pbsdsh, first host": (PBS | {"PBS_TASKNUM": "00000002"}, "pbsdsh: PBS_TASKNUM=00000002"),
+    "pbsdsh, other host": (PBS | {"PBS_TASKNUM": "20000001"}, "pbsdsh: PBS_TASKNUM=20000001"),
+    "blaunch": (LSF | {"LSF_PM_TASKID": "1"}, "blaunch: LSF_PM_TASKID=1"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_that_mpi_does_not_connect_are_an_error(name: str) -> None:
+    environ, shown = COPIES[name]
+    message = problem(environ, 0, 1)
+    assert message is not None
+    assert shown in message
+    assert f"\n  mpicomm run {COMMAND}\n" in message
+    assert "MPICOMM_LAUNCHER=single" in message
+    assert detect.problem_after_init(detect.detect(environ, "single"), environ, OPEN_MPI, 0, 1, COMMAND) is None
+
+
+@pytest.mark.parametrize("environ", [PBS | {"PBS_TASKNUM": "1"}, PBS | {"PBS_TASKNUM": "00000001"}, LSF], ids=str)
+def test_a_batch_script_is_no_copy(environ: dict[str, str]) -> None:
+    assert problem(environ, 0, 1) is None
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_ranks_of_mpirun_are_no_copies(name: str) -> None:
+    """The daemons of mpirun are tasks of pbs_tmrsh or blaunch, and the ranks inherit their variables."""
+    assert problem(COPIES[name][0] | environ_of(PMI), RANK, SIZE) is None
+    assert problem(COPIES[name][0] | environ_of(PMI, rank=0, size=1, local_rank=0, local_size=1), 0, 1) is None
+
+
+# -- Flux ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", [OPEN_MPI, MPICH], ids=lambda library: library.vendor)
+def test_the_remedy_under_flux_is_its_plugin_for_open_mpi(library: Library) -> None:
+    environ = environ_of(by_title("Flux"), rank=0)
+    message = problem(environ, 0, 1, library)
+    assert message is not None
+    plugin = " -o pmi=pmix" if library is OPEN_MPI else ""
+    assert f"  flux run{plugin} -n {SIZE} {COMMAND}\n" in message
+    assert ("Install flux-pmix" in message) == (library is OPEN_MPI)
+    assert (before(environ | environ_of(PMI, rank=0), library) is not None) == (library is OPEN_MPI)
+
+
 # -- e) a batch script -----------------------------------------------------------------------------------------------
 
+MANY = SlurmAllocation(nodes=2, ranks=SIZE)
+JOBS = [
+    (MANY, f"this Slurm job has {SIZE} tasks", "started without srun"),
+    (HostAllocation("PBS", (Host("a", 2), Host("b", 2)), "/aux/7"), "this PBS job has 4 tasks", "without mpicomm run"),
+    (HostAllocation("LSF", (Host("a", 1), Host("b", 2))), "this LSF job has 3 tasks", "without mpicomm run"),
+]
 
-def warning(environ: dict[str, str], size: int = 1, override: str | None = None) -> str | None:
-    return detect.warning_after_init(detect.detect(environ, override), environ, size)
+
+def warning(environ: dict[str, str], size: int = 1, override: str | None = None, job: Allocation = MANY) -> str | None:
+    return detect.warning_after_init(detect.detect(environ, override), environ, size, job)
 
 
-def test_plain_python_in_a_batch_script_is_a_world_of_one_with_a_warning() -> None:
-    environ = {"SLURM_NTASKS": str(SIZE), "SLURM_PROCID": "0", "SLURM_JOB_ID": "17"}
+@pytest.mark.parametrize(("job", "number", "starter"), JOBS)
+def test_plain_python_in_a_batch_script_is_a_world_of_one_with_a_warning(
+    job: Allocation, number: str, starter: str
+) -> None:
+    environ = {"SLURM_PROCID": "0"} if job is MANY else {}
     assert problem(environ, 0, 1) is None
-    message = warning(environ)
+    message = warning(environ, job=job)
     assert message is not None
-    assert f"{SIZE} tasks" in message
-    assert "srun" in message
+    assert number in message
+    assert starter in message
+    assert f"with `{job.launcher}`" in message
     assert "MPICOMM_LAUNCHER=single" in message
+
+
+def test_a_job_of_one_task_gives_no_warning() -> None:
+    for job in (SlurmAllocation(1, 1), HostAllocation("LSF", (Host("a", 1),)), None):
+        assert detect.warning_after_init(detect.detect({}), {}, 1, job) is None
 
 
 @pytest.mark.parametrize(
     ("environ", "size"),
     [
-        ({}, 1),
-        ({"SLURM_NTASKS": "1"}, 1),
-        ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}, 1),
-        ({"SLURM_NTASKS": "8"}, 8),
-        ({"SLURM_NTASKS": "8"} | environ_of(MPIRUN, rank=0, size=1), 1),
+        ({"SLURM_STEP_ID": "0"}, 1),
+        ({}, 8),
+        (environ_of(MPIRUN, rank=0, size=1), 1),
     ],
 )
 def test_usual_launches_give_no_warning(environ: dict[str, str], size: int) -> None:
@@ -422,7 +506,7 @@ def test_single_overrides_the_variables() -> None:
     launch = detect.detect(environ, "single")
     assert (launch.kind, launch.rank, launch.size, launch.forced) == ("single", 0, 1, True)
     assert detect.problem_after_init(launch, environ, OPEN_MPI, RANK, SIZE, COMMAND) is None
-    assert warning({"SLURM_NTASKS": "8"}, override="single") is None
+    assert warning({}, override="single") is None
 
 
 def test_mpi_overrides_the_variables() -> None:

@@ -25,7 +25,7 @@ def most_seated(visible: list[list[str]], taken: frozenset[str] = frozenset()) -
 
 
 @pytest.mark.parametrize("ranks", range(len(NODE) + 1))
-def test_ranks_that_see_the_whole_node_take_one_each(ranks: int) -> None:
+def test_ranks_that_see_the_whole_node_get_one_gpu_each(ranks: int) -> None:
     assert devices.assign([NODE] * ranks) == NODE[:ranks]
 
 
@@ -38,7 +38,7 @@ def test_the_order_in_which_a_rank_sees_gpus_counts() -> None:
     assert devices.assign(visible) == [NODE[0], NODE[-1]]
 
 
-def test_ranks_that_see_more_give_way_to_ranks_that_see_less() -> None:
+def test_ranks_with_fewer_visible_gpus_choose_first() -> None:
     """A greedy assignment would give GPU-0 to the first rank and leave the last rank without a GPU."""
     assert devices.assign([NODE[:2], NODE[:3], NODE[:1]]) == [NODE[1], NODE[2], NODE[0]]
 
@@ -49,11 +49,11 @@ def test_ranks_that_outnumber_gpus_share_evenly(each: int) -> None:
     assert users == dict.fromkeys(NODE, each)
 
 
-def test_only_those_who_must_share() -> None:
+def test_gpus_are_shared_only_where_necessary() -> None:
     assert devices.assign([NODE[:1], NODE[:1], NODE[1:2]]) == [NODE[0], NODE[0], NODE[1]]
 
 
-def test_ranks_without_a_gpu_have_no_seat() -> None:
+def test_ranks_without_a_gpu_get_no_assignment() -> None:
     assert devices.assign([[], NODE, []]) == [None, NODE[0], None]
     assert devices.assign([]) == []
 
@@ -134,7 +134,7 @@ def test_a_machine_without_gpus(gpus: int, device: str | int) -> None:
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", -1, ""])
-def test_what_is_no_device(device: str | int) -> None:
+def test_an_invalid_device(device: str | int) -> None:
     with pytest.raises(DeviceError, match="device must name a torch device, got "):
         devices.parse(device)
 
@@ -148,7 +148,7 @@ def test_no_gpus_are_visible_where_there_are_none(gpus: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_ranks_with_a_gpu_each_are_let_through(size: int) -> None:
+def test_ranks_with_a_gpu_each_are_accepted(size: int) -> None:
     devices.refuse_shared([f"GPU-{rank}" for rank in range(size)], ["x"] * size)
     devices.refuse_shared(["GPU-0"] * size, [f"host-{rank}" for rank in range(size)])
 
@@ -163,6 +163,21 @@ def test_the_host_on_which_a_gpu_is_shared_is_named() -> None:
     with pytest.raises(DeviceError, match=r"^ranks 2, 3 on y share") as caught:
         devices.refuse_shared(["GPU-0", "GPU-1", "GPU-0", "GPU-0"], ["x", "x", "y", "y"])
     assert "backend='mpi'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("cuda", "reason"), [(None, "was built without CUDA. Install"), ("13.0", "Run `nvidia-smi`")])
+def test_why_an_assigned_gpu_cannot_be_used(cuda: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    why = devices.why_unusable("SLURM_GPUS_PER_TASK=1")
+    assert why is not None
+    assert why.startswith("SLURM_GPUS_PER_TASK=1 assigns GPUs, but torch ")
+    assert reason in why
+    with pytest.raises(DeviceError, match=reason):
+        devices.refuse_shared(["GPU-0", None], ["x", "y"], [None, why])
+    assert devices.why_unusable(None) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.why_unusable("SLURM_GPUS_PER_TASK=1") is None
 
 
 def test_a_rank_without_a_gpu_is_named() -> None:

@@ -29,11 +29,25 @@ name=${0##*/}
 printf '%s\0' "$name" "$@" $'\036' >>"$CALLS"  # at once: there may be several at a time
 [ "$name $1" = "scontrol show" ] && printf 'node1\nnode2\n'
 [ "$name" = "torchrun" ] && [ "$PET_NODE_RANK" ] && echo "PET_NODE_RANK=$PET_NODE_RANK"
+[ "$name" = "bsub" -o "$name $1" = "flux --parent" ] && [ "$JOB_RESTARTS" ] && echo "JOB_RESTARTS=$JOB_RESTARTS"
 [ "$name" = "$TERMINATES" ] && kill -TERM "$PPID"
 status=STATUS_$name
 exit "${!status:-0}"
 """
-STARTERS = ("srun", "scontrol", "mpirun", "qsub", "pbs_tmrsh", "torchrun", "module")
+STARTERS = (
+    "python",
+    "mpicomm",
+    "srun",
+    "scontrol",
+    "qsub",
+    "pbs_tmrsh",
+    "bsub",
+    "blaunch",
+    "flux",
+    "torchrun",
+    "module",
+)
+SUBMITTERS = ("scontrol", "qsub", "bsub", "flux")
 
 VARIABLES = {
     "slurm": {
@@ -43,6 +57,8 @@ VARIABLES = {
         "SLURM_CPUS_PER_TASK": "3",
     },
     "pbs": {"PBS_JOBID": "4567[0].server", "PBS_ENVIRONMENT": "PBS_BATCH"},
+    "lsf": {"LSB_JOBID": "4567", "LSB_JOBINDEX": "0", "LSB_MCPU_HOSTS": "node1 2 node2 2 "},
+    "flux": {"FLUX_URI": "local:///run/flux", "FLUX_ENCLOSING_ID": "f2e73NP"},
 }
 
 
@@ -66,14 +82,15 @@ class Job:
             "CALLS": str(self.calls_file),
             "PBS_NODEFILE": str(directory / "hosts"),
             "PBS_O_WORKDIR": str(self.submitted),
+            "LS_SUBCWD": str(self.submitted),
         }
 
     def run(self, **env: str | int) -> Outcome:
         added = {name: str(value) for name, value in env.items()}
-        # Slurm starts the script in the directory of its submission, PBS in the home directory.
-        where = self.submitted if "SLURM_JOB_ID" in self.env else Path("/")
+        # PBS starts the script in the home directory, the others in the directory of its submission.
+        where = Path("/") if "PBS_JOBID" in self.env else self.submitted
         command = ["/bin/bash", "-c", 'cd "$0" && exec /bin/bash "$1"', str(where), str(self.script)]
-        return run_command(command, env=self.env | added, timeout=30)
+        return run_command(command, env=self.env | added, timeout=120)
 
     def calls(self, *names: str) -> list[list[str]]:
         """Return the recorded calls, each with its program first."""
@@ -87,7 +104,8 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path):
     def make(scheduler: str, *command: str, **options: object) -> Job:
-        return Job(tmp_path, JobSpec(scheduler, command or ("python", "train.py"), nodes=2, **options))
+        file = str(tmp_path / "the job.sh")
+        return Job(tmp_path, JobSpec(scheduler, command or ("python", "train.py"), nodes=2, file=file, **options))
 
     return make
 
@@ -95,9 +113,9 @@ def job(tmp_path: Path):
 # -- recorded scripts ------------------------------------------------------------------------------------------------
 
 
-def test_each_kind_is_there_for_both_schedulers() -> None:
-    slurm = [f"slurm_{kind}.sbatch" for kind in KINDS]
-    assert [path.name for path in JOBS] == sorted([*slurm, *[f"pbs_{kind}.pbs" for kind in KINDS]])
+def test_each_kind_is_there_for_each_scheduler() -> None:
+    expected = [f"{name}_{kind}{Path(each.file).suffix}" for name, each in SCHEDULERS.items() for kind in KINDS]
+    assert [path.name for path in JOBS] == sorted(expected)
 
 
 @each_job
@@ -118,8 +136,10 @@ def test_a_recorded_job_equals_the_output_of_its_command(
 @each_job
 def test_a_recorded_job_shows_how_to_submit_it(path: Path) -> None:
     file, text = f"jobs/{path.name}", path.read_text()
-    submit, by_hand = ("qsub", "qsub -I ") if path.suffix == ".pbs" else ("sbatch", "salloc ")
-    assert f"# Submit:\n#     {submit} {file}\n# Interactively:\n#     {by_hand}" in text
+    by_hand = {"pbs": "qsub -I", "slurm": "salloc", "lsf": "bsub -Is", "flux": "flux alloc"}
+    scheduler = path.name.partition("_")[0]
+    submission = SCHEDULERS[scheduler].submission(file)
+    assert f"# Submit:\n#     {submission}\n# Interactively:\n#     {by_hand[scheduler]} " in text
     assert f"bash {file}\n" in text
 
 
@@ -147,58 +167,68 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
 @pytest.mark.parametrize("status", [0, 1, 85, 137])
 def test_the_job_ends_as_its_ranks_do(job, scheduler: str, requeue: bool, status: int) -> None:
     made = job(scheduler, requeue=requeue)
-    outcome = made.run(STATUS_srun=status, STATUS_mpirun=status)
+    outcome = made.run(STATUS_python=status)
     assert (outcome.status, outcome.stderr) == (status, ""), outcome
-    assert len(made.calls("srun", "mpirun")) == 1
-    again = made.calls("scontrol", "qsub")
-    if not (requeue and status == 85):
-        assert again == []
-    elif scheduler == "slurm":
-        assert again == [["scontrol", "requeue", "12345"]]
-    else:
-        assert again == [["qsub", "-v", "JOB_RESTARTS=1", str(made.script)]]
+    assert len(made.calls("python")) == 1
+    again = {
+        "slurm": ["scontrol", "requeue", "12345"],
+        "pbs": ["qsub", "-v", "JOB_RESTARTS=1", str(made.script)],
+        "lsf": ["bsub"],  # which reads the script
+        "flux": ["flux", "--parent", "batch", str(made.script)],
+    }
+    is_again = requeue and status == 85
+    assert made.calls(*SUBMITTERS) == [again[scheduler]] * is_again
+    assert ("JOB_RESTARTS=1\n" in outcome.stdout) == (is_again and scheduler in ("lsf", "flux"))
 
 
 @each_scheduler
-@pytest.mark.parametrize(("restarts", "goes_on"), [(1, True), (2, True), (3, False), (4, False)])
-def test_restarts_have_a_limit(job, scheduler: str, restarts: int, goes_on: bool) -> None:
+@pytest.mark.parametrize(("restarts", "continues"), [(1, True), (2, True), (3, False), (4, False)])
+def test_restarts_have_a_limit(job, scheduler: str, restarts: int, continues: bool) -> None:
     made = job(scheduler, requeue=True, max_restarts=3)
-    outcome = made.run(STATUS_srun=85, STATUS_mpirun=85, SLURM_RESTART_COUNT=restarts, JOB_RESTARTS=restarts)
+    outcome = made.run(STATUS_python=85, SLURM_RESTART_COUNT=restarts, JOB_RESTARTS=restarts)
     assert outcome.status == 85
-    assert len(made.calls("scontrol", "qsub")) == goes_on
-    assert ("limit of 3 restarts reached" in outcome.stderr) != goes_on
-    if goes_on and scheduler == "pbs":
+    assert len(made.calls(*SUBMITTERS)) == continues
+    assert ("limit of 3 restarts reached" in outcome.stderr) != continues
+    if continues and scheduler == "pbs":
         assert made.calls("qsub")[0][2] == f"JOB_RESTARTS={restarts + 1}"
 
 
 @each_scheduler
 def test_a_job_that_cannot_be_started_again_keeps_its_status(job, scheduler: str) -> None:
     made = job(scheduler, requeue=True)
-    assert made.run(STATUS_srun=85, STATUS_mpirun=85, STATUS_scontrol=1, STATUS_qsub=1).status == 85
+    assert made.run(STATUS_python=85, STATUS_scontrol=1, STATUS_qsub=1, STATUS_bsub=1, STATUS_flux=1).status == 85
 
 
 def test_one_job_of_an_array_is_requeued_alone(job) -> None:
     made = job("slurm", requeue=True, array="0-3")
-    made.run(STATUS_srun=85, SLURM_ARRAY_JOB_ID=12345, SLURM_ARRAY_TASK_ID=3)
+    made.run(STATUS_python=85, SLURM_ARRAY_JOB_ID=12345, SLURM_ARRAY_TASK_ID=3)
     assert made.calls("scontrol") == [["scontrol", "requeue", "12345_3"]]
 
 
+@pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
 @pytest.mark.parametrize("requeue", [False, True])
-def test_the_status_is_kept_on_sigterm_and_the_job_is_not_resubmitted(job, requeue: bool) -> None:
-    """qdel sends TERM to the script as well as to the ranks, which then exit with 85: the job must not run again."""
-    made = job("pbs", requeue=requeue)
-    outcome = made.run(STATUS_mpirun=85, TERMINATES="mpirun")
+def test_the_status_is_kept_on_sigterm_and_the_job_is_not_resubmitted(job, scheduler: str, requeue: bool) -> None:
+    """qdel and bkill send TERM to the script as well as to the ranks, which exit with 85: it must not run again."""
+    made = job(scheduler, requeue=requeue)
+    outcome = made.run(STATUS_python=85, TERMINATES="python")
     assert outcome.status == 85, outcome
-    assert made.calls("qsub") == []
+    assert made.calls(*SUBMITTERS) == []
 
 
-@pytest.mark.parametrize("starter", ["mpirun", "srun"])
-def test_nothing_computes_without_its_software(job, starter: str) -> None:
-    made = job("slurm" if starter == "srun" else "pbs", module=("openmpi/5", "cuda"), venv="/nowhere")
+def test_the_script_outlives_the_signals_before_the_time_limit_of_lsf(job) -> None:
+    made = job("lsf", requeue=True)
+    (made.stand_ins / "python").write_text('#!/bin/bash\nkill -USR1 "$PPID"; kill -USR2 "$PPID"; exit 85\n')
+    outcome = made.run()
+    assert (outcome.status, made.calls(*SUBMITTERS)) == (85, [["bsub"]]), outcome
+
+
+@each_scheduler
+def test_nothing_computes_without_its_software(job, scheduler: str) -> None:
+    made = job(scheduler, module=("openmpi/5", "cuda"), venv="/nowhere")
     outcome = made.run(STATUS_module=3)
     assert (outcome.status, made.calls()) == (3, [["module", "load", "openmpi/5", "cuda"]])
     assert made.run().status != 0
-    assert made.calls(starter) == []
+    assert made.calls("python") == []
 
 
 @each_scheduler
@@ -211,44 +241,25 @@ def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
 # -- starting ranks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mpi", "kind"), [("openmpi", "pmix"), ("mpich", "pmi2")])
-@pytest.mark.parametrize("requeue", [False, True])
-def test_srun_gets_the_mpi_type_and_the_cpus(job, mpi: str, kind: str, requeue: bool) -> None:
-    made = job("slurm", mpi=mpi, requeue=requeue)
+@each_scheduler
+def test_mpicomm_run_gets_the_program_and_the_names_of_variables(job, scheduler: str) -> None:
+    made = job(scheduler, ranks_per_node=2, env=("A=1", "B=x y"))
     assert made.run().status == 0
-    kill = f"--kill-on-bad-exit={0 if requeue else 1}"
-    assert made.calls() == [["srun", f"--mpi={kind}", kill, "--cpus-per-task=3", "python", "train.py"]]
+    number = ["-n", "4"] if scheduler == "flux" else []  # an instance of Flux has no number of tasks
+    run = ["run", *number, "--env", "A", "--env", "B", "--"]
+    assert made.calls() == [["python", "-m", "mpicomm", *run, "python", "train.py"]]
 
 
-def test_mpirun_gets_its_hosts(job) -> None:
-    made = job("pbs", ranks_per_node=2, env=("A=1",), module=("m",))
-    assert made.run().status == 0
-    hosts = ["-n", "4", "--hostfile", made.env["PBS_NODEFILE"]]
-    bound = ["--map-by", "ppr:2:node", "--bind-to", "none"]
-    names = [word for name in ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "A") for word in ("-x", name)]
-    assert made.calls("mpirun") == [["mpirun", *hosts, *bound, *names, "python", "train.py"]]
-
-
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_without_ssh_pbs_starts_the_daemons_of_mpirun(job, mpi: str) -> None:
-    made = job("pbs", mpi=mpi, no_ssh=True)
-    agent = '"${PRTE_MCA_plm_ssh_agent:-$HYDRA_LAUNCHER_EXEC}" -x -q node2 A=1 prted "a  b" ";"'
-    (made.stand_ins / "mpirun").write_text(
-        f'#!/bin/bash\necho "$HYDRA_LAUNCHER"\nenv -i CALLS="$CALLS" PATH="$PATH" {agent}\n'
-    )
-    outcome = made.run()
-    assert (outcome.status, outcome.stderr) == (0, ""), outcome
-    assert outcome.stdout == ("\n" if mpi == "openmpi" else "ssh\n")
-    assert made.calls() == [["pbs_tmrsh", "node2", "/bin/sh", "-c", "A=1 prted a  b ;"]]
-    assert list(made.submitted.iterdir()) == []
-
-
-def test_mpich_gets_other_options(job) -> None:
-    made = job("pbs", mpi="mpich", env=("A=1",))
-    made.run()
-    assert made.calls() == [
-        ["mpirun", "-n", "4", "--hostfile", made.env["PBS_NODEFILE"], "python", "train.py"],
-    ]
+@pytest.mark.parametrize("scheduler", [name for name, each in SCHEDULERS.items() if each.array_index])
+def test_the_index_of_an_array_stands_in_the_command_and_in_the_directory(job, scheduler: str) -> None:
+    name = SCHEDULERS[scheduler].array_index
+    words = [f"--seed=${name}", f"${{{name}}}/a b", "$HOME", f"${name}x"]
+    made = job(scheduler, "train", *words, array="1-9", chdir=f"run $-${name}", env=(f"A=<${name}>",))
+    where = made.submitted / "run $-7"
+    where.mkdir()
+    (made.stand_ins / "mpicomm").write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$A" "${@:6}"\n')
+    outcome = made.run(**{name: 7})
+    assert outcome.stdout == f"{where}|<7>|--seed=7|7/a b|$HOME|${name}x|", outcome
 
 
 def test_srun_starts_a_torchrun_on_each_node(job) -> None:
@@ -270,11 +281,40 @@ def test_pbs_starts_a_torchrun_on_each_host(job) -> None:
     for node_rank, call in enumerate(calls):
         given, program = call[: call.index("torchrun")], call[call.index("torchrun") :]
         where = ["pbs_tmrsh", f"node{node_rank + 1}", "/usr/bin/env", "-C", str(made.submitted)]
-        assert given == [*where, f"PATH={made.env['PATH']}", "OMP_NUM_THREADS=2", "A=it's"]
+        variables = [f"PATH={made.env['PATH']}", "OMP_NUM_THREADS=2", "PBS_JOBID=4567[0].server", "A=it's"]
+        assert given == [*where, *variables]
         place = [f"--node-rank={node_rank}", "--master-addr=node1", "--master-port=24567"]
         assert program == ["torchrun", "--nproc-per-node=4", "--nnodes=2", *place, "train.py", "a b"]
     assert len(calls) == 2
     assert made.run(STATUS_pbs_tmrsh=7).status == 7
+
+
+def test_the_ranks_of_torchrun_get_the_index_of_an_array_of_pbs(job) -> None:
+    made = job("pbs", "torchrun", "train.py", array="0-9")
+    made.run(PBS_ARRAY_INDEX=3)
+    assert [call.count("PBS_ARRAY_INDEX=3") for call in made.calls("pbs_tmrsh")] == [1, 1]
+
+
+def test_lsf_starts_a_torchrun_on_each_host(job) -> None:
+    made = job("lsf", "torchrun", "train.py", "a b", ranks_per_node=4)
+    assert made.run().status == 0
+    for node_rank, call in enumerate(sorted(made.calls("blaunch"))):
+        assert call[:6] == ["blaunch", "-no-shell", f"node{node_rank + 1}", "/usr/bin/env", "-C", str(made.submitted)]
+        place = [f"--node-rank={node_rank}", "--master-addr=node1", "--master-port=24567"]
+        assert call[-8:] == ["torchrun", "--nproc-per-node=4", "--nnodes=2", *place, "train.py", "a b"]
+    assert len(made.calls("blaunch")) == 2
+    assert made.run(STATUS_blaunch=7).status == 7
+
+
+def test_flux_starts_a_torchrun_on_each_node(job) -> None:
+    made = job("flux", "torchrun", "train.py", ranks_per_node=4, gpus_per_node=4)
+    assert made.run().status == 0
+    (starter,) = made.calls("flux")
+    assert starter[:10] == ["flux", "run", "-N", "2", "-n", "2", "-c", "4", "-g", "4"]
+    assert run_command(starter[10:], env=made.env | {"FLUX_TASK_RANK": "1"}).stdout == "PET_NODE_RANK=1\n"
+    (call,) = made.calls("torchrun")
+    assert call[:4] == ["torchrun", "--nproc-per-node=4", "--nnodes=2", f"--master-addr={os.uname().nodename}"]
+    assert made.run(STATUS_flux=7).status == 7
 
 
 @each_scheduler
@@ -291,8 +331,7 @@ def test_on_one_node_torchrun_needs_no_address(tmp_path: Path, scheduler: str) -
 @each_scheduler
 def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
     made = job(scheduler, "show", env=("A=it's $HOME; `x`\nend",), cpus_per_rank=3, chdir=None)
-    starter = made.stand_ins / ("srun" if scheduler == "slurm" else "mpirun")
-    starter.write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$OMP_NUM_THREADS" "$A" "$(umask)"\n')
+    (made.stand_ins / "mpicomm").write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$OMP_NUM_THREADS" "$A" "$(umask)"\n')
     umask = "0022" if scheduler == "pbs" else run_command(["bash", "-c", "umask"]).stdout.strip()
     assert made.run().stdout == f"{made.submitted}|3|it's $HOME; `x`\nend|{umask}|"
 
@@ -310,27 +349,24 @@ def test_the_program_gets_its_arguments(scheduler: str, words: list[str]) -> Non
         assert call[call.index("program") + 1 :] == [word for word in words if word != ":"]
 
 
-# -- with a real mpirun ----------------------------------------------------------------------------------------------
+# -- with a real mpicomm run -----------------------------------------------------------------------------------------
 
 BIN = Path(sys.executable).parent
-HAS_OPEN_MPI = "Open MPI" in run_command([str(BIN / "mpirun"), "--version"]).stdout
 LEAVES = "import sys; from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print(MPI.COMM_WORLD.size); sys.exit(85)"
 
 
 def real(directory: Path, *command: str, **options: object) -> Job:
     """Return a PBS job with two slots on this host."""
-    made = Job(
-        directory, JobSpec("pbs", command, ranks_per_node=2, mpi="openmpi" if HAS_OPEN_MPI else "mpich", **options)
-    )
-    (made.stand_ins / "mpirun").unlink()
+    made = Job(directory, JobSpec("pbs", command, ranks_per_node=2, **options))
+    (made.stand_ins / "python").unlink()
     Path(made.env["PBS_NODEFILE"]).write_text(f"{os.uname().nodename}\n" * 2)
-    made.env["PATH"] = f"{made.stand_ins}:{BIN}:{os.environ['PATH']}"
+    made.env |= {"PATH": f"{made.stand_ins}:{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     return made
 
 
 @pytest.mark.each_mpi
 def test_ranks_start_in_pbs(tmp_path: Path) -> None:
-    made = real(tmp_path, "python", "-m", "mpicomm.examples.p2p", env=(f"PYTHONPATH={ROOT}",))
+    made = real(tmp_path, "python", "-m", "mpicomm.examples.p2p")
     outcome = made.run()
     assert outcome.status == 0, outcome
     assert outcome.stdout.count("rank 1: had 1, received 0 from rank 0") >= 1, outcome

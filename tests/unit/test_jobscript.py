@@ -22,10 +22,10 @@ def directives(text: str) -> list[str]:
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     first_command = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    found = [line for line in lines if re.match(r"\s*#(SBATCH|PBS)\b", line)]
-    assert found == [line for line in lines[:first_command] if re.match(r"#(SBATCH|PBS) ", line)]
-    assert len({line.partition(" ")[0] for line in found}) == 1
-    return [line.partition(" ")[2] for line in found]
+    found = [line for line in lines if re.match(r"\s*#(SBATCH\b|PBS\b|BSUB\b|\s*flux:)", line)]
+    assert found == [line for line in lines[:first_command] if re.match(r"#(SBATCH|PBS|BSUB| flux:) ", line)]
+    (beginning,) = {re.match(r"# flux:|#\w+", line)[0] for line in found}
+    return [line.removeprefix(f"{beginning} ") for line in found]
 
 
 def of_slurm(spec: JobSpec) -> dict[str, str]:
@@ -165,21 +165,20 @@ def test_times(time: str, wanted: int) -> None:
     assert seconds(of_slurm(job("slurm", time=time))["time"]) == wanted
 
 
-TEXTS = {
-    "partition": ("gpu-large", "--partition=gpu-large", "-q gpu-large"),
-    "account": ("proj_12.a", "--account=proj_12.a", "-A proj_12.a"),
-    "array": ("0-9%2", "--array=0-9%2", "-J 0-9%2"),
-    "mail_user": ("me@example.org", "--mail-user=me@example.org", "-M me@example.org"),
-    "mail_type": ("begin,fail", "--mail-type=BEGIN,FAIL", "-m ba"),
-    "output": ("logs/%x-%j.out", "--output=logs/%x-%j.out", "-o logs/%x-%j.out"),
-    "error": ("a.err", "--error=a.err", "-e a.err"),
-    "name": ("first-run", "--job-name=first-run", "-N first-run"),
-    "exclusive": (True, "--exclusive", "-l place=scatter:exclhost"),
-    "qos": ("long", "--qos=long", None),
-    "constraint": ("[a100|h100]&nvlink", "--constraint=[a100|h100]&nvlink", None),
-    "signal": ("USR2@60", "--signal=USR2@60", None),
-    "requeue": (True, "--requeue", None),
-    "project": ("abc1", None, "-P abc1"),
+TEXTS = {  # the option, and its directives for Slurm, PBS, LSF and Flux; None where the scheduler has none
+    "partition": ("gpu-large", "--partition=gpu-large", "-q gpu-large", "-q gpu-large", "--queue=gpu-large"),
+    "account": ("proj_12.a", "--account=proj_12.a", "-A proj_12.a", "-P proj_12.a", "--bank=proj_12.a"),
+    "array": ("1-9%2", "--array=1-9%2", "-J 1-9%2", "-J train[1-9]%2", None),
+    "mail_user": ("me@example.org", "--mail-user=me@example.org", "-M me@example.org", "-u me@example.org", None),
+    "mail_type": ("begin", "--mail-type=BEGIN", "-m b", "-B", None),
+    "output": ("logs/%x-%j.out", "--output=logs/%x-%j.out", "-o logs/%x-%j.out", "-o logs/%x-%j.out", ...),
+    "error": ("a.err", "--error=a.err", "-e a.err", "-e a.err", "--error=a.err"),
+    "name": ("first-run", "--job-name=first-run", "-N first-run", "-J first-run", "--job-name=first-run"),
+    "exclusive": (True, "--exclusive", "-l place=scatter:exclhost", "-x", "--exclusive"),
+    "qos": ("long", "--qos=long", None, None, None),
+    "constraint": ("[a100|h100]&nvlink", "--constraint=[a100|h100]&nvlink", None, None, None),
+    "signal": ("USR2@60", "--signal=USR2@60", None, "-wa USR2", None),
+    "project": ("abc1", None, "-P abc1", None, None),
 }
 
 
@@ -189,13 +188,43 @@ def test_an_option_is_a_directive(scheduler: str, field: str) -> None:
     value, *written = TEXTS[field]
     expected = written[list(SCHEDULERS).index(scheduler)]
     if expected is None:
-        if field != "requeue":
-            with pytest.raises(ValueError, match=f"--{field} is valid only for (Slurm|PBS): "):
-                job(scheduler, **{field: value})
+        flag = field.replace("_", "-")
+        with pytest.raises(ValueError, match=f"--{flag} is valid only for (Slurm|PBS)( and LSF| and PBS and LSF)?: "):
+            job(scheduler, **{field: value})
         return
+    if expected is ...:
+        expected = f"--{field}={value}"
     before, after = directives(script(job(scheduler))), directives(script(job(scheduler, **{field: value})))
     assert expected not in before
     assert after.count(expected) == 1
+
+
+def of_lsf(spec: JobSpec) -> list[str]:
+    return directives(script(spec))
+
+
+def test_lsf_gets_a_slot_for_each_rank() -> None:
+    spec = job("lsf", nodes=3, ranks_per_node=2, cpus_per_rank=4, gpus_per_node=2, mem_per_cpu="2G", time="1:00:30")
+    expected = ["-n 6", "-R span[ptile=2]", "-R affinity[core(4)]", "-gpu num=2", "-R rusage[mem=16GB/host]", "-W 1:01"]
+    assert set(expected) <= set(of_lsf(spec))
+    torchrun = job("lsf", "torchrun", "x.py", nodes=3, ranks_per_node=2, cpus_per_rank=4)
+    assert {"-n 3", "-R span[ptile=1]", "-R affinity[core(8)]"} <= set(of_lsf(torchrun))
+    warned = job("lsf", requeue=True, file="x.lsf", signal="USR1@61")
+    assert {"-wa USR1", "-wt 2"} <= set(of_lsf(warned)), "whole minutes"
+    assert set(of_lsf(job("lsf", mail_user="me", mail_type="ALL"))) >= {"-u me", "-B", "-N"}
+
+
+@settings(derandomize=True)
+@given(sizes(), st.booleans())
+def test_flux_gets_a_slot_for_each_node(size: dict[str, object], has_torchrun: bool) -> None:
+    size = {name: value for name, value in size.items() if not name.startswith("mem")}
+    spec = job("flux", *(["torchrun", "x.py"] if has_torchrun else PROGRAM), **size)
+    options = dict(each.removeprefix("--").partition("=")[::2] for each in directives(script(spec)))
+    assert int(options["nodes"]) == int(options["nslots"]) == spec.nodes
+    assert int(options["cores-per-slot"]) == spec.ranks_per_node * spec.cpus_per_rank
+    assert int(options.get("gpus-per-slot", 0)) == spec.gpus_per_node
+    assert options["time-limit"] == f"{60 * int(spec.time)}s"
+    assert ("exclusive" in options) == spec.exclusive
 
 
 def test_consequences_of_options() -> None:
@@ -209,9 +238,17 @@ def test_consequences_of_options() -> None:
     requeued = of_slurm(job("slurm", requeue=True))
     assert (requeued["signal"], requeued["open-mode"]) == ("USR1@180", "append")
     assert of_slurm(job("slurm", requeue=True, signal="TERM@60"))["signal"] == "TERM@60"
-    assert "--mpi=pmix " in script(job("slurm"))
-    assert "--mpi=pmi2 " in script(job("slurm", mpi="mpich"))
+    assert "--mpi" not in script(job("slurm")), "mpicomm run detects the MPI of the environment"
+    assert "ngpus" not in script(job("pbs"))
+    assert "Unknown resource: ngpus" in script(job("pbs", gpus_per_node=1))
     assert "--gpus-per-task" not in script(job("slurm", gpus_per_node=1))
+
+
+@each_scheduler
+def test_ranks_start_with_the_mpi_of_their_python(scheduler: str) -> None:
+    text = script(job(scheduler, "/opt/env/bin/python3.12", "train.py"))
+    assert re.search(r"\n/opt/env/bin/python3.12 -m mpicomm run .*\\\n    /opt/env/bin/python3.12 train.py\n", text)
+    assert re.search(r"\nmpicomm run .*\\\n    ./solver\n", script(job(scheduler, "./solver")))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +267,7 @@ def test_consequences_of_options() -> None:
 )
 @each_scheduler
 def test_a_job_has_the_name_of_its_program(scheduler: str, command: tuple[str, ...], name: str) -> None:
-    assert directives(script(job(scheduler, *command)))[0] in (f"--job-name={name}", f"-N {name}")
+    assert directives(script(job(scheduler, *command)))[0] in (f"--job-name={name}", f"-N {name}", f"-J {name}")
 
 
 @pytest.mark.parametrize(("ranks", "gpus", "text"), [(4, 4, ""), (4, 2, "2 ranks share each GPU"), (2, 4, "2 of 4")])
@@ -253,6 +290,14 @@ def test_interactively_it_is_the_same_job(capsys: pytest.CaptureFixture[str]) ->
     text = run(capsys, "pbs", *options, "--", *PROGRAM)
     line = next(line for line in text.splitlines() if line.startswith("#     qsub -I "))
     assert set(directives(text)) - {"-N train", "-j oe"} == set(re.findall(r"-\w \S+", line.partition("-I ")[2]))
+
+    text = run(capsys, "lsf", *options, "--", *PROGRAM)
+    line = next(line for line in text.splitlines() if line.startswith("#     bsub -Is "))
+    assert shlex.split(line[1:])[2:-2] == [word for each in directives(text)[1:-1] for word in each.split()]
+
+    text = run(capsys, "flux", *options[:-2], "--", *PROGRAM)
+    line = next(line for line in text.splitlines() if line.startswith("#     flux alloc "))
+    assert shlex.split(line[1:])[2:-2] == directives(text)[1:-1]
 
 
 # -- values that must not break a script -----------------------------------------------------------------------------
@@ -315,7 +360,7 @@ REFUSED = [
     ("slurm --time 1:60:00", "python x.py", "--time '1:60:00': expected hours:minutes:seconds (1:00:00), days-hours"),
     ("slurm --time 0", "python x.py", "--time 0 must be positive; expected hours:minutes:seconds"),
     ("slurm --time UNLIMITED", "python x.py", "--time 'UNLIMITED': expected"),
-    ("pbs --time 1-12:00:00", "python x.py", "PBS does not accept days; use --time 36:00:00"),
+    ("pbs --time 1-12:00:00", "python x.py", "only Slurm accepts days; use --time 36:00:00"),
     (
         "slurm --requeue --time 2",
         "python x.py",
@@ -323,12 +368,16 @@ REFUSED = [
     ),
     ("slurm --signal B:USR1@60", "python x.py", "--signal 'B:USR1@60': expected USR1, USR2 or TERM, @ and seconds"),
     ("slurm --signal INT@60", "python x.py", "expected USR1, USR2 or TERM"),
-    ("pbs --signal USR1@60", "python x.py", "--signal is valid only for Slurm: PBS sends no signal"),
-    ("pbs --qos long", "python x.py", "--qos is valid only for Slurm: in PBS use --queue"),
-    ("slurm --no-ssh", "python x.py", "--no-ssh is valid only for PBS"),
+    ("pbs --signal USR1@60", "python x.py", "--signal is valid only for Slurm and LSF: elsewhere mpicomm.T"),
+    ("pbs --qos long", "python x.py", "--qos is valid only for Slurm: elsewhere use --queue"),
+    ("flux --mem 4G", "python x.py", "--mem is valid only for Slurm and PBS and LSF: Flux does not schedule memory"),
+    ("flux --requeue", "python x.py", "--requeue: the job submits its script again; add -o FILE, for example -o job.f"),
+    ("lsf --array 0-9", "python x.py", "--array 0-9: LSF accepts indices from 1"),
+    ("lsf --array 1-9 --requeue", "python x.py", "LSF cannot resubmit one job of an array"),
+    ("pbs --array 0-9", "python x.py $SLURM_ARRAY_TASK_ID", "not set in this job; use $PBS_ARRAY_INDEX"),
+    ("pbs", "python x.py ${PBS_ARRAY_INDEX}", "$PBS_ARRAY_INDEX is not set in this job; add --array, or remove it"),
     ("slurm --mail-type sometimes", "python x.py", "--mail-type 'SOMETIMES': expected one of NONE, BEGIN, END, FAIL"),
     ("pbs --mail-type requeue", "python x.py", "--mail-type 'REQUEUE': expected one of NONE, BEGIN, END, FAIL, ALL"),
-    ("slurm --mpi intel", "python x.py", "invalid choice: 'intel' (choose from "),
     ("slurm --array 5-2", "python x.py", "--array 5-2: the range 5-2 ends before it begins"),
     ("slurm --array a", "python x.py", "--array 'a': expected 0-9, 0-9%2"),
     ("slurm --array 0-9 --output all.out", "python x.py", "all jobs of the array would write to this file; add %"),
@@ -347,7 +396,6 @@ REFUSED = [
     ("slurm", "torchrun --nnodes=2 x.py", "the script passes --nnodes=2 to torchrun, from --nodes"),
     ("pbs", "torchrun --nproc_per_node 2 x.py", "the script passes --nproc_per_node to torchrun"),
     ("slurm --requeue", "torchrun x.py", "--requeue does not work with torchrun, which runs without MPI and turns"),
-    ("slurm --mpi mpich", "torchrun x.py", "--mpi does not work with torchrun"),
 ]
 
 
@@ -358,13 +406,13 @@ def test_an_error_is_one_line(options: str, program: str, text: str, capsys: pyt
 
 
 def test_a_scheduler_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["job"], ["job", "lsf", "--", "python"]):
+    for arguments in (["job"], ["job", "sge", "--", "python"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
         assert "SCHEDULER" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="scheduler 'lsf': expected one of slurm, pbs"):
-        JobSpec("lsf", PROGRAM)
+    with pytest.raises(ValueError, match="scheduler 'sge': expected one of slurm, pbs, lsf, flux"):
+        JobSpec("sge", PROGRAM)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -381,7 +429,9 @@ def test_the_default_is_a_rank_for_each_gpu(capsys: pytest.CaptureFixture[str]) 
     assert "--ntasks-per-node=1" in directives(run(capsys, "slurm", "--", *PROGRAM))
 
 
-@pytest.mark.parametrize(("scheduler", "submit"), [("slurm", "sbatch"), ("pbs", "qsub")])
+@pytest.mark.parametrize(
+    ("scheduler", "submit"), [("slurm", "sbatch"), ("pbs", "qsub"), ("lsf", "bsub <"), ("flux", "flux batch")]
+)
 def test_a_script_is_written(scheduler: str, submit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "the job.sh"
     output = run(capsys, scheduler, "-o", str(file), "--", *PROGRAM)

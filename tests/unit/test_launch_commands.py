@@ -13,7 +13,7 @@ import pytest
 from mpicomm import launch
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, commands, environment, request
-from mpicomm.launch.allocation import Allocation, Host, PBSAllocation, SlurmAllocation
+from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
 
@@ -71,6 +71,20 @@ def test_a_program_is_run_by_its_interpreter(words: list[str], module: list[str]
 def test_no_program_is_an_error(words: list[str]) -> None:
     with pytest.raises(LaunchError, match="nothing to run"):
         request.program(words, [], PYTHON)
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["torchrun", "--nproc-per-node", "2", "x.py"], []),
+        ([], ["torch.distributed.run", "--nproc-per-node", "2", "x.py"]),
+        (["python", "-m", "torch.distributed.launch", "--nproc-per-node", "2", "x.py"], []),
+    ],
+)
+def test_ranks_start_no_torchrun(words: list[str], module: list[str]) -> None:
+    with pytest.raises(LaunchError, match="torchrun starts ranks itself") as caught:
+        request.program(words, module, PYTHON)
+    assert str(caught.value).endswith("\n  torchrun --nproc-per-node 2 x.py")
 
 
 def test_a_start_is_shown_as_a_shell_command() -> None:
@@ -165,15 +179,120 @@ def test_the_cpus_of_an_allocation() -> None:
 
 
 def test_without_a_job_there_is_no_allocation() -> None:
-    assert SlurmAllocation.from_environ({"SLURM_CONF": "/etc/slurm.conf"}) is None
-    assert not PBSAllocation.is_set({"PBS_JOBID": "0.pbs1", "PBS_NODEFILE": "/f"})
+    for environ in ({"SLURM_CONF": "/etc/slurm.conf"}, {"PBS_JOBID": "0.pbs1", "PBS_NODEFILE": "/f"}):
+        assert allocation.from_environ(environ, read=lambda path: "a\n") is None
+
+
+LSF = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 4 b 2 ", "LSB_DJOB_NUMPROC": "6", "LSB_HOSTS": "a a a a b b"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3"} | LSF, 3),
+        (LSF, 6),
+        ({"PBS_JOBID": "0.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/aux/0"}, 5),
+    ],
+)
+def test_the_scheduler_of_a_job_gives_its_number_of_ranks(environ: dict[str, str], ranks: int) -> None:
+    job = allocation.from_environ(environ, read={"/aux/0": "a\n" * 4 + "b\n"}.__getitem__)
+    assert job is not None
+    assert job.ranks == ranks
+
+
+def test_an_lsf_allocation() -> None:
+    assert HostAllocation.of_lsf(LSF) == HostAllocation("LSF", (Host("a", 4), Host("b", 2)))
+    with pytest.raises(LaunchError, match="unset LSB_JOBID LSB_MCPU_HOSTS"):
+        HostAllocation.of_lsf({"LSB_MCPU_HOSTS": "a b"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_GPUS": "2,3"}, "CUDA_VISIBLE_DEVICES=0,1"),
+        ({"SLURM_STEP_GPUS": "2"}, "SLURM_STEP_GPUS=2"),
+        ({"SLURM_GPUS_PER_TASK": "1"}, "SLURM_GPUS_PER_TASK=1"),
+        *(({"CUDA_VISIBLE_DEVICES": none, "SLURM_GPUS_PER_TASK": "1"}, None) for none in ("", "-1", "NoDevFiles")),
+        ({}, None),
+    ],
+)
+def test_the_gpus_that_a_process_was_assigned(environ: dict[str, str], shown: str | None) -> None:
+    assert allocation.assigned_gpus(environ) == shown
+
+
+def test_the_resources_of_a_flux_instance() -> None:
+    job = FluxAllocation.from_output("2 8 0\n")
+    assert (job, job.ranks, job.has_gpus) == (FluxAllocation(2, 8, 0), 8, False)
+    assert FluxAllocation(2, 8, 4).ranks == 4
+    for text in ("", "flux-resource: ERROR: Unable to connect to Flux\n", "2 8\n", "0 0 0\n"):
+        with pytest.raises(LaunchError, match="unset FLUX_URI"):
+            FluxAllocation.from_output(text)
+
+
+def test_a_heterogeneous_slurm_job_has_the_ranks_of_all_components() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_HET_SIZE": "2"}
+    environ |= {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "2"}
+    job = SlurmAllocation.from_environ(environ)
+    assert (job.groups, job.ranks) == (2, 3)
+    start = commands.srun(Request(PROGRAM), MACHINE, job, "pmix", HOME)
+    assert shlex.join(start.command) == f"srun --mpi=pmix --kill-on-bad-exit=0 --het-group=0-1 {PYTHON} train.py"
+    with pytest.raises(LaunchError, match=r"2 components.*\nOmit -n"):
+        commands.srun(Request(PROGRAM, 2), MACHINE, job, "pmix", HOME)
+
+
+def test_srun_passes_all_variables_where_the_job_has_none() -> None:
+    """`sbatch --export=NONE` sets the variable for its steps."""
+    job = SlurmAllocation(2, 4)
+    assert "SLURM_EXPORT_ENV" not in commands.srun(Request(PROGRAM), MACHINE, job, "pmix", HOME).environ
+    start = commands.srun(Request(PROGRAM), MACHINE, job, "pmix", {**HOME, "SLURM_EXPORT_ENV": "NONE"})
+    assert start.environ["SLURM_EXPORT_ENV"] == "ALL"
+
+
+def test_srun_starts_the_ranks_on_the_selected_nodes() -> None:
+    requested = Request(PROGRAM, 4, slurm_nodes=("b", "c"), ranks_per_node=2)
+    start = commands.srun(requested, MACHINE, SlurmAllocation(3, 6, cpus=(2, 2, 2)), "pmix", HOME)
+    assert shlex.join(start.command) == (
+        f"srun --mpi=pmix --kill-on-bad-exit=0 --ntasks=4 --nodes=2 --nodelist=b,c --ntasks-per-node=2 "
+        f"--cpus-per-task=1 {PYTHON} train.py"
+    )
+
+
+# -- flux run --------------------------------------------------------------------------------------------------------
+
+FLUX_RUN = [  # request, instance, options
+    (Request(PROGRAM), FluxAllocation(2, 8, 0), "-N 2 -n 8 -c 1 -o exit-timeout=none"),
+    (Request(PROGRAM, 2), FluxAllocation(2, 8, 0), "-N 2 -n 2 -c 4 -o exit-timeout=none"),
+    (Request(PROGRAM, 3), FluxAllocation(2, 8, 0), "-N 2 -n 3 -c 2 -o exit-timeout=none"),
+    (Request(PROGRAM, 1), FluxAllocation(2, 8, 0), "-N 1 -n 1 -c 4 -o exit-timeout=none"),
+    (Request(PROGRAM), FluxAllocation(2, 32, 8), "-N 2 -n 8 -c 4 -o exit-timeout=none -g 1"),
+    (Request(PROGRAM, 2), FluxAllocation(2, 8, 8), "-N 2 -n 2 -c 4 -o exit-timeout=none -g 4"),
+    (Request(PROGRAM, 16), FluxAllocation(2, 8, 2), "-N 2 -n 16 -c 1 -o exit-timeout=none"),
+    (Request(PROGRAM, tag_output=True), FluxAllocation(1, 2, 0), "-N 1 -n 2 -c 1 -o exit-timeout=none --label-io"),
+]
+
+
+@pytest.mark.parametrize(("requested", "job", "expected"), FLUX_RUN)
+def test_ranks_are_tasks_of_a_flux_job_on_all_nodes(requested: Request, job: FluxAllocation, expected: str) -> None:
+    start = commands.flux_run(requested, MACHINE, job, MPICH, (), HOME)
+    assert shlex.join(start.command) == f"flux run {expected} {PYTHON} train.py"
+    assert start.environ["OMP_NUM_THREADS"] == expected.split()[5]
+
+
+def test_flux_connects_open_mpi_by_its_plugin() -> None:
+    job = FluxAllocation(2, 8, 0)
+    start = commands.flux_run(Request(PROGRAM), MACHINE, job, OPEN_MPI, ["mpi", "pmix"], HOME)
+    assert "-o pmi=pmix" in shlex.join(start.command)
+    with pytest.raises(LaunchError, match=r"Open MPI 5.0.11.*no PMIx plugin.\nInstall flux-pmix"):
+        commands.flux_run(Request(PROGRAM), MACHINE, job, OPEN_MPI, ["mpi"], HOME)
+    old = Library("Open MPI", "4.1.4")
+    assert "pmi=" not in shlex.join(commands.flux_run(Request(PROGRAM), MACHINE, job, old, [], HOME).command)
 
 
 def test_a_pbs_allocation_is_read_from_its_file() -> None:
     environ = {"PBS_NODEFILE": "/aux/0.pbs1", "NCPUS": "2"}
-    job = PBSAllocation.from_environ(environ, "pbs1\npbs1\npbs2\npbs2\n")
-    assert job == PBSAllocation("/aux/0.pbs1", (Host("pbs1", 2), Host("pbs2", 2)), 2)
-    assert PBSAllocation.from_environ(environ, "pbs1\npbs2\n").hosts == (Host("pbs1", 1), Host("pbs2", 1))
+    job = HostAllocation.of_pbs(environ, "pbs1\npbs1\npbs2\npbs2\n")
+    assert job == HostAllocation("PBS", (Host("pbs1", 2), Host("pbs2", 2)), "/aux/0.pbs1", 2)
+    assert HostAllocation.of_pbs(environ, "pbs1\npbs2\n").hosts == (Host("pbs1", 1), Host("pbs2", 1))
 
 
 # -- srun ------------------------------------------------------------------------------------------------------------
@@ -186,6 +305,7 @@ NEW_LIST = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugi
 def test_srun_has_a_type_for_the_library(listed: str) -> None:
     assert OPEN_MPI.srun_type_in(listed, {}) == "pmix"
     assert MPICH.srun_type_in(listed, {}) == "pmi2"
+    assert Library("MPICH", "5.0.2", description="configure: --with-pmix=/usr").srun_type_in(listed, {}) == "pmix"
     assert INTEL.srun_type_in(listed, {}) is None
     assert INTEL.srun_type_in(listed, {"I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so"}) == "pmi2"
     assert CRAY.srun_type_in(listed, {}) == ("cray_shasta" if listed == OLD_LIST else "pmi2")
@@ -205,7 +325,7 @@ def test_srun_may_have_no_suitable_type(listed: str) -> None:
         (Request(PROGRAM), SlurmAllocation(2, 8, (32, 32)), "--ntasks=8 --cpus-per-task=8"),
         (Request(PROGRAM), SlurmAllocation(3, 5, (6, 6, 2)), "--ntasks=5 --cpus-per-task=1"),
         (Request(PROGRAM, 8), SlurmAllocation(2, 4, (2, 2)), "--ntasks=8 --overcommit"),
-        (Request(PROGRAM, tag_output=True), SlurmAllocation(1, 4), "--ntasks=4 --label"),
+        (Request(PROGRAM, tag_output=True), SlurmAllocation(1, 4), "--label --ntasks=4"),
     ],
 )
 def test_ranks_are_tasks_of_a_step(requested: Request, job: SlurmAllocation, expected: str) -> None:
@@ -307,8 +427,8 @@ def test_intel_mpi_takes_one_number_for_all_hosts() -> None:
         by_mpiexec(INTEL, Request(PROGRAM, hosts=(Host("a", 4), Host("b", 2))))
 
 
-def a_job(*numbers: int, cpus: int = 8) -> PBSAllocation:
-    return PBSAllocation("/aux/7", tuple(Host(f"pbs{i}", slots) for i, slots in enumerate(numbers)), cpus)
+def a_job(*numbers: int, cpus: int = 8) -> HostAllocation:
+    return HostAllocation("PBS", tuple(Host(f"pbs{i}", slots) for i, slots in enumerate(numbers)), "/aux/7", cpus)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +440,9 @@ def a_job(*numbers: int, cpus: int = 8) -> PBSAllocation:
         (a_job(9, 9), MACHINE, f"-n 18 --hostfile /aux/7 {UNBOUND}", ""),
     ],
 )
-def test_hosts_of_pbs_start_by_its_agent(job: PBSAllocation, machine: Machine, of_open_mpi: str, of_mpich: str) -> None:
+def test_hosts_of_pbs_start_by_its_agent(
+    job: HostAllocation, machine: Machine, of_open_mpi: str, of_mpich: str
+) -> None:
     start = by_mpiexec(OPEN_MPI, machine=machine, job=job, agent="/agent")
     assert options(start) == f"{of_open_mpi} --mca plm_rsh_agent /agent {FORWARDED}"
     start = by_mpiexec(MPICH, machine=machine, job=job, agent="/agent")
@@ -328,6 +450,14 @@ def test_hosts_of_pbs_start_by_its_agent(job: PBSAllocation, machine: Machine, o
     assert options(start) == f"-n {ranks} -f /aux/7 {of_mpich}-launcher ssh -launcher-exec /agent"
     start = by_mpiexec(INTEL, machine=machine, job=job, agent="/agent")
     assert options(start) == f"-n {ranks} -f /aux/7 -bootstrap ssh -bootstrap-exec /agent"
+
+
+def test_hosts_of_lsf_are_named() -> None:
+    job = HostAllocation.of_lsf(LSF)
+    start = by_mpiexec(OPEN_MPI, job=job, agent="/lsf/blaunch")
+    assert options(start) == f"-n 6 --host a:4,b:2 {UNBOUND} --mca plm_rsh_agent /lsf/blaunch {FORWARDED}"
+    start = by_mpiexec(MPICH, job=job, agent="/lsf/blaunch")
+    assert options(start) == "-n 6 -hosts a:4,b:2 -launcher ssh -launcher-exec /lsf/blaunch"
 
 
 def test_one_host_of_pbs_needs_no_agent() -> None:
@@ -446,8 +576,8 @@ def test_variables_of_another_job_are_removed() -> None:
 
 
 def test_an_address_that_the_user_sets_is_kept() -> None:
-    wish = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert environment.without_job(wish) == wish
+    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert environment.without_job(own) == own
 
 
 def test_values_that_the_user_sets_are_kept() -> None:
@@ -457,8 +587,9 @@ def test_values_that_the_user_sets_are_kept() -> None:
 
 
 TRAVELLING = (
-    "CUDA_HOME HF_HOME LD_LIBRARY_PATH MASTER_ADDR MPICOMM_DEBUG NCCL_DEBUG OMP_NUM_THREADS PATH PYTHONPATH "
-    "THP_MEM_ALLOC_ENABLE TORCH_LOGS VIRTUAL_ENV"
+    "CUDA_HOME HF_HOME LD_LIBRARY_PATH LSB_JOBID LSB_JOBINDEX MASTER_ADDR MPICOMM_DEBUG NCCL_DEBUG OMP_NUM_THREADS "
+    "PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH SLURM_ARRAY_TASK_ID SLURM_JOB_ID THP_MEM_ALLOC_ENABLE TORCH_LOGS "
+    "VIRTUAL_ENV"
 )
 
 
@@ -466,6 +597,16 @@ def test_variables_are_forwarded_to_other_hosts() -> None:
     travelling = TRAVELLING.split()
     staying = ["CUDA_VISIBLE_DEVICES", "DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR"]
     assert environment.forwarded(dict.fromkeys([*staying, *travelling], "1")) == travelling
+
+
+def test_variables_that_the_user_names_are_forwarded_too() -> None:
+    variables = request.variables(["A=1=2", "HOME", "PATH=/x"], HOME)
+    assert variables == {"A": "1=2", "HOME": "/home/u", "PATH": "/x"}
+    start = by_mpiexec(requested=Request(PROGRAM, 2, hosts=(Host("a"), Host("b")), variables=variables))
+    assert options(start).endswith(f"{FORWARDED} -x A -x HOME")
+    for word, message in (("1A=2", "expected NAME=VALUE"), ("B", "Use --env B=VALUE"), ("", "expected NAME=VALUE")):
+        with pytest.raises(LaunchError, match=message):
+            request.variables([word], HOME)
 
 
 def test_the_variables_for_gpu_buffers() -> None:
@@ -481,6 +622,7 @@ def test_the_variables_for_gpu_buffers() -> None:
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["sh", "prted"], "Open MPI's mpirun"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["hydra_pmi_proxy", "mpiexec.hydra"], "PMI_RANK=1 PMI_SIZE=2"),
         ({"SLURM_STEP_ID": "0"}, ["slurmstepd"], "SLURM_STEP_ID=0"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, ["flux-shell", "flux-broker"], "FLUX_JOB_SIZE=2"),
     ],
 )
 def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], message: str) -> None:
@@ -496,6 +638,7 @@ def test_ranks_start_no_jobs(environ: dict[str, str], ancestors: list[str], mess
         ({"SLURM_JOB_ID": "7"}, ["bash", "slurmstepd"]),  # a batch script
         ({"SLURM_STEP_ID": "4294967290"}, ["bash", "slurmstepd"]),  # a shell that salloc starts on a node
         ({}, ["bash", "mpirun"]),
+        ({"FLUX_URI": "local:///x"}, ["bash", "flux-broker", "flux-shell"]),  # a batch script
     ],
 )
 def test_other_processes_may_start_jobs(environ: dict[str, str], ancestors: list[str]) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import pytest
 
 from mpicomm.errors import LaunchError, RendezvousError
-from mpicomm.startup import rendezvous, topology
+from mpicomm.startup import interfaces, rendezvous, topology
 
 TOKEN = bytes(range(16))
 NAME = "rank0.cluster"
 
 
 @contextlib.contextmanager
-def someone_who_says(*parts: bytes, pause: float = 0.0) -> Iterator[tuple[str, int]]:
+def server_that_sends(*parts: bytes, pause: float = 0.0) -> Iterator[tuple[str, int]]:
     """Answer one caller with these bytes, piece by piece, and close the connection."""
 
     def answer() -> None:
@@ -77,11 +77,11 @@ def test_rank_0_is_reached() -> None:
 
 
 @pytest.mark.parametrize("callers", [1, 8])
-def test_rank_0_answers_everybody_at_every_place(callers: int) -> None:
+def test_rank_0_replies_to_all_on_every_address(callers: int) -> None:
     with rank_0(TOKEN, listeners=3) as places:
-        heard: list[bool] = []
+        received: list[bool] = []
         calls = [
-            threading.Thread(target=lambda place=place: heard.append(rendezvous.reaches(place, TOKEN)))
+            threading.Thread(target=lambda place=place: received.append(rendezvous.reaches(place, TOKEN)))
             for place in places
             for _ in range(callers)
         ]
@@ -89,23 +89,23 @@ def test_rank_0_answers_everybody_at_every_place(callers: int) -> None:
             call.start()
         for call in calls:
             call.join()
-    assert heard == [True] * callers * 3
+    assert received == [True] * callers * 3
 
 
-def test_an_answer_may_come_in_pieces() -> None:
-    with someone_who_says(*[bytes([byte]) for byte in TOKEN], pause=0.01) as place:
+def test_a_reply_may_arrive_in_pieces() -> None:
+    with server_that_sends(*[bytes([byte]) for byte in TOKEN], pause=0.01) as place:
         assert rendezvous.reaches(place, TOKEN)
 
 
 @pytest.mark.parametrize(
     "answer", [TOKEN[::-1], TOKEN[:-1], b"", b"HTTP/1.1 400 Bad Request"], ids=["other", "short", "nothing", "web"]
 )
-def test_somebody_else_is_not_rank_0(answer: bytes) -> None:
-    with someone_who_says(answer) as place:
+def test_another_server_is_not_rank_0(answer: bytes) -> None:
+    with server_that_sends(answer) as place:
         assert not rendezvous.reaches(place, TOKEN)
 
 
-def test_nobody_listens() -> None:
+def test_an_address_without_a_listener() -> None:
     with socket.socket() as bound:  # bound but not listening: no other process can take the port meanwhile
         bound.bind(("127.0.0.1", 0))
         start = time.monotonic()
@@ -113,8 +113,8 @@ def test_nobody_listens() -> None:
         assert time.monotonic() - start < 1
 
 
-def test_somebody_who_says_nothing_is_not_waited_for_long() -> None:
-    with someone_who_says(b"", pause=2) as place:
+def test_a_silent_server_is_not_awaited_for_long() -> None:
+    with server_that_sends(b"", pause=2) as place:
         start = time.monotonic()
         assert not rendezvous.reaches(place, TOKEN, seconds=0.2)
         assert time.monotonic() - start < 1.5
@@ -135,7 +135,7 @@ def test_a_place_is_chosen_that_every_node_reaches(monkeypatch: pytest.MonkeyPat
     with rank_0(TOKEN, listeners=2) as places:
         assert rendezvous._prove(ThreeRanks(), where, [], places, TOKEN) == 1
     nowhere = pytest.raises(RendezvousError, match="has no address that every node can reach")
-    with rank_0(TOKEN) as (near,), someone_who_says(TOKEN[::-1]) as strange, nowhere:
+    with rank_0(TOKEN) as (near,), server_that_sends(TOKEN[::-1]) as strange, nowhere:
         rendezvous._prove(ThreeRanks(), where, [], [near, strange], TOKEN)
 
 
@@ -165,28 +165,28 @@ def test_without_a_port_any_will_do(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["http", "-1", "65536", "29500.0", "0x50", "tcp://29500"])
-def test_what_is_no_port_is_refused(text: str) -> None:
+def test_an_invalid_port_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=f"^MASTER_PORT must be a number from 1 to 65535, got {text}"):
         rendezvous._given_port({"MASTER_PORT": text})
 
 
-def test_nothing_is_asked_for() -> None:
+def test_no_address_is_requested() -> None:
     assert rendezvous._given_addresses({}, None, num_nodes=2) == []
     assert rendezvous._given_addresses({"MASTER_ADDR": ""}, "", num_nodes=2) == []
 
 
-def test_a_name_stands_for_its_addresses(names: dict[str, list[str]]) -> None:
+def test_a_name_resolves_to_its_addresses(names: dict[str, list[str]]) -> None:
     names[NAME] = ["10.0.0.1", "10.1.0.1", "10.0.0.1"]
     assert rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=2) == ["10.0.0.1", "10.1.0.1"]
 
 
-def test_a_name_that_stands_for_nothing_is_refused(names: dict[str, list[str]]) -> None:
+def test_a_name_without_addresses_is_refused(names: dict[str, list[str]]) -> None:
     with pytest.raises(LaunchError, match=f"^MASTER_ADDR={NAME} cannot be resolved on {socket.gethostname()}"):
         rendezvous._given_addresses({"MASTER_ADDR": NAME}, None, num_nodes=1)
 
 
 @pytest.mark.parametrize("text", [".cluster", "a" * 64])
-def test_what_can_be_no_name_is_refused(text: str) -> None:
+def test_an_invalid_name_is_refused(text: str) -> None:
     """Python's codec for host names raises an error of its own."""
     with pytest.raises(LaunchError, match="cannot be resolved"):
         rendezvous._given_addresses({"MASTER_ADDR": text}, None, num_nodes=1)
@@ -200,7 +200,7 @@ def test_loopback_is_no_address_for_several_nodes(names: dict[str, list[str]]) -
 
 
 def test_an_interface_has_a_name_or_an_address() -> None:
-    name, address = next(each for each in rendezvous._interfaces() if each[1] == "127.0.0.1")
+    name, address = next(each for each in interfaces.listed() if each[1] == "127.0.0.1")
     assert address in rendezvous._given_addresses({}, name, num_nodes=1)
     assert rendezvous._given_addresses({}, address, num_nodes=1) == [address]
 
@@ -209,7 +209,7 @@ def test_an_unknown_interface_is_refused_with_those_that_exist() -> None:
     with pytest.raises(LaunchError, match=r"^MPICOMM_INTERFACE=nosuch0 is not an interface") as caught:
         rendezvous._given_addresses({}, "nosuch0", num_nodes=1)
     assert socket.gethostname() in str(caught.value)
-    assert all(f"{name} ({address})" in str(caught.value) for name, address in rendezvous._interfaces())
+    assert all(f"{name} ({address})" in str(caught.value) for name, address in interfaces.listed())
 
 
 def test_an_address_is_preferred_to_an_interface() -> None:
@@ -233,7 +233,7 @@ def test_one_node_listens_on_loopback_only() -> None:
 def test_several_nodes_never_listen_on_loopback(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses to which the host's name resolves are first."""
     addresses = ["127.0.0.1", "10.0.0.1", "10.1.0.1", "::1", "fd00::1"]
-    monkeypatch.setattr(rendezvous, "_interfaces", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
+    monkeypatch.setattr(interfaces, "listed", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
     assert rendezvous.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
     names[socket.gethostname()] = ["127.0.1.1", "10.1.0.1"]
     assert rendezvous.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import Any
 
 
@@ -45,8 +46,23 @@ class Option:
     least: int | None = None
     choices: tuple[str, ...] | None = None
     alias: str | None = None
-    only: tuple[str, str] | None = None
-    """The only scheduler that has it, and the alternative in the others."""
+    only: tuple[tuple[str, ...], str] | None = None
+    """The only schedulers that have it, and the alternative in the others."""
+
+    def check(self, name: str, value: Any, special: Collection[str] = ()) -> None:
+        """Raise ValueError if a value is too small, is no choice, or has another form.
+
+        Args:
+            name: The option, for messages.
+            special: Texts that are valid in addition to the form.
+        """
+        if self.least is not None and value < self.least:
+            raise ValueError(f"{name} {value}: expected {self.least} or more")
+        if self.choices and value is not None:
+            check_choice(name, value, self.choices)
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+            if self.form and text not in special:
+                self.form.check(name, text)
 
 
 def option(
@@ -54,6 +70,12 @@ def option(
 ) -> Any:
     """Return a field of a dataclass that is an option."""
     return dataclasses.field(default=default, metadata={"option": Option(help_text, metavar, form, **others)})
+
+
+def check_choice(name: str, value: str, valid: Collection[str]) -> None:
+    """Raise ValueError if a value is not one of the valid ones."""
+    if value not in valid:
+        raise ValueError(f"{name} {value!r}: expected one of {', '.join(valid)}")
 
 
 def flag(field: str) -> str:
@@ -84,7 +106,7 @@ def seconds_of(time: str, *, has_days: bool) -> int:
     hours, minutes = ("0", first) if days is None and second is None else (first, second)
     total = 86400 * int(days or 0) + 3600 * int(hours) + 60 * int(minutes or 0) + int(third or 0)
     if days is not None and not has_days:
-        raise ValueError(f"--time {time}: PBS does not accept days; use --time {clock(total)}")
+        raise ValueError(f"--time {time}: only Slurm accepts days; use --time {clock(total)}")
     if total == 0:
         raise ValueError(f"--time {time} must be positive; expected {forms}")
     return total

@@ -1,4 +1,4 @@
-"""PBS job scripts: directives, `mpirun` on the hosts of the job, and the handling of its exit status."""
+"""PBS job scripts: directives, the start of the ranks, and the handling of their exit status."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mpicomm.launch.jobscript import scheduler, shell
+from mpicomm.launch.jobscript import scheduler
 from mpicomm.launch.jobscript.options import clock, flag
-from mpicomm.launch.jobscript.scheduler import Scheduler, end, gpu_comment, torchrun_of_one_node
+from mpicomm.launch.jobscript.scheduler import Scheduler, end, run, torchrun_of_one_node, torchrun_on_hosts
 
 if TYPE_CHECKING:
     from mpicomm.launch.jobscript.spec import JobSpec
 
 _MAIL = {"NONE": "n", "BEGIN": "b", "END": "e", "FAIL": "a", "ALL": "abe"}
+_GPU_COMMENT = [
+    "If qsub reports `Unknown resource: ngpus`, this site has another name for GPUs: `pbsnodes -a` shows it among",
+    "resources_available. Replace ngpus below.",
+]
 _UNITS = {"K": "kb", "M": "mb", "G": "gb", "T": "tb"}
 
 
@@ -35,10 +39,11 @@ def _check(spec: JobSpec) -> None:
 
 def _script(spec: JobSpec) -> str:
     resources = _resources(spec)
-    where = '"$PBS_O_WORKDIR"' if spec.chdir is None else shell.quoted(spec.chdir)
+    where = '"$PBS_O_WORKDIR"' + (f" && cd {spec.quoted(spec.chdir)}" if spec.chdir else "")
     return scheduler.script(
         spec,
         interactive=f'qsub -I {" ".join(resources)}\ncd "$PBS_O_WORKDIR" &&',
+        comment=_GPU_COMMENT if spec.gpus_per_node else [],
         options=[f"-N {spec.title}", *resources, *_other_options(spec)],
         directory=[
             f"cd {where} || exit  # PBS starts in the home directory",
@@ -68,9 +73,11 @@ def _other_options(spec: JobSpec) -> list[str]:
 
 def _start(spec: JobSpec) -> list[list[str]]:
     if spec.torchrun is None:
-        return [*([_agent(spec)] if spec.no_ssh else []), _mpirun(spec), _end(spec)]
+        return [_run(spec), _end(spec)]
     if spec.nodes > 1:
-        return [_torchrun_on_hosts(spec, *spec.torchrun)]
+        number = "${PBS_JOBID%%[!0-9]*}" + (" + PBS_ARRAY_INDEX" if spec.array else "")
+        hosts = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
+        return [torchrun_on_hosts(spec, title="PBS", hosts=hosts, remote="pbs_tmrsh", number=number)]
     last = 'exit "$?"  # the status of the ranks becomes that of the job'
     return [["# torchrun starts the ranks.", torchrun_of_one_node(spec), last]]
 
@@ -99,70 +106,13 @@ def _memory(spec: JobSpec) -> str:
     return ""
 
 
-def _agent(spec: JobSpec) -> list[str]:
-    """Return the lines that replace ssh; pbs_tmrsh takes other arguments than mpirun passes."""
-    variables = {name: value.format(agent="$agent") for name, value in spec.implementation.agent_variables.items()}
+def _run(spec: JobSpec) -> list[str]:
+    comment = "mpicomm run starts a rank for each line of PBS_NODEFILE: select x mpiprocs."
     return [
-        "# There is no ssh between the hosts: mpirun starts its daemons through PBS.",
-        'agent=$(mktemp "$PWD/.pbs-agent-XXXXXX") || exit  # in a directory that all hosts share',
-        "trap 'rm -f \"$agent\"' EXIT",
-        "cat >\"$agent\" <<'END'",
-        "#!/bin/sh",
-        "while :; do case $1 in -*) shift ;; *) break ;; esac; done  # skip the options for ssh",
-        "host=$1",
-        "shift",
-        'exec pbs_tmrsh "$host" /bin/sh -c "$*"',
-        "END",
-        'chmod 755 "$agent"',
-        *[f"export {name}={value}" for name, value in variables.items()],
-    ]
-
-
-def _mpirun(spec: JobSpec) -> list[str]:
-    mpi = spec.implementation
-    mapping = mpi.job_options.format(per_node=spec.ranks_per_node)
-    launcher = ["mpirun", '-n "$ranks"', '--hostfile "$PBS_NODEFILE"', *([mapping] if mapping else [])]
-    variables = [mpi.forwarded.format(name=name) for name in _forwarded(spec) if mpi.forwarded]
-    return [
-        'ranks=$(wc -l <"$PBS_NODEFILE")  # one line per rank: select x mpiprocs',
-        "",
         "# On qdel and at the end of the walltime PBS sends SIGTERM to all processes. Without the trap this shell",
         "# would exit at once and lose the exit status of the ranks.",
         *(["terminated=", "trap terminated=yes TERM"] if spec.requeue else ["trap : TERM"]),
-        *[f"# {line}" for line in mpi.job_comment],
-        *gpu_comment(spec),
-        shell.broken(launcher, variables, [shell.joined(spec.command)]),
-        "status=$?",
-    ]
-
-
-def _forwarded(spec: JobSpec) -> list[str]:
-    """Return the variables that ranks on other hosts need to find Python and libraries, and the user's variables."""
-    names = ["PATH", *["LD_LIBRARY_PATH"] * bool(spec.module), "OMP_NUM_THREADS"]
-    return list(dict.fromkeys([*names, *[name for name, _ in spec.variables]]))
-
-
-def _torchrun_on_hosts(spec: JobSpec, program: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
-    # PBS's commands start programs on other hosts in the home directory, with almost no variables.
-    environment = [f'{name}="${name}"' for name in _forwarded(spec)]
-    number = "${PBS_JOBID%%[!0-9]*}" + (" + PBS_ARRAY_INDEX" if spec.array else "")
-    return [
-        "# PBS starts one torchrun on each host, which starts the ranks there. The rendezvous is on the first host.",
-        "mapfile -t hosts < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
-        f"port=$((20000 + ({number}) % 10000))  # jobs that share a host need different ports",
-        'for node_rank in "${!hosts[@]}"; do',
-        shell.broken(
-            ['    pbs_tmrsh "${hosts[node_rank]}" /usr/bin/env -C "$PWD"'],
-            environment,
-            [shell.joined(program), f"--nproc-per-node={spec.ranks_per_node}", '--nnodes="${#hosts[@]}"'],
-            ['--node-rank="$node_rank"', '--master-addr="${hosts[0]}"', '--master-port="$port"'],
-            [shell.joined(arguments), "&"],
-            indent="    ",
-        ),
-        "done",
-        'for _ in "${hosts[@]}"; do',
-        '    wait -n || exit "$?"  # PBS ends the processes on the other hosts',
-        "done",
+        *run(spec, comment=comment),
     ]
 
 
@@ -179,4 +129,14 @@ def _end(spec: JobSpec) -> list[str]:
     )
 
 
-PBS = Scheduler(title="PBS", commands=("qsub",), file="job.pbs", directive="#PBS", check=_check, script=_script)
+PBS = Scheduler(
+    title="PBS",
+    submit="qsub",
+    commands=("qsub", "pbsdsh", "pbs_tmrsh"),
+    file="job.pbs",
+    directive="#PBS",
+    check=_check,
+    script=_script,
+    job_variables=("PBS_JOBID",),
+    array_index="PBS_ARRAY_INDEX",
+)

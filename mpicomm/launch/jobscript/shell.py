@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 
 
-def quoted(word: str) -> str:
-    """Quote a word for bash, always on one line: a newline would end a comment, and PBS does not accept CR."""
+def quoted(word: str, variable: str | None = None) -> str:
+    """Quote a word for bash, always on one line: a newline would end a comment, and PBS does not accept CR.
+
+    Args:
+        variable: The name of a variable that bash expands in the word, as $NAME or ${NAME}.
+    """
+    if variable is not None:
+        texts = re.split(rf"\$(?:{variable}\b|{{{variable}}})", word)
+        if len(texts) > 1:
+            return f'"${variable}"'.join(quoted(text) if text else "" for text in texts)
     if word.isprintable():
         return shlex.quote(word)
     return "$'" + "".join(map(_escaped, word)) + "'"
 
 
-def joined(words: Iterable[str]) -> str:
+def joined(words: Iterable[str], variable: str | None = None) -> str:
     """Quote words and join them into one command."""
-    return " ".join(map(quoted, words))
+    return " ".join(quoted(word, variable) for word in words)
 
 
 def broken(*rows: Sequence[str], indent: str = "") -> str:

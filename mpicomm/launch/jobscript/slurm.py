@@ -1,4 +1,4 @@
-"""Slurm job scripts: directives, `srun`, and the handling of its exit status."""
+"""Slurm job scripts: directives, the start of the ranks, and the handling of their exit status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm.launch.jobscript import scheduler, shell
 from mpicomm.launch.jobscript.options import days_and_clock, flag
-from mpicomm.launch.jobscript.scheduler import MAIL_TYPES, Scheduler, end, gpu_comment, torchrun_of_one_node
+from mpicomm.launch.jobscript.scheduler import MAIL_TYPES, Scheduler, end, run, torchrun_of_one_node
 
 if TYPE_CHECKING:
     from mpicomm.launch.jobscript.spec import JobSpec
@@ -31,7 +31,7 @@ def _script(spec: JobSpec) -> str:
         spec,
         interactive=f"salloc {shell.joined(resources)}",
         options=[f"--job-name={spec.title}", *resources, *_other_options(spec)],
-        directory=[f"cd {shell.quoted(spec.chdir)} || exit"] if spec.chdir else [],
+        directory=[f"cd {spec.quoted(spec.chdir)} || exit"] if spec.chdir else [],
         threads="$SLURM_CPUS_PER_TASK" if spec.torchrun is None else str(spec.cpus_per_rank),
         start=_start(spec),
     )
@@ -71,7 +71,7 @@ def _other_options(spec: JobSpec) -> list[str]:
 
 
 def _start(spec: JobSpec) -> list[list[str]]:
-    lines = _srun(spec) if spec.torchrun is None else _srun_torchrun(spec, *spec.torchrun)
+    lines = _run(spec) if spec.torchrun is None else [*_srun_torchrun(spec, *spec.torchrun), "status=$?"]
     # The ID of the last job of an array is that of the array itself: scontrol would requeue the whole array.
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.array else '"$SLURM_JOB_ID"'
     last = end(
@@ -81,27 +81,18 @@ def _start(spec: JobSpec) -> list[list[str]]:
         requeue=f"scontrol requeue {job}",
         refusal="not requeued",
     )
-    return [[*lines, "status=$?"], last]
+    return [lines, last]
 
 
 def _written(options: Mapping[str, str | int | None]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
-def _srun(spec: JobSpec) -> list[str]:
-    lines = ["# srun starts the ranks. Since Slurm 22.05 it does not inherit --cpus-per-task from the job."]
+def _run(spec: JobSpec) -> list[str]:
+    lines = run(spec, comment="mpicomm run starts the tasks with srun and the PMI of the MPI in use.")
     if spec.gpus_per_node:
-        lines.append("# Each rank sees all GPUs of its node and uses one; NCCL needs access to the others.")
-    lines += gpu_comment(spec)
-    if spec.requeue:
-        lines += [
-            "# srun must not kill the other ranks if one exits with status 85: it would report their status instead.",
-            "# If a rank dies, mpicomm aborts the job.",
-        ]
-    kill = f"--kill-on-bad-exit={0 if spec.requeue else 1}"
-    # Without the right --mpi the ranks are N worlds of size 1.
-    launcher = ["srun", f"--mpi={spec.implementation.srun_types[-1]}", kill, _CPUS]
-    return [*lines, shell.broken(launcher, [shell.joined(spec.command)])]
+        lines.insert(1, "# Each rank sees all GPUs of its node and uses one; NCCL needs access to the others.")
+    return lines
 
 
 def _srun_torchrun(spec: JobSpec, program: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
@@ -118,24 +109,26 @@ def _srun_torchrun(spec: JobSpec, program: tuple[str, ...], arguments: tuple[str
             launcher,
             ["bash -c 'PET_NODE_RANK=$SLURM_NODEID exec \"$@\"' bash"],
             [
-                shell.joined(program),
+                spec.joined(program),
                 '--nnodes="$SLURM_JOB_NUM_NODES"',
                 '--master-addr="$first"',
                 '--master-port="$port"',
             ],
-            [shell.joined(arguments)],
+            [spec.joined(arguments)],
         ),
     ]
 
 
 SLURM = Scheduler(
     title="Slurm",
-    commands=("sbatch", "salloc"),
+    submit="sbatch",
+    commands=("sbatch", "salloc", "srun"),
     file="job.sbatch",
     directive="#SBATCH",
     check=_check,
     script=_script,
     mail_types=(*MAIL_TYPES, "REQUEUE", "ARRAY_TASKS", "TIME_LIMIT", "TIME_LIMIT_80"),
+    array_index="SLURM_ARRAY_TASK_ID",
     has_days=True,
     requeue_signal="USR1@180",
     special_values=[("mem", "0")],  # all memory of the node

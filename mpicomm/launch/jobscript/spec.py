@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import PurePath
 
 from mpicomm.launch import known_launchers
-from mpicomm.launch.jobscript import options
-from mpicomm.launch.jobscript.options import Option, flag, option
+from mpicomm.launch.jobscript import options, shell
+from mpicomm.launch.jobscript.flux import FLUX
+from mpicomm.launch.jobscript.lsf import LSF
+from mpicomm.launch.jobscript.options import Option, check_choice, flag, option
 from mpicomm.launch.jobscript.pbs import PBS
-from mpicomm.launch.jobscript.scheduler import Scheduler
+from mpicomm.launch.jobscript.scheduler import Scheduler, program_name
 from mpicomm.launch.jobscript.slurm import SLURM
-from mpicomm.launch.mpi_library import MPICH, OPEN_MPI, Implementation
+from mpicomm.launch.request import torchrun_parts
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM, "pbs": PBS}
-_MPIS = {"openmpi": OPEN_MPI, "mpich": MPICH}
-_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "flux": FLUX}
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
-_NO_QUEUE = ("slurm", "in PBS use --queue")
-_NO_SIGNAL = ("slurm", "PBS sends no signal before the time limit; mpicomm.Trainer asks PBS for the remaining time")
-_SSH = ("pbs", "srun needs no ssh")
+_NO_QUEUE = (("slurm",), "elsewhere use --queue")
+_NO_SIGNAL = (
+    ("slurm", "lsf"),
+    "elsewhere mpicomm.Trainer queries the remaining time",
+)
+_NO_MEMORY = (("slurm", "pbs", "lsf"), "Flux does not schedule memory; use --exclusive")
+_NO_MAIL = (("slurm", "pbs", "lsf"), "Flux sends no mail")
+_NO_ARRAY = (("slurm", "pbs", "lsf"), "in Flux submit the script once for each index")
 _EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
 
@@ -41,21 +46,25 @@ class JobSpec:
     ranks_per_node: int = option("ranks (default: one per GPU of the node, or 1)", "N", default=1, least=1)
     gpus_per_node: int = option("GPUs (default: %(default)s)", "N", default=0, least=0)
     cpus_per_rank: int = option("cores and threads (default: %(default)s)", "N", default=1, least=1)
-    mem: str | None = option("memory per node", "4G", options.MEMORY)
-    mem_per_cpu: str | None = option("memory per core", "4G", options.MEMORY)
-    mem_per_gpu: str | None = option("memory of the node per GPU", "4G", options.MEMORY)
+    mem: str | None = option("memory per node", "4G", options.MEMORY, only=_NO_MEMORY)
+    mem_per_cpu: str | None = option("memory per core", "4G", options.MEMORY, only=_NO_MEMORY)
+    mem_per_gpu: str | None = option("memory of the node per GPU", "4G", options.MEMORY, only=_NO_MEMORY)
     exclusive: bool = option("do not share the nodes with other jobs", default=False)
     time: str = option(
         "time limit, also in minutes; Slurm also 1-00:00:00 (default: %(default)s)", "1:00:00", default="1:00:00"
     )
-    array: str | None = option("indices of a job array", "0-9")
+    array: str | None = option(
+        "indices of a job array; its variable, such as $SLURM_ARRAY_TASK_ID, may stand in the command and in --chdir",
+        "0-9",
+        only=_NO_ARRAY,
+    )
 
     # 2. name, queue and account
     name: str | None = option("name of the job (default: that of the program)", form=options.NAME)
-    partition: str | None = option("Slurm partition or PBS queue", "P", options.WORD, alias="--queue")
+    partition: str | None = option("Slurm partition, or queue", "P", options.WORD, alias="--queue")
     account: str | None = option("account to charge", "A", options.WORD)
     project: str | None = option(
-        "PBS: project to charge, where qsub needs -P", "P", options.WORD, only=("pbs", "in Slurm use --account")
+        "PBS: project to charge, where qsub needs -P", "P", options.WORD, only=(("pbs",), "elsewhere use --account")
     )
     qos: str | None = option("Slurm: quality of service", "Q", options.WORD, only=_NO_QUEUE)
     constraint: str | None = option("Slurm: required features of the nodes", "C", options.FEATURES, only=_NO_QUEUE)
@@ -63,20 +72,20 @@ class JobSpec:
     # 3. output
     output: str | None = option("output file, relative to the submission directory", "FILE", options.FILE)
     error: str | None = option("error file (default: the output file)", "FILE", options.FILE)
-    mail_user: str | None = option("recipient of mails", "ADDRESS", options.ADDRESS)
-    mail_type: str | None = option("events: none,begin,end,fail,all, and Slurm's others (default: end,fail)", "KINDS")
+    mail_user: str | None = option("recipient of mails", "ADDRESS", options.ADDRESS, only=_NO_MAIL)
+    mail_type: str | None = option(
+        "events: none,begin,end,fail,all, and Slurm's others (default: end,fail)", "KINDS", only=_NO_MAIL
+    )
 
     # 4. environment of the ranks
     chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.DIRECTORY)
     module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
     venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
     env: tuple[str, ...] = option("variable to export; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
-    mpi: str | None = option("the MPI that mpi4py loads (default: openmpi)", choices=tuple(_MPIS))
-    no_ssh: bool = option("PBS: mpirun uses PBS instead of ssh to reach other hosts", default=False, only=_SSH)
 
     # 5. exit before the time limit
     signal: str | None = option(
-        "Slurm: signal to the ranks, and seconds before the limit", "USR1@180", options.SIGNAL, only=_NO_SIGNAL
+        "Slurm, LSF: signal to the ranks, and seconds before the limit", "USR1@180", options.SIGNAL, only=_NO_SIGNAL
     )
     requeue: bool = option("continue in a new run if the ranks exit with status 85", default=False)
     max_restarts: int = option("limit of --requeue (default: %(default)s)", "N", default=10, least=1)
@@ -87,21 +96,16 @@ class JobSpec:
     """The command that generates the script, for its header."""
 
     def __post_init__(self) -> None:
-        _check_choice("scheduler", self.scheduler, SCHEDULERS)
+        check_choice("scheduler", self.scheduler, SCHEDULERS)
         for field, each in OPTIONS.items():
             _check_option(self, field, each)
-        for check in (_check_resources, _check_time, _check_mail, _check_command, self.system.check):
+        for check in (_check_resources, _check_time, _check_mail, _check_command, self.system.check, _check_file):
             check(self)
 
     @property
     def system(self) -> Scheduler:
         """The description of the scheduler."""
         return SCHEDULERS[self.scheduler]
-
-    @property
-    def implementation(self) -> Implementation:
-        """The MPI that mpi4py loads."""
-        return _MPIS[self.mpi or "openmpi"]
 
     @property
     def seconds(self) -> int:
@@ -116,11 +120,13 @@ class JobSpec:
     @property
     def torchrun(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """The words that start torchrun, and its arguments, if the program is torchrun; else None."""
-        if PurePath(self.command[0]).name == "torchrun":
-            return self.command[:1], self.command[1:]
-        if self.command[1:2] == ("-m",) and self.command[2:3] and self.command[2] in _TORCHRUN_MODULES:
-            return self.command[:3], self.command[3:]
-        return None
+        return torchrun_parts(self.command)
+
+    @property
+    def run_command(self) -> tuple[str, ...]:
+        """The words of `mpicomm run`, with the program's Python: the `mpicomm` in PATH may load another MPI."""
+        is_python = re.fullmatch(r"python(3(\.\d+)?)?", PurePath(self.command[0]).name)
+        return (self.command[0], "-m", "mpicomm", "run") if is_python else ("mpicomm", "run")
 
     @property
     def processes_per_node(self) -> int:
@@ -136,6 +142,19 @@ class JobSpec:
     def variables(self) -> list[tuple[str, str]]:
         """Names and values in `env`."""
         return [(name, value) for name, _, value in (each.partition("=") for each in self.env)]
+
+    @property
+    def index(self) -> str | None:
+        """The variable with the index of this job in its array, which bash expands in the command; None without one."""
+        return self.system.array_index if self.array else None
+
+    def quoted(self, word: str) -> str:
+        """Quote a word for bash, except the index of a job in an array."""
+        return shell.quoted(word, self.index)
+
+    def joined(self, words: Iterable[str]) -> str:
+        """Quote the words of a command for bash, except the index of a job in an array."""
+        return shell.joined(words, self.index)
 
     @property
     def warning(self) -> str | None:
@@ -157,20 +176,10 @@ OPTIONS: dict[str, Option] = {
 
 def _check_option(spec: JobSpec, field: str, each: Option) -> None:
     value = getattr(spec, field)
-    if value and each.only and spec.scheduler != each.only[0]:
-        raise ValueError(f"{flag(field)} is valid only for {SCHEDULERS[each.only[0]].title}: {each.only[1]}")
-    if each.least is not None and value < each.least:
-        raise ValueError(f"{flag(field)} {value}: expected {each.least} or more")
-    if each.choices and value is not None:
-        _check_choice(flag(field), value, each.choices)
-    for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
-        if each.form and (field, text) not in spec.system.special_values:
-            each.form.check(flag(field), text)
-
-
-def _check_choice(option: str, value: str, valid: Collection[str]) -> None:
-    if value not in valid:
-        raise ValueError(f"{option} {value!r}: expected one of {', '.join(valid)}")
+    if value and each.only and spec.scheduler not in each.only[0]:
+        titles = [SCHEDULERS[name].title for name in each.only[0]]
+        raise ValueError(f"{flag(field)} is valid only for {' and '.join(titles)}: {each.only[1]}")
+    each.check(flag(field), value, [text for name, text in spec.system.special_values if name == field])
 
 
 def _check_resources(spec: JobSpec) -> None:
@@ -189,6 +198,11 @@ def _check_resources(spec: JobSpec) -> None:
         raise ValueError("--mem-per-gpu needs --gpus-per-node; without GPUs use --mem or --mem-per-cpu")
 
 
+def _check_file(spec: JobSpec) -> None:
+    if spec.requeue and spec.system.resubmits_file and spec.file is None:
+        raise ValueError(f"--requeue: the job submits its script again; add -o FILE, for example -o {spec.system.file}")
+
+
 def _check_time(spec: JobSpec) -> None:
     if spec.array is not None:
         options.check_array(spec.array)
@@ -197,14 +211,14 @@ def _check_time(spec: JobSpec) -> None:
         later = (seconds - _EARLY) // 2
         or_later = f", or a later signal, --signal USR1@{later}" if later > 0 else ""
         raise ValueError(
-            f"--time {spec.time} is too short for {spec.warning}, which Slurm may send 60 s early: the ranks would "
-            f"receive it as they start; expected a longer --time{or_later}"
+            f"--time {spec.time} is too short for {spec.warning}, which {spec.system.title} may send 60 s early: the "
+            f"ranks would receive it as they start; expected a longer --time{or_later}"
         )
 
 
 def _check_mail(spec: JobSpec) -> None:
     for each in spec.mail_types:
-        _check_choice("--mail-type", each, spec.system.mail_types)
+        check_choice("--mail-type", each, spec.system.mail_types)
 
 
 def _check_command(spec: JobSpec) -> None:
@@ -221,8 +235,19 @@ def _check_command(spec: JobSpec) -> None:
         raise ValueError("the argument : would start another program, with srun and with mpirun; remove it")
     if any("\0" in word for word in spec.command):
         raise ValueError("an argument of the program cannot contain a null character; remove it")
+    _check_indices(spec)
     if spec.torchrun is not None:
         _check_torchrun(spec, spec.torchrun[1])
+
+
+def _check_indices(spec: JobSpec) -> None:
+    """Refuse the index of another scheduler or without an array: the program would get the variable's name."""
+    text = "\n".join([*spec.command, spec.chdir or "", *spec.env])
+    names = [name for each in SCHEDULERS.values() if (name := each.array_index) and name != spec.index]
+    for name in names:
+        if re.search(rf"\$({name}\b|{{{name}}})", text):
+            remedy = f"use ${spec.index}" if spec.index else "add --array, or remove it"
+            raise ValueError(f"${name} is not set in this job; {remedy}")
 
 
 def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
@@ -233,7 +258,7 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             break
         if _TORCHRUN_ADDED.fullmatch(word):
             raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
-    for field in ("requeue", "signal", "mpi"):
+    for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
                 f"{flag(field)} does not work with torchrun, which runs without MPI and turns status 85 into 1; "
@@ -242,10 +267,4 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
 
 
 def _name_of(command: tuple[str, ...]) -> str:
-    """Return the name of a program: `train` for `python train.py`, `ddp` for `python -m mpicomm.examples.ddp`."""
-    first, second = (*command, "", "")[1:3]
-    if first == "-m" and re.match("python|torchrun", PurePath(command[0]).name):
-        name = second.rpartition(".")[2]
-    else:
-        name = next((PurePath(word).stem for word in command if word.endswith(".py")), PurePath(command[0]).name)
-    return re.sub(r"[^\w.+-]|^[.+-]", "_", name, flags=re.ASCII)[:64] or "job"
+    return re.sub(r"[^\w.+-]|^[.+-]", "_", program_name(command), flags=re.ASCII)[:64] or "job"
