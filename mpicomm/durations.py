@@ -74,6 +74,13 @@ def in_seconds(timeout: Any, shortest: float, otherwise: str) -> float | None:
     return float(seconds_of(timeout))
 
 
+def clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
 def seconds_of(timeout: Any) -> Any:
     """Return a `datetime.timedelta` in seconds; a number is returned unchanged."""
     return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout

@@ -33,7 +33,7 @@ IN_A_CHILD = (
     "Call it in the rank itself, under `if __name__ == '__main__':` if workers import the module."
 )
 
-# 4.0 is the first version with large counts, for messages of more than 2 GiB, and with Allreduce_init.
+# 4.0 is the first version with large counts, for messages of more than 2 GiB.
 _OLDEST_MPI4PY = (4, 0)
 
 # With these, Open MPI and MPICH yield the core to other processes while they wait (for oversubscription); MPICH's

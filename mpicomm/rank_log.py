@@ -1,9 +1,9 @@
 """Log files of the ranks, rank_000.log and so on.
 
 `copy_output` copies what a running program prints. `mpicomm run --log-dir` wraps each rank, so that its log also has
-the output of the MPI library and of other processes: `python -m mpicomm.rank_log DIR all|0 COMMAND...`. A wrapped rank
-whose output is not shown writes its file directly. If the output is shown, the process that the launcher started copies
-it, since some launchers kill the remaining processes when that process exits.
+the output of the MPI library and of other processes: `python -m mpicomm.rank_log DIR all|0 [--append] COMMAND...`. A
+wrapped rank whose output is not shown writes its file directly. If the output is shown, the process that the launcher
+started copies it, since some launchers kill the remaining processes when that process exits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from mpicomm.launch import detect
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _NOT_RUN = 127
 _POLL_SECONDS = 0.2  # between checks for the program's exit, since its children may keep its output open
-# Launchers send these to the whole process group, so the program receives them without forwarding.
-_OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Launchers send these to the whole process group, so the program receives them without forwarding. Flux sends SIGALRM
+# before the time limit.
+_OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 def path_of(directory: str | os.PathLike[str], rank: int) -> Path:
@@ -68,12 +69,14 @@ class _Tee:
 def main(arguments: Sequence[str]) -> int:
     """Run a rank's program with its output in a file; return its exit status if this process copies the output."""
     directory, shown, *command = arguments
+    appends = command[0] == "--append"
+    command = command[appends:]
     os.environ["TERM"] = "dumb"  # the log gets the same output: no colours and no progress bars
     rank = detect.guess_rank(os.environ)
     path = path_of(directory, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if appends else os.O_TRUNC), 0o666)
     except OSError as error:
         print(f"mpicomm run: rank {rank} cannot write its log: {error}", file=sys.stderr)
         return _NOT_RUN

@@ -29,10 +29,10 @@ from mpicomm.errors import MpicommError
 from mpicomm.launch import detect
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backend_choice, environ_job, mpi_job, rendezvous
+from mpicomm.startup import backend_choice, environ_job, interfaces, mpi_job
 from mpicomm.startup.start_request import JoinedJob, StartRequest
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, channel_setup, dump, exit_hooks, first_report
+from mpicomm.watchdog import agent, channel_setup, dump, exit_hooks, first_report, parent_link
 from mpicomm.watchdog.agent import Watchdog
 from mpicomm.watchdog.channel import Channel
 
@@ -161,6 +161,7 @@ def bootstrap(
     try:
         request.check()
         settings = Settings.from_environ(os.environ)
+        settings = dataclasses.replace(settings, parent=parent_link.take_address(os.environ))
         launch = detect.detect(os.environ, settings.launcher)
     finally:
         if abort_on_error:
@@ -297,7 +298,7 @@ def _open_session(request: StartRequest, launch: Launch, settings: Settings, job
         limits = agent.Limits(settings.seconds_to_report, session.dumps, ends_local_processes=launch.step is not None)
         prepare = functools.partial(gpus.prepare_thread_for_events, job.device)
         session.watch = channel_setup.start_watchdog(
-            job.comm, job.where, job.address, channel, limits, session.claim, prepare
+            job.comm, job.where, job.address, channel, limits, session.claim, prepare, settings.parent
         )
     # 2. export the variables and initialise the process group
     try:
@@ -328,7 +329,7 @@ def _export(session: _Session) -> None:
     if not dist.is_torchelastic_launched():
         values["TORCHELASTIC_USE_AGENT_STORE"] = 1
     # By default Gloo uses the address to which the host's own name resolves, which may be 127.0.1.1.
-    interface = rendezvous.interface_towards(world.master_addr) if world.num_nodes > 1 else None
+    interface = interfaces.towards(world.master_addr) if world.num_nodes > 1 else None
     if interface and not os.environ.get(_GLOO_INTERFACE):
         values[_GLOO_INTERFACE] = interface
     for name, value in values.items():

@@ -10,6 +10,12 @@ from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
+PARENT = "MPICOMM_PARENT"
+"""The variable in which `mpicomm run` passes its address to rank 0."""
+
+STOPPED_STATUS = 85
+"""Exit status of ranks that have saved a checkpoint and stopped, because of a signal or the time limit."""
+
 HOST_TIMEOUT = 30
 """Seconds without a reply from a host, after which its ranks are considered dead."""
 
@@ -63,6 +69,9 @@ class Settings:
 
     native: str | None = None
     """0: the inner loops of shared memory are computed by torch, not by the package's C library."""
+
+    parent: str | None = None
+    """Where `mpicomm run` listens for rank 0 of the job that it has started; `mpicomm run` sets it."""
 
     @property
     def raises_timeouts(self) -> bool:

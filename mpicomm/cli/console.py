@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from typing import Any, TextIO
 
@@ -25,8 +27,13 @@ def print_json(value: Any) -> None:
 
 
 def print_message(command: str, message: object) -> None:
-    """Print a message of a subcommand on standard error."""
-    print(f"mpicomm {command}: {message}", file=sys.stderr, flush=True)
+    """Print a message of a subcommand on standard error; a closed pipe or terminal does not raise an error."""
+    try:
+        print(f"mpicomm {command}: {message}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            # Python writes the rest of the buffer at exit, and would exit with status 120 if that fails.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def failed(command: str, why: object) -> int:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import launch_plan, run_line
+from mpicomm.cli import launch_plan, restarts, run_line
 from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.console import failed, print_message
+from mpicomm.cli.restarts import RestartPolicy
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import allocation, request
 from mpicomm.launch.allocation import Host
+from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
 
 _PORT = 29500  # torchrun's default
 _DESCRIPTION = """\
 Start a program on several ranks, with the launcher that belongs to the MPI that mpi4py loads.
 
-In a Slurm or PBS allocation the program uses all of it. The command prints the launch command, then execs it: exit
-status and signals are those of the launcher."""
+In the allocation of a scheduler the program uses all of it. The command prints the launch command and runs it. On
+SIGTERM or Ctrl-C a program that handles SIGTERM, as mpicomm.Trainer does, has the grace period to save a checkpoint
+and exit. The exit status is that of the launcher, but not 0 if a rank that called bootstrap() did not reach its end."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,29 +42,56 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     # 1. ranks, hosts and output
-    parser.add_argument(
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument(
         "-n",
         dest="ranks",
         metavar="N",
         type=count,
         help="number of ranks (default: that of the allocation or of the hosts, or one per GPU, or one per core)",
     )
+    number.add_argument(*run_line.PER_NODE, metavar="N", type=_per_node, help="number of ranks on each host")
     parser.add_argument(*run_line.FOREIGN, action=_Refuse, help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
     where.add_argument("--hostfile", metavar="F", help="hosts in a file: `a slots=4` or `a:4` on each line")
+    parser.add_argument(
+        "--env",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="pass this variable to the ranks on all hosts; repeat for more",
+    )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
-    # 2. launch without MPI
-    by_hand = parser.add_argument_group(
-        "by hand, one command on each node", "torchrun's agent, without MPI: -n is the number of ranks on this node"
+    # 2. nodes, restarts and stop
+    parser.add_argument(
+        "--nnodes", metavar="MIN:MAX", type=_node_range, help="number of hosts to use, N or MIN:MAX (default: all)"
     )
-    by_hand.add_argument("--nnodes", metavar="N", type=count, help="number of nodes")
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_number,
+        default=0,
+        help="start the ranks again after a failure, up to N times, on the hosts that are left (default: 0)",
+    )
+    parser.add_argument(
+        "--grace-period",
+        metavar="S",
+        type=_seconds,
+        default=launch_plan.GRACE_SECONDS,
+        help="seconds for the ranks to save a checkpoint and exit on SIGTERM or Ctrl-C (default: %(default)g)",
+    )
+    # 3. launch without MPI
+    by_hand = parser.add_argument_group(
+        "by hand, one command on each node",
+        "torchrun's agent, without MPI: -n is the number of ranks on this node, --nnodes that of all nodes",
+    )
     by_hand.add_argument("--node-rank", metavar="K", type=int, help="rank of this node, from 0")
     by_hand.add_argument("--master-addr", metavar="HOST", help="address of node 0 that all nodes can reach")
     by_hand.add_argument("--master-port", metavar="P", type=count, help=f"free port on node 0 (default: {_PORT})")
-    # 3. program: REMAINDER passes it all arguments that follow
+    # 4. program: REMAINDER passes it all arguments that follow
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
     parser.set_defaults(run=run, parser=parser)
@@ -77,19 +109,21 @@ class _Refuse(argparse.Action):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exec the launcher; return the exit status only if there is nothing to run."""
+    """Start the ranks, and return their exit status."""
     if (note := run_line.note(arguments.parser.line)) is not None:
         print_message("run", f"note: {note}")
     try:
-        start = launch_plan.build(_request(arguments), os.environ)
+        asked, policy = _request(arguments), _policy(arguments)
         if arguments.dry_run:
-            print(start.shown(os.environ))
+            print(launch_plan.build(restarts.first(asked, policy), os.environ).shown(os.environ))
             return 0
         if arguments.log_dir is not None:
             Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
-        launch_plan.execute(start, "run")
+        return restarts.run(asked, policy, arguments.grace_period)
     except (LaunchError, MPINotFoundError, OSError) as error:
         return failed("run", error)
+    except KeyboardInterrupt:  # between two attempts
+        return 128 + signal.SIGINT
 
 
 def _request(arguments: argparse.Namespace) -> Request:
@@ -97,12 +131,50 @@ def _request(arguments: argparse.Namespace) -> Request:
     _check_exists(program)
     return Request(
         program=program,
-        ranks=arguments.ranks,
+        ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
         hosts=_hosts(arguments),
         node=_node(arguments),
         log_dir=arguments.log_dir,
         tag_output=arguments.tag_output,
+        variables=request.variables(arguments.env, os.environ),
     )
+
+
+def _policy(arguments: argparse.Namespace) -> RestartPolicy:
+    if arguments.node_rank is not None:
+        if arguments.max_restarts:
+            raise LaunchError("--max-restarts does not work with --node-rank.\nUse torchrun --max-restarts.")
+        return RestartPolicy()
+    nodes = arguments.nnodes
+    return RestartPolicy(arguments.max_restarts, nodes or NodeRange(), nodes is not None, arguments.nproc_per_node)
+
+
+def _node_range(text: str) -> NodeRange:
+    try:
+        return NodeRange.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _per_node(text: str) -> int | None:
+    """Parse the number of ranks on each host; torchrun's words stand for the default."""
+    return None if text in ("auto", "cpu", "gpu") else count(text)
+
+
+def _number(text: str) -> int:
+    """Parse an integer of 0 or more."""
+    return 0 if text == "0" else count(text)
+
+
+def _seconds(text: str) -> float:
+    """Parse a positive number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text}")
+    return seconds
 
 
 def _check_exists(program: tuple[str, ...]) -> None:
@@ -126,15 +198,15 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
 
 def _node(arguments: argparse.Namespace) -> Node | None:
     nodes, rank, addr, port = arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.master_port
-    if not any(given is not None for given in (nodes, rank, addr, port)):
+    if not any(given is not None for given in (rank, addr, port)):
         return None
-    if None in (nodes, rank, addr):
+    if None in (nodes, rank, addr) or nodes.least != nodes.most:
         raise LaunchError(
             "--nnodes, --node-rank and --master-addr must be given together.\n"
             "On each node: mpicomm run --nnodes 2 --node-rank 0 --master-addr HOST train.py, with its own --node-rank"
         )
     if arguments.hosts is not None or arguments.hostfile is not None:
         raise LaunchError("--nnodes is for one command on each node: remove --hosts and --hostfile, or --nnodes.")
-    if not 0 <= rank < nodes:
-        raise LaunchError(f"--node-rank {rank}: expected 0 to {nodes - 1}, since --nnodes is {nodes}")
-    return Node(rank, nodes, addr, port or _PORT)
+    if not 0 <= rank < nodes.least:
+        raise LaunchError(f"--node-rank {rank}: expected 0 to {nodes.least - 1}, since --nnodes is {nodes}")
+    return Node(rank, nodes.least, addr, port or _PORT)

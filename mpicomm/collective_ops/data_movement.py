@@ -1,4 +1,4 @@
-"""broadcast, gather, all_gather and all_to_all of containers whose lengths only the senders know."""
+"""broadcast, gather, all_gather and all_to_all of containers, whose lengths the receivers get from the senders."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Handle(Generic[T_co]):
             step, works = self._state
             if self._in_order or not self._in_callbacks or not all(work.is_completed() for work in works):
                 return False
-            self._go_on(step, works)
+            self._continue(step, works)
         self._was_asked = True
         return True
 
@@ -153,11 +153,11 @@ class Handle(Generic[T_co]):
 
     def _finish(self) -> None:
         while not self._ended.is_set():
-            self._go_on(*self._state)
+            self._continue(*self._state)
             if self._in_order:
                 self._ended.wait()
 
-    def _go_on(self, step: int, works: Works) -> None:
+    def _continue(self, step: int, works: Works) -> None:
         """Wait for the works of a step, and run the next step unless a callback must run it."""
         try:
             with torch.cuda.stream(self._stream):  # NCCL's wait() makes the current stream wait
@@ -190,9 +190,9 @@ class Handle(Generic[T_co]):
                 self._end(None, error)
             else:
                 self._state = (step + 1, works)
-                self._go_on_when_done(step + 1, works)
+                self._continue_when_done(step + 1, works)
 
-    def _go_on_when_done(self, step: int, works: Works) -> None:
+    def _continue_when_done(self, step: int, works: Works) -> None:
         if not works:
             self._advance(step)
         elif self._in_callbacks:

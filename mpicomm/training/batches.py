@@ -88,20 +88,11 @@ def _plain(parameter: inspect.Parameter) -> str:
     return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
-_LOSS_FUNCTION = Expected(
+LOSS_FUNCTION = Expected(
     "a function of the model's outputs and the targets, or None if the model returns its loss",
     lambda value: value is None or (callable(value) and not isinstance(value, type)),
     remedy="Pass for example torch.nn.functional.cross_entropy or torch.nn.MSELoss().",
 )
-
-
-def check_loss_function(loss_fn: Any) -> None:
-    """Check that a loss function is a callable and not a class, or None.
-
-    Raises:
-        TypeError: If it is not.
-    """
-    _LOSS_FUNCTION.check(loss_fn, "loss_fn")
 
 
 def loss_in(outputs: Any) -> Any:

@@ -137,7 +137,7 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in progress has failed, as far as this rank knows; `wait` raises the error."""
+        """Whether the save in progress has failed on this rank; `wait` raises the error."""
         running = self._running
         return running is not None and running.done() and running.exception() is not None
 

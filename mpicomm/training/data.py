@@ -59,7 +59,7 @@ class Step:
 
     batches: Sequence[Batch]
     total: int | None = None
-    """The number of samples of all ranks in this step, where a rank knows it without communication."""
+    """The number of samples of all ranks in this step; None if it requires communication."""
 
     @property
     def count(self) -> int:

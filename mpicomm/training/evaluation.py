@@ -17,26 +17,13 @@ from mpicomm.training.training_step import TrainingStep
 Metric = Callable[[Any, Any], Any]
 """A function of a batch's outputs and targets that returns one number per sample, or their mean."""
 
-_METRICS = Expected(
+METRICS = Expected(
     "a mapping of names to functions",
     lambda metrics: isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics),
     "a mapping of names to functions of the outputs and the targets",
     lambda metrics: all(callable(each) for each in metrics.values()),
     'Pass for example {"accuracy": lambda outputs, labels: outputs.argmax(dim=1) == labels}.',
 ).or_none()
-
-
-def check_metrics(metrics: object, what: str) -> None:
-    """Check the metrics of a user.
-
-    Args:
-        what: The name of the function whose argument they are, for the message.
-
-    Raises:
-        TypeError: If `metrics` is not a mapping from str.
-        ValueError: If a value of it is not callable.
-    """
-    _METRICS.check(metrics, "metrics", what)
 
 
 @torch.no_grad()

@@ -7,20 +7,16 @@ operation.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-STATUS = 85
-"""Exit status of a preempted run, which can be resumed."""
+from mpicomm.settings import STOPPED_STATUS
+from mpicomm.training import time_left
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *_WARNINGS)
@@ -28,7 +24,6 @@ SIGNALS = (signal.SIGTERM, *_WARNINGS)
 # after the first one ends the process at once.
 _REPEAT_SECONDS = 10.0
 _POLL_SECONDS = 60.0  # maximum interval of scheduler queries
-_QUERY_SECONDS = 20.0  # timeout of a scheduler command
 
 
 class Preempted(SystemExit):
@@ -41,7 +36,7 @@ class Preempted(SystemExit):
     """
 
     def __init__(self, why: str) -> None:
-        super().__init__(STATUS)
+        super().__init__(STOPPED_STATUS)
         self.why = why
 
 
@@ -73,7 +68,7 @@ class StopRequest:
         self._since.clear()
         before = self._install_handlers()
         done = threading.Event()
-        clock = remaining_seconds(os.environ) if polls_scheduler and stop_margin is not None else None
+        clock = time_left.clock(os.environ) if polls_scheduler and stop_margin is not None else None
         if clock is not None:
             watch = threading.Thread(target=self._poll_scheduler, args=(clock, stop_margin, done), daemon=True)
             watch.name = "mpicomm-time-left"
@@ -89,7 +84,8 @@ class StopRequest:
     def _install_handlers(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._record) for number in SIGNALS}
+        signals = (*SIGNALS, signal.SIGALRM) if "FLUX_JOB_ID" in os.environ else SIGNALS  # Flux's signal at the limit
+        return {number: signal.signal(number, self._record) for number in signals}
 
     def _record(self, number: int, _frame: types.FrameType | None) -> None:
         now = time.monotonic()
@@ -112,53 +108,3 @@ class StopRequest:
 
 def _ignore(_number: int, _frame: types.FrameType | None) -> None:
     """Ignore a signal; child processes do not inherit a handler, unlike SIG_IGN."""
-
-
-def remaining_seconds(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
-    """Return a function that queries the scheduler for the remaining seconds.
-
-    Returns:
-        None outside of Slurm and PBS jobs, and where squeue or qstat is missing.
-    """
-    slurm, pbs = environ.get("SLURM_JOB_ID"), environ.get("PBS_JOBID")
-    if slurm and shutil.which("squeue"):
-        return lambda: seconds_of_slurm(_output_of(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
-    if pbs and shutil.which("qstat"):
-        return lambda: seconds_of_pbs(_output_of(["qstat", "-f", "-F", "json", pbs]), pbs, time.time())
-    return None
-
-
-def seconds_of_slurm(text: str) -> float | None:
-    """Return the seconds of squeue's `%L` field, [days-][hours:][minutes:]seconds; None if it is not a duration."""
-    days, _, clock = text.strip().rpartition("-")
-    try:
-        parts = [int(part) for part in clock.split(":")]
-        total = 86400 * int(days or 0)
-    except ValueError:  # UNLIMITED, NOT_SET, INVALID or nothing
-        return None
-    for place, part in enumerate(reversed(parts)):  # leading units may be absent
-        total += part * 60**place
-    return float(total)
-
-
-def seconds_of_pbs(text: str, job: str, now: float) -> float | None:
-    """Return the remaining seconds of a PBS job, from its start and walltime: PBS updates the used time late."""
-    try:
-        jobs = json.loads(text)["Jobs"]
-        about = jobs.get(job) or next(iter(jobs.values()))
-        hours, minutes, seconds = map(int, about["Resource_List"]["walltime"].split(":"))
-        # stime is in the local time of the server.
-        start = datetime.datetime.strptime(about["stime"], "%a %b %d %H:%M:%S %Y").astimezone()
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-        return None
-    return start.timestamp() + 3600 * hours + 60 * minutes + seconds - now
-
-
-def _output_of(command: list[str]) -> str:
-    """Return the output of a scheduler command, or "" if it fails: that must not end a run."""
-    environ = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, env=environ, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mpicomm import terminal
+from mpicomm import durations, terminal
 
 STYLES = ("auto", "bar", "lines", "none")
 _LINE_SECONDS = 5.0
@@ -33,7 +33,7 @@ class Display:
         """
         self._epochs, self._total = epochs, total
         self._style = ("none" if not prints else _find_style()) if style == "auto" or not prints else style
-        self._console = Console(quiet=True) if self._style == "none" else console()
+        self._console = Console(quiet=True) if self._style == "none" else terminal.console(width=_WIDTH)
         self._bar: Progress | None = None
         self._line_at = 0.0
         if self._style == "bar":
@@ -72,7 +72,7 @@ class Display:
     def _left(self, epoch: int, consumed: int, rate: float) -> str:
         assert self._total is not None
         seconds = ((self._epochs - epoch) * self._total - consumed) / max(rate, 1e-9)
-        return f"{shown_seconds(seconds)} left"
+        return f"{durations.clock(seconds)} left"
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
@@ -89,21 +89,9 @@ class Display:
             self._bar = None
 
 
-def console() -> Console:
-    """Return the console to which rank 0 prints."""
-    return terminal.console(width=_WIDTH)
-
-
 def _find_style() -> str:
     shows = terminal.columns(sys.stdout) is not None
     return "bar" if shows and os.environ.get("TERM", "dumb") != "dumb" else "lines"
-
-
-def shown_seconds(seconds: float) -> str:
-    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
 def shown_ranks(count: int) -> str:

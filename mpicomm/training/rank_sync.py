@@ -19,7 +19,7 @@ from mpicomm.training.step_timing import Clock
 from mpicomm.watchdog import hang_report
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm, Prequest
+    from mpi4py.MPI import Intracomm
 
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -90,8 +90,7 @@ class StopVote:
 
     Each rank votes whether it requests a stop, and whether it failed to write a checkpoint. With MPI the vote is a
     non-blocking all-reduce of two numbers on a private communicator: an asynchronous operation of the process group
-    would wake the worker thread, which takes longer than the operation. Where MPI has persistent collective operations
-    (MPI 4), one is created for all steps.
+    would wake the worker thread, which takes longer than the operation.
     """
 
     def __init__(self, comm: Intracomm | None) -> None:
@@ -102,16 +101,12 @@ class StopVote:
         """
         self._comm = None if comm is None else comm.Dup()
         self._mine, self._gathered = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        self._planned = None if self._comm is None else _planned(self._comm, self._mine, self._gathered)
         self._pending: Any = None
 
     def open(self, stop_request: bool, has_failed: bool) -> None:
         """Start the vote."""
         self._mine[0], self._mine[1] = stop_request, has_failed
-        if self._planned is not None:
-            self._planned.Start()
-            self._pending = self._planned
-        elif self._comm is not None:
+        if self._comm is not None:
             self._pending = self._comm.Iallreduce(self._mine, self._gathered)
         else:
             self._pending = collectives.all_reduce(self._mine, async_op=True)
@@ -131,16 +126,7 @@ class StopVote:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._comm is not None and is_of_all_ranks(error):
-            if self._planned is not None:
-                self._planned.Free()
             self._comm.Free()
-
-
-def _planned(comm: Intracomm, mine: np.ndarray, gathered: np.ndarray) -> Prequest | None:
-    try:
-        return comm.Allreduce_init(mine, gathered)
-    except NotImplementedError:  # mpi4py was built for an MPI before MPI 4
-        return None
 
 
 def reasons(why: str | None) -> str:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from mpicomm import arguments, metrics_file, rank_log
+from mpicomm import arguments, durations, metrics_file, rank_log
 from mpicomm.arguments import FLAG, Expected
 from mpicomm.collective_ops import collectives
 from mpicomm.metrics_file import Logger, MetricsFile
 from mpicomm.runtime import World
 from mpicomm.training import progress_display
 from mpicomm.training.data import LoaderOptions
-from mpicomm.training.progress_display import Display, shown_seconds
+from mpicomm.training.progress_display import Display
 from mpicomm.training.state import Position
 from mpicomm.training.step_timing import Clock
 
@@ -146,9 +146,9 @@ class Reporter:
         try:
             yield
         finally:
-            gone = time.monotonic() - before
-            self._excluded += gone
-            self._logged += gone
+            duration = time.monotonic() - before
+            self._excluded += duration
+            self._logged += duration
 
     def end(self, position: Position) -> None:
         """Write the last entry and print the summary table of the run (collective)."""
@@ -169,7 +169,7 @@ class Reporter:
         parts = sum(self._parts.values()) or 1.0
         shown = {
             "steps": f"{position.step:,} in {position.epoch} epochs",
-            "time": f"{shown_seconds(seconds)} (evaluation {shown_seconds(self._excluded)})",
+            "time": f"{durations.clock(seconds)} (evaluation {durations.clock(self._excluded)})",
             "samples/s": f"{self._rate():,.0f} on {progress_display.shown_ranks(self._world.size)}",
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }

@@ -37,6 +37,7 @@ from mpicomm.training.state import History, Parts, Position
 from mpicomm.training.training_step import TrainingStep
 
 _EXPECTED = {
+    "loss_fn": batches.LOSS_FUNCTION,
     "weights": PATH.or_none(),
     "target_key": TEXT,
     "batch_size": POSITIVE,
@@ -184,7 +185,6 @@ class Trainer:
             strategy, grad_compression, sync_batchnorm, find_unused_parameters, compile_model
         )
         optimizers.check_optimizer(model, optimizer)
-        batches.check_loss_function(loss_fn)
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
         self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
         given = locals()
@@ -267,7 +267,7 @@ class Trainer:
         """
         # 1. check the arguments
         POSITIVE.check(epochs, "epochs", "fit")
-        evaluation.check_metrics(metrics, "fit")
+        evaluation.METRICS.check(metrics, "metrics", "fit")
         if self._schedule == optimizers.ON_METRIC:
             self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
         with contextlib.ExitStack() as stack:
@@ -306,7 +306,7 @@ class Trainer:
             TypeError: If the data or a batch have an unsupported type or structure.
             ValueError: If a dataset is empty, or a metric has a wrong shape.
         """
-        evaluation.check_metrics(metrics, "evaluate")
+        evaluation.METRICS.check(metrics, "metrics", "evaluate")
         with contextlib.ExitStack() as stack:
             test = self._opened(stack, data, self._evaluation_options)
             found = evaluation.evaluate(self._step, test, metrics or {})

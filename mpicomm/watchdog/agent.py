@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, signals
-from mpicomm.watchdog.channel import Channel, ChannelEvent, RankInfo
+from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
+from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
@@ -113,6 +114,17 @@ class Watchdog:
                 self._receive_loss(event)
 
         self._post(establish)
+
+    def attach_parent(self, connection: Connection) -> None:
+        """Take over rank 0's connection to `mpicomm run`, and report the start of the job."""
+
+        def attach() -> None:
+            assert self._coordinator is not None
+            self._channel.attach_parent(connection)
+            self.report_to_parent(protocol.JobStarted(_ranks_by_host(self.place)))
+            self._coordinator.repeat_reports_to_parent()  # ranks may have exited during the connection's set-up
+
+        self._post(attach)
 
     def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True, sends: bool = False) -> None:
         """Report that this rank calls no more operations.
@@ -276,7 +288,9 @@ class Watchdog:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _receive(self, event: ChannelEvent) -> None:
-        if event.message is None:
+        if event.rank == PARENT:
+            self._receive_from_parent(event)
+        elif event.message is None:
             self._receive_loss(event)
         elif event.rank is None:
             self.send(event.message)
@@ -292,6 +306,20 @@ class Watchdog:
             self._send_to_rank_0(protocol.RankDied(event.rank, cause_of_loss(event.lost)))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost)
+
+    def _receive_from_parent(self, event: ChannelEvent) -> None:
+        assert self._coordinator is not None
+        if event.message is None:
+            self._coordinator.receive_parent_loss(event.lost, time.monotonic())
+        elif isinstance(event.message, protocol.StopAsked):
+            number = signals.handled(event.message.signal)
+            self.report_to_parent(protocol.StopAnswered(event.message.signal, number is not None))
+            if number is not None:
+                self.send(protocol.RaiseSignal(number))
+
+    def report_to_parent(self, message: Message) -> None:
+        """Send a message of rank 0 to `mpicomm run`, if it started the job."""
+        self._channel.send_to_parent(message)
 
     def _receive_from_child(self, message: Message) -> None:
         if isinstance(message, protocol.Heartbeat):
@@ -343,6 +371,9 @@ class Watchdog:
             case protocol.AllExited():
                 self._exit.is_stuck = message.is_stuck
                 self._exit.all_exited.set()
+            case protocol.RaiseSignal():
+                if signals.handled(message.signal) == message.signal:
+                    os.kill(os.getpid(), message.signal)
             case protocol.JobEnding():
                 self._end(message)
 
@@ -409,6 +440,13 @@ class Watchdog:
             problem = dump.try_write(self._limits.directory, self.place.rank, about, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
+
+
+def _ranks_by_host(place: RankInfo) -> dict[str, str]:
+    found: dict[str, list[int]] = {}
+    for rank, host in enumerate(place.hosts):
+        found.setdefault(host, []).append(rank)
+    return {host: hang_report.ranges(ranks) for host, ranks in found.items()}
 
 
 _current: Watchdog | None = None

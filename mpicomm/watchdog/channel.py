@@ -2,7 +2,8 @@
 
 It is a tree of two levels: rank 0 has connections to the ranks of its own node and to one rank of every other node. A
 rank that connects authenticates itself with the job's token, which it received by MPI (HMAC, RFC 2104). The token
-itself is never sent over the channel. The channel has no thread of its own; calls of `poll` drive it.
+itself is never sent over the channel. Rank 0 also has the connection to `mpicomm run` (`parent_link`). The channel has
+no thread of its own; calls of `poll` drive it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _AUTHENTICATION_SECONDS = 10.0  # time limit for a new connection to authenticat
 _BACKLOG = 4096
 _ACCEPT_PAUSE = 0.01
 _LOOK_SECONDS = 0.5  # between two checks of the deadline while a rank waits for its hub
+PARENT = -1
+"""Takes the place of a rank in the events of the connection to `mpicomm run`."""
+
 _MAX_UNAUTHENTICATED = 128  # connections that have not authenticated, besides those of the expected ranks
 
 
@@ -70,7 +74,7 @@ class Channel:
             host_timeout: Seconds after which the connections to a host that does not answer are lost.
         """
         self.rank = rank
-        self._host_timeout = host_timeout
+        self.host_timeout = host_timeout
         self.children: dict[int, Connection] = {}
         self.processes: dict[int, LocalProcess] = {}
         """The process of every connected rank, as its first message gave it, also of ranks on other hosts."""
@@ -79,6 +83,7 @@ class Channel:
         self._expected: set[int] = set()
         self._unauthenticated: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
         self._up: Connection | None = None
+        self._parent: Connection | None = None  # to `mpicomm run`, on rank 0
         self._unread: list[Message] = []  # messages received together with the hub's welcome
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -115,20 +120,26 @@ class Channel:
             OSError: If the hub is unreachable, or does not accept this rank within `seconds`.
         """
         deadline = Deadline(seconds)
-        connection = Connection(socket.create_connection((address, port), timeout=seconds), self._host_timeout)
+        connection = Connection(socket.create_connection((address, port), timeout=seconds), self.host_timeout)
         try:
             connection.is_trusted = True  # MPI transferred its port
-            challenge, *_ = _next_messages(connection, deadline)
+            challenge, *_ = next_messages(connection, deadline)
             if not isinstance(challenge, Challenge):
                 raise ValueError(f"the hub sent {challenge}; expected a challenge")
             self.processes[challenge.rank] = challenge.process
-            proof = _proof(self._token, bytes.fromhex(challenge.nonce), self.rank)
+            proof = proof_of(self._token, bytes.fromhex(challenge.nonce), self.rank)
             connection.send(Proof(self.rank, local_processes.this_process(), proof))
-            _welcome, *self._unread = _next_messages(connection, deadline)
+            _welcome, *self._unread = next_messages(connection, deadline)
         except (OSError, ValueError):
             connection.close()
             raise
         self._up = connection
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def attach_parent(self, connection: Connection) -> None:
+        """Take over rank 0's connection to `mpicomm run`."""
+        connection.rank = PARENT
+        self._parent = connection
         self._selector.register(connection, selectors.EVENT_READ)
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -147,6 +158,11 @@ class Channel:
         """Send a message to all children."""
         for connection in list(self.children.values()):
             self._send(connection, message)
+
+    def send_to_parent(self, message: Message) -> None:
+        """Send a message to `mpicomm run`; does nothing if it did not start the job, or the connection is lost."""
+        if self._parent is not None:
+            self._send(self._parent, message)
 
     def wake(self) -> None:
         """Make a waiting `poll` return; may be called on any thread."""
@@ -193,12 +209,12 @@ class Channel:
         self._woken.close()
 
     def _connections(self) -> list[Connection]:
-        return [*self.children.values(), *self._unauthenticated, *filter(None, [self._up])]
+        return [*self.children.values(), *self._unauthenticated, *filter(None, [self._up, self._parent])]
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            connection = Connection(self._listener.accept()[0], self._host_timeout)
+            connection = Connection(self._listener.accept()[0], self.host_timeout)
         except OSError:  # the peer has closed the connection; or too many files are open, which may be temporary
             time.sleep(_ACCEPT_PAUSE)
         else:
@@ -230,7 +246,7 @@ class Channel:
             return False
         nonce, _ = self._unauthenticated[connection]
         rank = message.rank
-        if not hmac.compare_digest(message.proof, _proof(self._token, nonce, rank)) or rank not in self._expected:
+        if not hmac.compare_digest(message.proof, proof_of(self._token, nonce, rank)) or rank not in self._expected:
             return False
         del self._unauthenticated[connection]
         self._expected.remove(rank)
@@ -257,6 +273,8 @@ class Channel:
     def _drop(self, connection: Connection) -> None:
         if connection is self._up:
             self._up = None
+        elif connection is self._parent:
+            self._parent = None
         elif self._unauthenticated.pop(connection, None) is None and connection.rank is not None:
             del self.children[connection.rank]
         with contextlib.suppress(KeyError, ValueError):
@@ -275,12 +293,17 @@ class Channel:
             self._listener = None
 
 
-def _proof(token: bytes, nonce: bytes, rank: int) -> str:
+def proof_of(token: bytes, nonce: bytes, rank: int) -> str:
+    """Return the proof that a rank has the token, in the answer to a challenge."""
     return hmac.digest(token, nonce + str(rank).encode(), "sha256").hex()
 
 
-def _next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
-    """Wait for at least one message on a connection that is not in the selector yet."""
+def next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
+    """Wait for at least one message on a connection that is not in a selector yet.
+
+    Raises:
+        OSError: If the connection is lost, or no message arrives before the deadline.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while (left := deadline.left()) > 0:

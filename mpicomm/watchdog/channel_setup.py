@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import agreement
+from mpicomm.settings import PARENT
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent
+from mpicomm.watchdog import agent, parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 
@@ -39,6 +40,7 @@ def start_watchdog(
     limits: Limits,
     claim: Callable[[], bool],
     prepare: Callable[[], None],
+    parent: str | None,
 ) -> Watchdog | None:
     """Connect all ranks to their hubs and start their watchdogs; return None if a rank cannot connect (collective).
 
@@ -49,6 +51,7 @@ def start_watchdog(
         limits: The settings of the watchdog.
         claim: Returns True if no other rank has reported the cause of the job's end before.
         prepare: Called once, at the start of the watchdog's thread.
+        parent: On rank 0, where `mpicomm run` listens; None if it did not start the job.
     """
     # 1. the hubs listen
     place = rank_info_of(where)
@@ -80,7 +83,22 @@ def start_watchdog(
         return None
     watch.establish()
     agent.set_current(watch)
+    if comm.rank == 0 and parent:
+        _connect_to_parent(watch, parent, channel.host_timeout)
     return watch
+
+
+def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> None:
+    """Connect rank 0 to `mpicomm run`. The other ranks know nothing of it, and wait only for rank 0's next message."""
+    try:
+        watch.attach_parent(parent_link.connect(parent_link.Parent.parse(parent), host_timeout))
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"cannot connect to mpicomm run: {error}. The job continues, but mpicomm run cannot ask it to save a "
+            f"checkpoint, and does not notice if a host is lost.\n"
+            f"Open the ports between the hosts of the job; if {PARENT} is left over, unset it.",
+            stacklevel=2,
+        )
 
 
 def _listen(channel: Channel, place: RankInfo, address: str) -> Address | None:

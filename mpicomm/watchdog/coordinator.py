@@ -29,6 +29,9 @@ class Actions(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the rank that it names, or to every rank, this one included."""
 
+    def report_to_parent(self, message: Message) -> None:
+        """Send a message to `mpicomm run`, if it started the job."""
+
     def print_report(self, text: str) -> None:
         """Print a report, on rank 0 only."""
 
@@ -79,6 +82,7 @@ class Coordinator:
         self._check_exits_at = math.inf
         self._abort_at = math.inf
         self._status = 1
+        self._cause = ""  # in one line; empty if no rank has failed
 
     @property
     def is_ending(self) -> bool:
@@ -115,6 +119,7 @@ class Coordinator:
             case protocol.RankDied():
                 self._receive_death(message, now)
             case protocol.RankFailed():
+                self._report_failure(f"{self._name([message.rank])} failed")
                 self._schedule_abort(now + _REPORTER_SECONDS, files=False)
             case protocol.DumpFailed():
                 self._warn_of_files(message)
@@ -136,6 +141,18 @@ class Coordinator:
             self._check_exits_at = math.inf
             self._check_exits(now)
 
+    def repeat_reports_to_parent(self) -> None:
+        """Report to `mpicomm run` what has happened before rank 0 was connected to it."""
+        for rank in self._exits:
+            self._actions.report_to_parent(protocol.RankFinished(rank))
+        if self._cause:
+            self._actions.report_to_parent(protocol.JobFailed(self._cause))
+
+    def receive_parent_loss(self, reason: str, now: float) -> None:
+        """Abort the job, since its launcher is about to end or has ended, unless all ranks have exited."""
+        if len(self._exits) < self.size:
+            self._abort(f"mpicomm run, the parent of the launcher, has ended ({reason})", _LAUNCHER_SECONDS, now)
+
     def _warn_of_files(self, message: protocol.DumpFailed) -> None:
         """Print why files cannot be written: once, since the reason is usually the same on all ranks."""
         if not self._has_warned_of_files:
@@ -148,6 +165,7 @@ class Coordinator:
     def _receive_exit(self, message: protocol.RankExited, now: float) -> None:
         self._exits[message.rank] = message
         self._exit_times[message.rank] = now
+        self._actions.report_to_parent(protocol.RankFinished(message.rank))
         if len(self._exits) == self.size:
             self._actions.send(protocol.AllExited(any(each.is_stuck for each in self._exits.values())))
         else:
@@ -284,19 +302,31 @@ class Coordinator:
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Row], now: float) -> None:
         what = f"timed out after {late.timeout:g} s in {hang_report.operation(late.operation)}"
-        table = self._table(rows)
-        self._abort(f"{self._name([late.rank])} {what}; aborting the job\n{table}\n{late.files}", _DUMP_SECONDS, now)
+        silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
+        summary = f"{self._name([late.rank])} {what}"
+        summary += f"; not responding: {self._name(silent)}" if silent else ""
+        text = f"{self._name([late.rank])} {what}; aborting the job\n{self._table(rows)}\n{late.files}"
+        self._abort(text, _DUMP_SECONDS, now, summary=summary)
 
-    def _abort(self, cause: str, seconds: float, now: float, status: int = 1) -> None:
-        """Print the cause, and abort the job after some seconds; the first cause counts."""
+    def _abort(self, cause: str, seconds: float, now: float, status: int = 1, summary: str = "") -> None:
+        """Print the cause, and abort the job after some seconds; the first cause counts.
+
+        Args:
+            summary: The cause in one line, for `mpicomm run`; empty for the first line of the cause.
+        """
         if self.is_ending:
             return
         self._status = status
+        self._report_failure(summary or cause.partition("\n")[0])
         if self._actions.claim():
             self._actions.print_report(f"[mpicomm] {cause}")
             self._schedule_abort(now + seconds, files=True)
         else:
             self._schedule_abort(now + _REPORTER_SECONDS, files=False)  # another rank reports the cause and aborts
+
+    def _report_failure(self, cause: str) -> None:
+        self._cause = self._cause or cause
+        self._actions.report_to_parent(protocol.JobFailed(cause))
 
     def _schedule_abort(self, abort_at: float, *, files: bool) -> None:
         if not self.is_ending:

@@ -1,4 +1,4 @@
-"""Which rank reports why the job fails: the first one to ask the job's store. Other ranks do not repeat the cause."""
+"""Selects the rank that reports the cause of a failure: the first one that claims it in the job's store."""
 
 from __future__ import annotations
 

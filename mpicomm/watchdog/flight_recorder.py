@@ -65,8 +65,8 @@ _thread = _Thread()
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
 _NOWHERE = object()
 _MOST_CALL_SITES = 4096
-_USUAL_DEPTH = 6  # two methods of this package, one of the process group, torch's function, its wrapper, the user's
-_LARGEST_DEPTH = 9  # with a deprecated function of torch and its wrapper
+_USUAL_DEPTH = 7  # three methods of this package, one of the process group, torch's function, its wrapper, the user's
+_LARGEST_DEPTH = 10  # with a deprecated function of torch and its wrapper
 _inner_files: set[str] = set()
 _users_files: set[str] = set()
 

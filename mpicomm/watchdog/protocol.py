@@ -212,6 +212,45 @@ class GroupBroken(Message):
     cause: str
 
 
+# -- between rank 0 and `mpicomm run` ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobStarted(Message):
+    """The job has been formed; `hosts` has the ranks of every host, as text (`hang_report.ranges`)."""
+
+    hosts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RankFinished(Message):
+    """A rank has reached its orderly end."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class JobFailed(Message):
+    """The job is about to be aborted."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class StopAsked(Message):
+    """`mpicomm run` has received a signal that asks the job to stop; rank 0 answers with `StopAnswered`."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class StopAnswered(Message):
+    """Whether the program handles a stop request, and so saves its state and exits by itself."""
+
+    signal: int
+    is_handled: bool
+
+
 # -- from rank 0 to all ranks ------------------------------------------------------------------------------------------
 
 
@@ -235,6 +274,13 @@ class JobEnding(Message):
     """The job is about to be aborted."""
 
     files: bool
+
+
+@dataclass(frozen=True)
+class RaiseSignal(Message):
+    """Every rank raises a signal in its own process, if the program has a handler for it."""
+
+    signal: int
 
 
 # -- from rank 0 to one rank -------------------------------------------------------------------------------------------

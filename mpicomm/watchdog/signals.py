@@ -87,6 +87,20 @@ def _redirect() -> None:
         os.close(nowhere)
 
 
+def handled(number: int) -> int | None:
+    """Return the signal to raise for a stop request, given the handlers of the program; None if it handles none.
+
+    The program's handler of the signal itself, or, for Ctrl-C, which by default ends a program, that of SIGTERM.
+    """
+    candidates = (number, signal.SIGTERM) if number == signal.SIGINT else (number,)
+    return next((each for each in candidates if _is_handled_by_program(each)), None)
+
+
+def _is_handled_by_program(number: int) -> bool:
+    handler = signal.getsignal(number)
+    return callable(handler) and handler not in (_on_sigterm, signal.default_int_handler)
+
+
 def deliver(numbers: bytes) -> bool:
     """Call the registered callbacks for SIGTERM, and write all numbers to the descriptor that was set before.
 

@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 NUMBER = 1 + 3 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 FIRST = "test_preemption"
 """The module whose tests wait longest: it starts first, so that other tests run at the same time."""
+LAST = "test_kill_matrix"
+"""The module that starts the most ranks at once: it would delay tests that depend on Slurm's time limits."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -37,7 +39,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.module.__name__.rpartition(".")[2] != FIRST)
+    names = {item: item.module.__name__.rpartition(".")[2] for item in items}
+    items.sort(key=lambda item: (names[item] != FIRST, names[item] == LAST))
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +57,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_on_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
+def without_leftovers_on_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves processes on a host; restore every host."""
     yield
     if "cluster" not in request.fixturenames:
@@ -72,21 +75,22 @@ def leaves_nothing_on_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def open_mpi() -> Flavour:
-    return _flavour("Open MPI")
+    return flavour_of("Open MPI")
 
 
 @pytest.fixture(scope="session")
 def mpich() -> Flavour:
-    return _flavour("MPICH")
+    return flavour_of("MPICH")
 
 
 @pytest.fixture(params=["Open MPI", "MPICH"])
 def flavour(request: pytest.FixtureRequest) -> Flavour:
     """Run the test once with each MPI."""
-    return _flavour(request.param)
+    return flavour_of(request.param)
 
 
-def _flavour(vendor: str) -> Flavour:
+def flavour_of(vendor: str) -> Flavour:
+    """Return an MPI; skip the test if it is not installed."""
     if mpi.library().vendor == vendor:
         return Flavour(vendor, Path(sys.executable))
     if OTHER_MPI_ENV is None:

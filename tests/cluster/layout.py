@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGIN = "login"
 """The hosts' name for the machine itself, which runs slurmctld and on which users call srun."""
 
+_INTEL_MPI = [os.environ.get("INTEL_MPI_ENV"), *sorted(map(str, ROOT.glob(".venv-compat/*-intel")))]
+INTEL_MPI_ENV = next((Path(each) for each in _INTEL_MPI if each), None)
+"""The virtual environment with Intel MPI, if there is one."""
+
 _FILE = "cluster.json"
 
 
@@ -121,5 +125,5 @@ def load(directory: Path) -> Layout:
 def paths_to_share() -> tuple[Path, ...]:
     """Return the directories that a host needs to run this checkout in the environments of both MPIs."""
     environments = [ROOT / ".venv", ROOT / ".venv-mpich", Path(os.environ.get("OTHER_MPI_ENV") or ROOT)]
-    paths = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *environments]
+    paths = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *environments, INTEL_MPI_ENV or ROOT]
     return tuple(dict.fromkeys(path.resolve() for path in paths if path.exists()))

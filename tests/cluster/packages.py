@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.cluster.layout import ClusterError
 
 # No other package depends on libpmix2: Slurm's pmix plugin loads it on demand.
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2", "iproute2", "util-linux")
-COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "nsenter", "unshare", "mount")
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2", "iproute2", "util-linux", "openssh-server")
+COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "nsenter", "unshare", "mount", "sshd", "ssh-keygen")
 INSTALL = "python -m tests.cluster install"
 _APT = ("apt-get", "-o", "DPkg::Lock::Timeout=300")
 _APT_SECONDS = 600
@@ -23,7 +23,7 @@ def problem() -> str | None:
     if os.geteuid() != 0:
         return "a cluster needs root, for namespaces, addresses and Slurm's own daemons"
     if missing := missing_commands():
-        return f"no {', '.join(missing)} here; `{INSTALL}` installs Slurm where there is apt-get"
+        return f"no {', '.join(missing)} here; `{INSTALL}` installs them where there is apt-get"
     return _problem_with_namespaces()
 
 

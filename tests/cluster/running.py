@@ -78,8 +78,8 @@ class Cluster:
     def finish(self, folder: Path, timeout: float = SECONDS) -> str:
         """Wait for a job that `submit` started, and return the output of its tasks."""
         job = (folder / "job").read_text()
-        processes.wait_until(lambda: not self._queue("--jobs", job), timeout, f"job {job} ends: {self._said(folder)}")
-        return self._said(folder)
+        processes.wait_until(lambda: not self._queue("--jobs", job), timeout, f"job {job} ends: {self._output(folder)}")
+        return self._output(folder)
 
     def folder(self) -> Path:
         """Create a directory that all hosts share."""
@@ -112,7 +112,7 @@ class Cluster:
         return outcome.stdout.split()
 
     @staticmethod
-    def _said(folder: Path) -> str:
+    def _output(folder: Path) -> str:
         return "".join(path.read_text() for path in sorted(folder.glob("*.out")))
 
 

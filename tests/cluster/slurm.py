@@ -39,7 +39,7 @@ TaskPlugin=task/none
 TaskProlog={directory}/bin/task-prolog
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-# The nodes below have what they are said to have, whatever slurmd finds.
+# The nodes below have the declared properties, regardless of the hardware that slurmd finds.
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -68,7 +68,7 @@ def up(layout: Layout) -> None:
     with hosts.explained_by(log):
         hosts.start(layout, CONTROLLER, ["slurmctld", "-D"], layout.directory / "log" / "slurmctld.out")
         processes.wait_for_answer(
-            layout, CONTROLLER, lambda: "is UP" in _ask(layout, "scontrol", "ping"), _START_SECONDS
+            layout, CONTROLLER, lambda: "is UP" in _query(layout, "scontrol", "ping"), _START_SECONDS
         )
     for name in layout.names:
         start_slurmd(layout, name)
@@ -99,10 +99,10 @@ def wait_idle(layout: Layout, seconds: float = _START_SECONDS) -> None:
 
 
 def _states(layout: Layout) -> list[str]:
-    return _ask(layout, "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
+    return _query(layout, "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
 
 
-def _ask(layout: Layout, *command: str) -> str:
+def _query(layout: Layout, *command: str) -> str:
     """Return the output of a Slurm command; an empty string if it fails."""
     environ = {**os.environ, "SLURM_CONF": str(layout.slurm_conf)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)

@@ -28,6 +28,17 @@ def test_run_takes_the_whole_allocation(cluster: Cluster, flavour: Flavour) -> N
     assert f"srun --mpi={flavour.srun_type} " in outcome.stderr, outcome
 
 
+def test_run_takes_all_components_of_a_heterogeneous_job(cluster: Cluster, flavour: Flavour) -> None:
+    step = quoted(flavour.python, "-m", "mpicomm", "run", *PLACE)
+    folder = cluster.submit("het.sh", "-N1", "-n1", ":", "-N1", "-n2", lines=step)
+    text = cluster.finish(folder)
+    found = places(text)
+    assert len(found) == 3, text
+    first, second = (found[rank]["hostname"] for rank in (0, 1))
+    assert first != second
+    check_places(found, [first, second, second])
+
+
 def test_run_passes_the_status_with_which_all_ranks_leave(cluster: Cluster, flavour: Flavour) -> None:
     """The ranks exit at different times. From the status, a job script detects that the trainer must start again."""
     script = cluster.folder() / "leave.py"
@@ -47,7 +58,7 @@ def test_run_writes_a_log_for_each_rank(cluster: Cluster, flavour: Flavour) -> N
     assert [place["rank"] for place in places(outcome)] == [0]
 
 
-def test_info_tells_of_every_host(cluster: Cluster, flavour: Flavour) -> None:
+def test_info_lists_every_host(cluster: Cluster, flavour: Flavour) -> None:
     step = ["srun", *NODES, f"--mpi={flavour.srun_type}", flavour.python, "-m", "mpicomm", "info", "--json"]
     outcome = cluster.run(*step)
     assert outcome.status == 0, outcome
@@ -76,20 +87,22 @@ def test_slurm_takes_the_job_scripts(cluster: Cluster, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "flavour"),
     [
-        ("slurm_p2p", "rank 3: had 3, received 2 from rank 2"),
-        ("slurm_ddp", "parameters identical on all ranks"),  # runs on CPUs: only Slurm sees the simulated GPUs
+        ("slurm_p2p", "rank 3: had 3, received 2 from rank 2", "Open MPI"),
+        ("slurm_p2p", "rank 3: had 3, received 2 from rank 2", "MPICH"),
+        ("slurm_ddp", "parameters identical on all ranks", "Open MPI"),  # on CPUs: only Slurm sees the simulated GPUs
     ],
+    indirect=["flavour"],
 )
-def test_a_job_script_runs(cluster: Cluster, open_mpi: Flavour, name: str, text: str) -> None:
-    """The script runs the first `python` in PATH, as after `source .venv/bin/activate`."""
+def test_a_job_script_runs(cluster: Cluster, name: str, text: str, flavour: Flavour) -> None:
+    """The script runs the first `mpicomm` in PATH, as after `source .venv/bin/activate`, with either MPI."""
     script = ROOT / "jobs" / f"{name}.sbatch"
     folder = cluster.folder()
-    path = f'PATH={open_mpi.python.parent}:"$PATH"'
+    path = f'PATH={flavour.python.parent}:"$PATH"'
     submit = quoted("sbatch", "--parsable", f"--output={folder}/0.out", f"--chdir={ROOT}", script)
     outcome = cluster.shell(f"{path} {submit}")
     assert outcome.status == 0, outcome
     (folder / "job").write_text(outcome.stdout.strip())
-    said = cluster.finish(folder)
-    assert text in said, said
+    output = cluster.finish(folder)
+    assert text in output, output

@@ -100,18 +100,18 @@ def shared_files(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("shared_files")
-def test_a_stopped_rank_is_ended_by_its_neighbours(mpich: Flavour) -> None:
+def test_a_stopped_rank_is_ended_by_the_other_ranks(mpich: Flavour) -> None:
     """Under srun, MPICH's ranks abort one by one; without -K, srun waits indefinitely for a rank that cannot abort."""
     srun = ["srun", "--kill-on-bad-exit=0", "--nodes=2", "--ntasks-per-node=2", f"--mpi={mpich.srun_type}"]
     environment = mpich.python.parent.parent
 
-    def run(who: int) -> ways.Result:
-        return ways.run(ways.BY_NAME["SIGSTOP"], who, environment=environment, launcher=srun)
+    def run(rank: int) -> ways.Result:
+        return ways.run(ways.BY_NAME["SIGSTOP"], rank, environment=environment, launcher=srun)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # rank 2 is the hub of its node, rank 3 is not a hub
         for result in pool.map(run, (2, 3)):
             assert result.ended, result.stderr
-            assert result.named == [result.who], result.stderr
+            assert result.named == [result.rank], result.stderr
             assert not result.left
 
 

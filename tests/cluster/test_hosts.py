@@ -33,7 +33,7 @@ def on(cluster: Cluster, name: str, line: str) -> str:
     return outcome.stdout.strip()
 
 
-def test_a_host_has_what_is_its_own(cluster: Cluster) -> None:
+def test_each_host_has_its_own_resources(cluster: Cluster) -> None:
     for name in ("node1", "node3"):
         assert on(cluster, name, "hostname; cat /etc/hostname").split() == [name, name]
         assert on(cluster, name, "ls /sys/class/net").split() == ["eth0", "eth1", "lo"]
@@ -134,7 +134,7 @@ def test_two_clusters_at_once_and_down_after_a_crash(other: Layout) -> None:
     check_nothing_is_left(other)
 
 
-def test_up_that_fails_leaves_nothing(cluster: Cluster) -> None:
+def test_up_that_fails_has_no_leftovers(cluster: Cluster) -> None:
     layout = Layout(FAILING, layouts.default_directory(FAILING).resolve())
     with socket.socket() as taken:
         taken.bind(("", layout.controller_port))

@@ -56,7 +56,7 @@ def test_gloo_takes_the_interface_that_is_shared(cluster: Cluster, open_mpi: Fla
     assert outcome.stdout.splitlines() == [f"{sum(range(2))} by eth1"] * 2, outcome
 
 
-def test_ranks_meet_by_ipv6(cluster: Cluster, flavour: Flavour) -> None:
+def test_rendezvous_over_ipv6(cluster: Cluster, flavour: Flavour) -> None:
     """The store and the watchdog's connections use IPv6; MPI chooses its own addresses."""
     address = cluster.layout.ipv6_address("node1")
     option = ["--host" if flavour.vendor == "Open MPI" else "-hosts", "node1,node2"]

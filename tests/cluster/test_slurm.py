@@ -48,7 +48,7 @@ def test_p2p_on_two_nodes(cluster: Cluster, flavour: Flavour) -> None:
     assert sorted(lines[-4:]) == ring
 
 
-def test_without_pmi_an_error_says_the_right_command(cluster: Cluster, flavour: Flavour) -> None:
+def test_without_pmi_an_error_names_the_right_command(cluster: Cluster, flavour: Flavour) -> None:
     outcome = cluster.run("srun", "-N2", "-n2", "--mpi=none", flavour.python, *PLACE)
     assert outcome.status != 0, outcome
     assert not places(outcome), outcome
@@ -141,8 +141,8 @@ def test_torchrun_on_every_node(cluster: Cluster, open_mpi: Flavour) -> None:
     ],
 )
 def test_gpus_as_tasks_see_them(cluster: Cluster, options: str, expected: list[str]) -> None:
-    say = "echo $SLURM_PROCID ${CUDA_VISIBLE_DEVICES-unset}"
-    outcome = cluster.run("srun", "-N2", "--ntasks-per-node=2", *options.split(), "bash", "-c", say)
+    commands = "echo $SLURM_PROCID ${CUDA_VISIBLE_DEVICES-unset}"
+    outcome = cluster.run("srun", "-N2", "--ntasks-per-node=2", *options.split(), "bash", "-c", commands)
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.splitlines()) == [f"{rank} {gpus}" for rank, gpus in enumerate(expected)]
 

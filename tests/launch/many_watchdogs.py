@@ -106,7 +106,7 @@ class Noted(Watchdog):
         self._job = job
 
     def print_report(self, text: str) -> None:
-        self._job.note("said", rank=self.place.rank, text=text)
+        self._job.note("printed", rank=self.place.rank, text=text)
 
     def _report(self, message: Message) -> None:
         if isinstance(message, protocol.LateOperation):
@@ -163,9 +163,9 @@ class Children:
         for rank in self.behind:
             connection = Connection(socket.create_connection((HOST, port)))
             connection.is_trusted = True
-            (challenge,) = channels._next_messages(connection, deadline)
+            (challenge,) = channels.next_messages(connection, deadline)
             assert isinstance(challenge, protocol.Challenge)
-            proof = channels._proof(self.job.token, bytes.fromhex(challenge.nonce), rank)
+            proof = channels.proof_of(self.job.token, bytes.fromhex(challenge.nonce), rank)
             connection.send(protocol.Proof(rank, local_processes.this_process(), proof))
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
@@ -201,7 +201,7 @@ class Children:
         for child, ranks in self.behind.items():
             for rank in ranks:
                 self.connections[child].send(protocol.WaitStarted(rank, OPERATION, needs))
-        self.job.note("told")
+        self.job.note("notified")
 
 
 OPERATION = OperationInfo(
@@ -407,9 +407,9 @@ def _measure_reports(ranks: Crowd, figures: Figures, seconds: float) -> None:
     size = figures.size
     before = ranks.cpu()[0]
     ranks.kill(signal.SIGUSR1, *range(1, size))
-    said = ranks.wait("said")
+    printed = ranks.wait("printed")
     asked = ranks.wait("asked")
-    figures.report, figures.report_text = said["at"] - asked["at"], said["text"]
+    figures.report, figures.report_text = printed["at"] - asked["at"], printed["text"]
     figures.report_cpu = ranks.cpu()[0] - before
     if seconds > 1:
         time.sleep(6)  # until all ranks have reported their wait
@@ -417,22 +417,22 @@ def _measure_reports(ranks: Crowd, figures: Figures, seconds: float) -> None:
     stopped = size - figures.per_node + 1
     ranks.kill(signal.SIGSTOP, stopped)
     ranks.kill(signal.SIGUSR1, size - 1)
-    said = ranks.wait("said", 2)
-    figures.stopped, figures.stopped_text = said["at"] - ranks.wait("asked", 2)["at"], said["text"]
+    printed = ranks.wait("printed", 2)
+    figures.stopped, figures.stopped_text = printed["at"] - ranks.wait("asked", 2)["at"], printed["text"]
     ranks.kill(signal.SIGCONT, stopped)
     time.sleep(0.5)
 
 
 def _measure_end(ranks: Crowd, figures: Figures, name: str, victim: int) -> float:
     """Kill a rank, and return the seconds until another rank reports it."""
-    former = len(ranks.events("said"))
+    former = len(ranks.events("printed"))
     killed = ranks.kill(signal.SIGKILL, victim)
-    said = ranks.wait("said", former + 1)
+    printed = ranks.wait("printed", former + 1)
     ranks.wait("ended")
     time.sleep(0.5)
-    told = [[each["rank"], each["text"]] for each in ranks.events("said")[former:]]
-    figures.ends[name] = [told, [[each["rank"], each["status"]] for each in ranks.events("ended")]]
-    return float(said["at"] - killed)
+    notified = [[each["rank"], each["text"]] for each in ranks.events("printed")[former:]]
+    figures.ends[name] = [notified, [[each["rank"], each["status"]] for each in ranks.events("ended")]]
+    return float(printed["at"] - killed)
 
 
 def measure_rank_0(size: int, per_node: int, idle_seconds: float) -> dict[str, float]:
@@ -443,13 +443,13 @@ def measure_rank_0(size: int, per_node: int, idle_seconds: float) -> dict[str, f
         large["idle"] = _shares(ranks, idle_seconds)[0]
         before = ranks.cpu()[0]
         ranks.kill(signal.SIGUSR1, 1)
-        said = ranks.wait("said")
-        large["report"] = said["at"] - ranks.wait("asked")["at"]
+        printed = ranks.wait("printed")
+        large["report"] = printed["at"] - ranks.wait("asked")["at"]
         large["report_cpu"] = ranks.cpu()[0] - before
-        assert f"ranks 1-{size - 1} " in said["text"], said["text"]
+        assert f"ranks 1-{size - 1} " in printed["text"], printed["text"]
         before, start = ranks.cpu()[0], time.monotonic()
         ranks.kill(signal.SIGUSR2, 1)
-        ranks.wait("told")
+        ranks.wait("notified")
         time.sleep(5)
         large["waits_cpu"] = ranks.cpu()[0] - before - large["idle"] * (time.monotonic() - start)
     return large
@@ -492,10 +492,10 @@ def show(figures: Figures) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"{size} ranks on {nodes} nodes of {per_node}", *(f"  {name:{width}}  {text}" for name, text in rows)]
     texts = [figures.report_text, figures.stopped_text]
-    for name, (said, ended) in figures.ends.items():
+    for name, (printed, ended) in figures.ends.items():
         statuses = collections.Counter(status for _, status in ended)
         texts.append(f"{name} killed; {dict(statuses)} by status ended, rank {ended[0][0]} first")
-        texts += [f"rank {rank} says: {text}" for rank, text in said]
+        texts += [f"rank {rank} prints: {text}" for rank, text in printed]
     return "\n".join([*lines, "", *texts]) + "\n"
 
 

@@ -63,7 +63,7 @@ for case in sys.argv[1:]:
             say(error)
             break
     else:
-        sys.exit(f"{case}: rank {world.rank} was not told")
+        sys.exit(f"{case}: rank {world.rank} was not notified")
     dist.destroy_process_group(group)
     dist.all_reduce(tensor)
     say(f"ends with {tensor[0].item():g}")
@@ -91,9 +91,9 @@ def test_a_group_that_is_aborted_with_nothing_in_flight() -> None:
 
 
 def check(outcome: Outcome, case: str, group: int) -> None:
-    told = f"group {group} cannot be used any more: it was aborted"
-    assert f"{case}: rank 0: {told}" in outcome.stdout, outcome
+    message = f"group {group} cannot be used any more: it was aborted"
+    assert f"{case}: rank 0: {message}" in outcome.stdout, outcome
     for rank in range(1, SIZE):
-        assert f"{case}: rank {rank}: {told} on rank 0" in outcome.stdout, outcome
+        assert f"{case}: rank {rank}: {message} on rank 0" in outcome.stdout, outcome
     for rank in range(SIZE):
         assert f"{case}: rank {rank}: ends with {SIZE**2}\n" in outcome.stdout, outcome

@@ -80,3 +80,38 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
     outcome = run_ranks(2, PROGRAM + ALIKE)
     assert outcome.status == 0, outcome
     assert outcome.stdout.count("done\n") == 2, outcome
+
+
+TIMEOUT_TYPES = """
+import datetime
+import numpy
+import torch.distributed as dist
+import mpicomm
+
+minute = datetime.timedelta(minutes=1)
+for timeout in (60, 60.0, numpy.int64(60), minute):
+    with mpicomm.bootstrap(timeout=timeout) as world:
+        is_same = mpicomm.bootstrap(timeout=minute) is world
+        print(type(timeout).__name__, dist.group.WORLD.timeout_seconds, is_same, flush=True)
+for timeout in ("60", True):
+    try:
+        mpicomm.bootstrap(timeout=timeout, abort_on_error=False)
+    except TypeError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_timeout_is_a_number_of_seconds_or_a_timedelta() -> None:
+    outcome = run_alone(TIMEOUT_TYPES)
+    assert outcome.status == 0, outcome
+    remedy = (
+        "Pass seconds or a datetime.timedelta, or omit the timeout for 30 minutes (operations) and 10 minutes (waiting "
+        "for ranks)."
+    )
+    assert outcome.stdout.splitlines() == [
+        *[f"{name} 60.0 True" for name in ("int", "float", "int64", "timedelta")],
+        "timeout must be seconds or a datetime.timedelta, got '60' (str).",
+        remedy,
+        "timeout must be seconds or a datetime.timedelta, got True (bool).",
+        remedy,
+    ], outcome

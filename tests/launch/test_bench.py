@@ -32,7 +32,7 @@ def test_starts_beside_torchrun(tmp_path: Path) -> None:
     assert list(starts[0]["steps"]) == ["launch", "import torch", "MPI_Init", "bootstrap", "first all_reduce"]
 
 
-def test_a_start_that_fails_is_told_with_its_command_and_its_words() -> None:
+def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
     outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"}, timeout=150)
     assert outcome.status == 2, outcome
     assert "mpicomm bench startup: a start of 2 ranks ended with status" in outcome.stderr, outcome
@@ -74,7 +74,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     assert result_files.read_operations(files["json"]) == found["rows"], "--compare reads what --json writes"
 
 
-def test_without_mpi_only_its_own_back_ends_are_measured() -> None:
+def test_without_mpi_only_its_own_backends_are_measured() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mpicomm", "bench"]
     outcome = run_alone([*torchrun, "--size", "4", "--rounds", "2"], timeout=200)
     assert outcome.status == 0, outcome
@@ -116,7 +116,7 @@ def test_a_wrong_argument_is_an_error(arguments: str, text: str, capsys: pytest.
         ("--json nowhere/bench.json --size 4 -n 1", "cannot write nowhere/bench.json"),
     ],
 )
-def test_what_is_wrong_is_said_at_once(arguments: str, text: str) -> None:
+def test_invalid_arguments_are_reported_before_the_start(arguments: str, text: str) -> None:
     outcome = run_alone(["-m", "mpicomm", "bench", *arguments.split()])
     assert outcome.status == 2, outcome
     assert text in outcome.stderr, outcome
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_said_at_once(arguments: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("option", "inputs"), [("", "rewritten before each call"), ("--reuse-inputs", "zeros, not")])
-def test_the_report_says_what_the_calls_ran_on(option: str, inputs: str) -> None:
+def test_the_report_names_the_inputs_of_the_calls(option: str, inputs: str) -> None:
     bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4", "--backend", "mpi,mpi-async", "--rounds", "1"]
     outcome = run_alone([*bench, *option.split()], timeout=200)
     assert outcome.status == 0, outcome

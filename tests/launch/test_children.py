@@ -122,17 +122,17 @@ def test_children_of_a_rank(tmp_path: Path, how: str) -> None:
     script.write_text(SCRIPT)
     outcome = run_ranks(SIZE, [str(script), how], timeout=180)
     assert outcome.status == 0, outcome
-    said = outcome.stdout.split("\n")[:-1]
-    assert said.count(f"sum {SQUARES}") == SIZE, outcome
-    assert said.count("caught True") == SIZE, outcome
-    assert said.count(f"end {SIZE}") == SIZE, outcome
-    refused = [line for line in said if line.startswith("child refused: bootstrap() was called in a child process")]
+    printed = outcome.stdout.split("\n")[:-1]
+    assert printed.count(f"sum {SQUARES}") == SIZE, outcome
+    assert printed.count("caught True") == SIZE, outcome
+    assert printed.count(f"end {SIZE}") == SIZE, outcome
+    refused = [line for line in printed if line.startswith("child refused: bootstrap() was called in a child process")]
     assert len(refused) == SIZE, outcome
-    assert said.count(f"reduced {SIZE}") == SIZE, outcome
-    assert said.count("refused True") == SIZE, outcome
+    assert printed.count(f"reduced {SIZE}") == SIZE, outcome
+    assert printed.count("refused True") == SIZE, outcome
     if how == "fork":
-        assert said.count("refused in a fork 8") == SIZE, outcome
-        assert said.count("status 1") == SIZE, outcome
+        assert printed.count("refused in a fork 8") == SIZE, outcome
+        assert printed.count("status 1") == SIZE, outcome
         assert outcome.stderr.count("KeyError: 'of the child alone'") == SIZE, outcome
         assert "aborting the job" not in outcome.stderr, outcome
     else:

@@ -61,8 +61,10 @@ def test_a_test_that_ends_its_job_does_not_stop_the_others(tmp_path: Path) -> No
     found = {label: journal.verdicts(label) for label in journal.labels()}
     (unreadable,) = found.pop("import of the tests").values()
     assert "no_such_name" in unreadable.reason
-    said = {name.partition("::")[2]: str(verdict) for part in found.values() for name, verdict in part.items()}
-    assert said == {
+    found_verdicts = {
+        name.partition("::")[2]: str(verdict) for part in found.values() for name, verdict in part.items()
+    }
+    assert found_verdicts == {
         "test_first": "pass",
         "test_fails_on_one_rank": "fail: Failed: the test passed here, but failed on ranks [1]",
         "test_ends_the_job": "fail: ended the job",

@@ -89,9 +89,9 @@ def outcome() -> Outcome:
 
 
 @pytest.mark.parametrize("case", cases(RAISES))
-def test_an_exception_names_who_has_not_come(case: str, outcome: Outcome) -> None:
-    said = [line for line in map(json.loads, outcome.stdout.splitlines()) if line[0] == case]
-    errors = [(rank, kind, text) for _, rank, kind, text in said if kind != "end"]
+def test_an_exception_names_the_missing_ranks(case: str, outcome: Outcome) -> None:
+    entries = [line for line in map(json.loads, outcome.stdout.splitlines()) if line[0] == case]
+    errors = [(rank, kind, text) for _, rank, kind, text in entries if kind != "end"]
     by_rank_0 = [(kind, text) for rank, kind, text in errors if rank == 0]
     assert len(by_rank_0) == 2, f"{case}: rank 0 gets an exception from each of its two calls\n{outcome}"
     kind, text = by_rank_0[0]
@@ -108,7 +108,7 @@ def test_an_exception_names_who_has_not_come(case: str, outcome: Outcome) -> Non
         assert kind == "MpicommError", f"{case}, rank {rank}\n{outcome}"
         assert text.startswith("group "), f"{case}, rank {rank}\n{outcome}"
         assert "cannot be used any more" in text.splitlines()[0], f"{case}, rank {rank}\n{outcome}"
-    assert [kind for _, _, kind, _ in said].count("end") == SIZE, f"{case}: a rank does not go on\n{outcome}"
+    assert [kind for _, _, kind, _ in entries].count("end") == SIZE, f"{case}: a rank does not go on\n{outcome}"
 
 
 def test_the_status_after_an_exception_is_not_0(outcome: Outcome) -> None:
@@ -122,8 +122,8 @@ def test_elsewhere_the_job_ends_with_a_table(case: str, seconds: int) -> None:
     outcome = run_ranks(SIZE, ["-c", SCRIPT, case], timeout=120)
     assert outcome.status != 0, outcome
     assert outcome.stdout == "", f"no call returns, and none raises an exception\n{outcome}"
-    told = rf"^\[mpicomm\].* timed out after {seconds} s in .*; aborting the job"
-    assert len(re.findall(told, outcome.stderr, re.MULTILINE)) == 1, outcome
+    pattern = rf"^\[mpicomm\].* timed out after {seconds} s in .*; aborting the job"
+    assert len(re.findall(pattern, outcome.stderr, re.MULTILINE)) == 1, outcome
     assert f"rank 0 of {SIZE} on " in outcome.stderr, outcome
     rank_0 = r"all_reduce #2, float32\[4\], in the group of ranks 0-2, at <string>:\d+ \(<lambda>\)"
     for row in (rf"rank 0 +in {rank_0}", r"ranks 1, 2 +in barrier #1, at <string>:\d+"):

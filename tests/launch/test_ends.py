@@ -62,7 +62,7 @@ except SystemExit:
     "code",
     [pytest.param(FINALLY, id="finally"), pytest.param(STOPPED, id="stopped", marks=pytest.mark.each_mpi)],
 )
-def test_the_first_cause_is_told(code: str) -> None:
+def test_the_first_cause_is_reported(code: str) -> None:
     outcome = run_ranks(3, IMPORTS + code, timeout=90)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: the first cause") == 1, outcome
@@ -70,7 +70,7 @@ def test_the_first_cause_is_told(code: str) -> None:
     assert outcome.seconds < 50, outcome  # before the timeout
 
 
-def test_a_rank_that_does_not_come_to_a_new_group_is_named() -> None:
+def test_a_rank_that_is_missing_from_a_new_group_is_named() -> None:
     outcome = run_ranks(3, IMPORTS + NEW_GROUP)
     assert outcome.status != 0, outcome
     assert causes(outcome) == [
@@ -133,7 +133,7 @@ sys.stdout.write(f"done {world.rank}\\n")
 
 
 @pytest.mark.parametrize("code", [NO_CHANNEL, THREADS, UNFINISHED], ids=["no channel", "threads", "unfinished"])
-def test_a_healthy_job_goes_on(code: str) -> None:
+def test_a_healthy_job_continues(code: str) -> None:
     outcome = run_ranks(3, IMPORTS + code)
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.split("\n")[:-1]) == ["done 0", "done 1", "done 2"], outcome
@@ -209,7 +209,7 @@ for wait in waits:
 """
 
 
-def test_a_job_that_was_suspended_goes_on() -> None:
+def test_a_job_that_was_suspended_continues() -> None:
     """During a suspension the clocks continue, but the ranks do not."""
     outcome = run_ranks(2, IMPORTS + SUSPENDED)
     assert outcome.status == 0, outcome

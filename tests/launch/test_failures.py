@@ -112,7 +112,7 @@ def test_one_rank_fails_in_training() -> None:
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
     assert outcome.stderr.count("ValueError: a bad batch") == 1, outcome
-    assert outcome.stderr.count("rank 2 of 4") == 1, f"the rank is to be told once\n{outcome}"
+    assert outcome.stderr.count("rank 2 of 4") == 1, f"the rank is to be named once\n{outcome}"
     assert seconds_to_end(outcome) < SECONDS, outcome
 
 
@@ -130,9 +130,9 @@ def test_all_ranks_fail_at_once() -> None:
     outcome = run_ranks(4, ALL_AT_ONCE)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
-    told = re.search(r"rank (\d) of 4.*aborting the job:\n.*?the same on all, here on (\d)", outcome.stderr, re.DOTALL)
-    assert told, outcome
-    assert told[1] == told[2], outcome
+    match = re.search(r"rank (\d) of 4.*aborting the job:\n.*?the same on all, here on (\d)", outcome.stderr, re.DOTALL)
+    assert match, outcome
+    assert match[1] == match[2], outcome
     assert seconds_to_end(outcome) < SECONDS, outcome
 
 
@@ -143,8 +143,8 @@ def test_one_rank_is_missing() -> None:
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("RendezvousError: bootstrap(): timed out after 3 s: ") == 1, outcome
     assert " 3 s: 1 of 3 ranks did not arrive: rank 2" in outcome.stderr, outcome
-    told = r"\[mpicomm\] rank 0 of 3 on \S+ has waited 1.5 s in bootstrap\(\) for rank 2 on "
-    assert len(re.findall(told, outcome.stderr)) == 1, outcome
+    pattern = r"\[mpicomm\] rank 0 of 3 on \S+ has waited 1.5 s in bootstrap\(\) for rank 2 on "
+    assert len(re.findall(pattern, outcome.stderr)) == 1, outcome
     assert seconds_to_end(outcome) < 3 + SECONDS, outcome
 
 

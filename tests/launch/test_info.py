@@ -11,7 +11,7 @@ import pytest
 
 from mpicomm import job_info
 from mpicomm.settings import Settings
-from mpicomm.startup import rendezvous
+from mpicomm.startup import interfaces, rendezvous
 from tests import nodes
 from tests.launching import Outcome, run_alone, run_command, run_ranks
 
@@ -114,7 +114,7 @@ def test_software_that_differs_is_shown_with_its_ranks() -> None:
         (Settings(shared_memory="0"), "not in use (MPICOMM_SHARED_MEMORY=0)"),
     ],
 )
-def test_what_computes_in_shared_memory_is_shown(settings: Settings, expected: str) -> None:
+def test_the_code_that_reduces_in_shared_memory_is_shown(settings: Settings, expected: str) -> None:
     assert job_info._shared_memory(settings) == expected
 
 
@@ -127,8 +127,8 @@ def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int],
 
 
 def test_the_interface_towards_an_address() -> None:
-    assert rendezvous.interface_towards("127.0.0.1") == "lo"
-    assert rendezvous.interface_towards("no-such-host.invalid") is None
+    assert interfaces.towards("127.0.0.1") == "lo"
+    assert interfaces.towards("no-such-host.invalid") is None
     for address in rendezvous.own_addresses():
-        here = [name for name, each in rendezvous._interfaces() if each == address]
-        assert [rendezvous.interface_towards(address)] == here
+        here = [name for name, each in interfaces.listed() if each == address]
+        assert [interfaces.towards(address)] == here

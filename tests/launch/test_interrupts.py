@@ -65,10 +65,10 @@ for case in sys.argv[1:]:
         time.sleep(1)
         try:
             part(group)
-        except mpicomm.MpicommError:  # the C library's waits are interrupted at once, and rank 1 has been told
+        except mpicomm.MpicommError:  # the C library's waits are interrupted at once, and rank 1 has been notified
             assert case == "large"
     dist.barrier()
-    while not group._operations.record.broken:  # rank 1 is told by the watchdog
+    while not group._operations.record.broken:  # the watchdog notifies rank 1
         time.sleep(0.01)
     try:
         dist.all_reduce(small, group=group)

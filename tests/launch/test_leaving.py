@@ -11,13 +11,13 @@ import pytest
 from tests.failures import ways
 from tests.launching import Outcome, run_ranks
 
-SIZE, WHO = 3, 2
+SIZE, RANK = 3, 2
 OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
 # `raise SystemExit(4)` has the outcome of a normal end of the program, and "exception" that of the exception while
 # another thread runs; only `python -m tests.failures` runs them.
 SAME_AS_ANOTHER = {"raise SystemExit(4)", "exception"}
 
-CASES = [(way.name, WHO) for way in ways.WAYS if way.name not in SAME_AS_ANOTHER] + [(name, 0) for name in OF_RANK_0]
+CASES = [(way.name, RANK) for way in ways.WAYS if way.name not in SAME_AS_ANOTHER] + [(name, 0) for name in OF_RANK_0]
 
 # The outcome of these cases depends on the MPI library or its launcher; that of the others depends on mpicomm alone.
 OF_THE_MPI_LIBRARY = {
@@ -37,13 +37,14 @@ def each_case() -> list[Any]:
     """Return the cases, and mark those that must run with each MPI library."""
     marked = {True: [pytest.mark.each_mpi], False: []}
     return [
-        pytest.param(name, who, id=f"{name}-{who}", marks=marked[name in OF_THE_MPI_LIBRARY]) for name, who in CASES
+        pytest.param(name, exited_rank, id=f"{name}-{exited_rank}", marks=marked[name in OF_THE_MPI_LIBRARY])
+        for name, exited_rank in CASES
     ]
 
 
-@pytest.mark.parametrize(("name", "who"), each_case())
-def test_a_rank_leaves(name: str, who: int) -> None:
-    result = ways.run(ways.BY_NAME[name], who, SIZE)
+@pytest.mark.parametrize(("name", "exited_rank"), each_case())
+def test_a_rank_leaves(name: str, exited_rank: int) -> None:
+    result = ways.run(ways.BY_NAME[name], exited_rank, SIZE)
     assert not result.problems, f"{result}: {'; '.join(result.problems)}\n{result.stderr}"
 
 
@@ -138,7 +139,7 @@ dist.all_reduce(torch.ones(4))
 HANG = BEGINNING + ONE_WAITS
 
 
-def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None:
+def test_all_ranks_write_files_when_the_job_hangs(tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
     outcome = _run(tmp_path, HANG, size=3, env={"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"})
     assert outcome.status == 0, outcome
@@ -155,7 +156,7 @@ def test_all_ranks_write_files_when_the_job_stands_still(tmp_path: Path) -> None
 
 
 def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> None:
-    """Every user who may write to the parent directory can predict the name of the job's directory."""
+    """Every user exited_rank may write to the parent directory can predict the name of the job's directory."""
     dumps = tmp_path / "dumps"
     env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
     outcome = _run(tmp_path, BEGINNING + LINK + ONE_WAITS, size=2, env=env)

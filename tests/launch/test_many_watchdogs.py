@@ -54,12 +54,12 @@ def test_a_rank_that_is_stopped_is_named_by_its_hub(figures: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("name", "rank", "node"), [("leaf", 38, 7), ("hub", 35, 7)])
 def test_a_rank_that_is_killed_is_named_once(figures: dict[str, Any], name: str, rank: int, node: int) -> None:
-    said, ended = figures["ends"][name]
-    assert said == [[0, f"[mpicomm] rank {rank} of {SIZE} on node{node} died: {CAUSE}"]]
+    printed, ended = figures["ends"][name]
+    assert printed == [[0, f"[mpicomm] rank {rank} of {SIZE} on node{node} died: {CAUSE}"]]
     assert ended == [[0, 1]]
 
 
-def test_rank_1_speaks_for_rank_0(figures: dict[str, Any]) -> None:
+def test_rank_1_reports_for_rank_0(figures: dict[str, Any]) -> None:
     ((speaker, text),), ended = figures["ends"]["rank 0"]
     assert speaker == 1
     assert text.startswith(f"[mpicomm] rank 0 of {SIZE} on node0 died: {CAUSE}; rank 1 aborts the job.\n")

@@ -118,7 +118,7 @@ def test_the_launcher_of_another_environment_is_not_taken(script: str) -> None:
 
 
 @pytest.mark.each_mpi
-def test_bootstrap_takes_what_run_starts(tmp_path: Path) -> None:
+def test_bootstrap_accepts_ranks_that_run_starts(tmp_path: Path) -> None:
     left = {"RANK": "5", "WORLD_SIZE": "9", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
     outcome = run(["-n", "2", "-m", "mpicomm.examples.p2p"], env=left)
     assert outcome.status == 0, outcome
@@ -170,7 +170,7 @@ def test_large_output_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.read_text() == expected for path in sorted(Path("logs").iterdir())] == [True, True]
 
 
-def test_a_process_that_a_rank_leaves_behind_keeps_no_log_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leftover_process_of_a_rank_keeps_no_log_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "mpicomm.rank_log", "logs", "0", "sh", "-c", "sleep 60 & echo done; exit 3"]
     outcome = run_within(120, command)
@@ -186,7 +186,7 @@ def test_a_logged_rank_ends_by_its_programs_signal(number: int, tmp_path: Path) 
     assert (tmp_path / "rank_000.log").read_text() == "last words\n"
 
 
-def test_a_logged_rank_whose_first_process_is_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_a_logged_rank_whose_first_process_is_killed_has_no_leftover_processes(tmp_path: Path) -> None:
     """Some launchers kill a process, but not its process group; `run_command` checks for leftover processes."""
     program = ["sh", "-c", "kill -KILL $PPID; exec sleep 30"]
     outcome = run_command([sys.executable, "-m", "mpicomm.rank_log", str(tmp_path), "0", *program])
@@ -243,7 +243,7 @@ def test_ranks_get_the_signals_of_the_command(
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("options", [[], ["--log-dir", "logs"], ["--log-dir", "logs", "--tag-output"]])
-def test_the_job_ends_on_a_signal_and_leaves_nothing(
+def test_the_job_ends_on_a_signal_without_leftovers(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -401,7 +401,12 @@ def test_variables_of_ranks_alone_are_no_job(script: str) -> None:
         ("--hosts a:x places.py", "as in --hosts a:4,b:4"),
         ("--hosts a --hostfile b places.py", "not allowed with argument"),
         ("--hostfile gone places.py", "No such file or directory: 'gone'"),
-        ("--nnodes 2 places.py", "--nnodes, --node-rank and --master-addr must be given together"),
+        ("--nnodes 2 places.py", "--nnodes 2: expected at least 2 hosts, got 1"),
+        ("--nnodes 3:2 places.py", "expected N or MIN:MAX, such as 4 or 2:4, got 3:2"),
+        ("--nnodes 1:2 --node-rank 0 --master-addr a places.py", "must be given together"),
+        ("--node-rank 0 --nnodes 1 --master-addr a --max-restarts 1 places.py", "Use torchrun --max-restarts"),
+        ("--max-restarts -1 places.py", "expected a positive integer, got -1"),
+        ("--grace-period 0 places.py", "expected a positive number of seconds, got 0"),
         ("--master-port 5 places.py", "--nnodes, --node-rank and --master-addr must be given together"),
         ("--nnodes 2 --node-rank 2 --master-addr a places.py", "expected 0 to 1, since --nnodes is 2"),
         ("--nnodes 2 --node-rank 0 --master-addr a --hosts b places.py", "remove --hosts"),

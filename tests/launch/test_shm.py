@@ -52,8 +52,8 @@ def test_a_rank_that_dies_inside_ends_the_job(kind: str) -> None:
     died = float(outcome.stdout.partition("dying at ")[2].split()[0])
     assert outcome.ended - died < SECONDS, outcome
     # MPICH's launcher may kill rank 0 before it names rank 1; its own message on standard output is removed.
-    is_told_by_launcher = ways.mpi_of(ways.programs_of(None)) == ways.MPICH and outcome.status == signal.SIGKILL
-    assert is_told_by_launcher or re.search(r"\[mpicomm\] rank 1 of 3 on \S+ died: ", outcome.stderr), outcome
+    is_killed_by_launcher = ways.mpi_of(ways.programs_of(None)) == ways.MPICH and outcome.status == signal.SIGKILL
+    assert is_killed_by_launcher or re.search(r"\[mpicomm\] rank 1 of 3 on \S+ died: ", outcome.stderr), outcome
 
 
 IN_SLOTS = "tensor = torch.ones(2**14)\nfor _ in range(3):\n    all_reduce()"
@@ -62,7 +62,7 @@ MISSING = ways.Way(
     "a rank that never arrives",
     "time.sleep(600)",
     ways.DEADLINE,
-    r"timed out after \d+ s in all_reduce #4[\s\S]*?\n  rank {who} +in no operation; at <string>",
+    r"timed out after \d+ s in all_reduce #4[\s\S]*?\n  rank {rank} +in no operation; at <string>",
 )
 
 

@@ -115,7 +115,7 @@ def lines(outcome: Outcome, program: str) -> list[str]:
     """Return the output of the ranks in a program."""
     found = [line.partition(": ") for line in outcome.stdout.splitlines()]
     words = sorted(text for name, _, text in found if name == program)
-    assert words, f"the program {program} said nothing: it failed, or one before it\n{outcome}"
+    assert words, f"the program {program} printed no lines: it failed, or one before it\n{outcome}"
     return words
 
 
@@ -147,12 +147,12 @@ def test_address_and_port_of_the_user_are_honoured(outcome: Outcome, ports: list
 
 
 def test_a_port_in_use_is_refused_on_every_rank(outcome: Outcome, ports: list[int]) -> None:
-    said = lines(outcome, "used_port")
-    reasons = [line for line in said if "cannot listen on any address" in line]
+    printed = lines(outcome, "used_port")
+    reasons = [line for line in printed if "cannot listen on any address" in line]
     assert len(reasons) == SIZE, outcome
     assert all(f"127.0.0.1 port {ports[3]}: Address already in use" in line for line in reasons), outcome
-    assert said.count(f"('then', {SIZE})") == SIZE, outcome
+    assert printed.count(f"('then', {SIZE})") == SIZE, outcome
 
 
-def test_the_job_ends_well(outcome: Outcome) -> None:
+def test_the_job_ends_with_status_0(outcome: Outcome) -> None:
     assert outcome.status == 0, outcome

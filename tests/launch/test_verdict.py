@@ -61,9 +61,9 @@ def test_failures_and_skips_of_some_ranks(run_tests) -> None:
     assert "failed on ranks [1]" in outcome.stdout, outcome
     assert "failed on ranks [2]" in outcome.stdout, outcome
     assert "the test changed environment variables or did not remove them" in outcome.stdout, outcome
-    said = outcome.stdout + outcome.stderr
-    assert re.search(r"\[rank 1\].*this is rank 1", said), outcome
-    assert re.search(r"\[rank 2\].*no fixture on rank 2", said), outcome
+    output = outcome.stdout + outcome.stderr
+    assert re.search(r"\[rank 1\].*this is rank 1", output), outcome
+    assert re.search(r"\[rank 2\].*no fixture on rank 2", output), outcome
 
 
 def test_ranks_other_than_0_are_quiet_and_unmarked_tests_are_left_out(run_tests) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
     chosen = [each for each in MUTANTS if arguments.only in f"{each.file}: {each.fault}"]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        rows = _judge(chosen, Path(directory), arguments.jobs)
+        rows = _run_all(chosen, Path(directory), arguments.jobs)
     counts = collections.Counter(verdict.kind for _, verdict in rows)
     seconds = time.monotonic() - start
     print(f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} in {seconds:.0f} s")
@@ -40,24 +40,24 @@ def main() -> None:
     sys.exit(bool(counts["missed"] or counts["invalid"]))
 
 
-def _judge(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mutant, Verdict]]:
+def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mutant, Verdict]]:
     """Run the mutants' tests, `jobs` mutants at a time, each in a separate copy."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for number in range(jobs):
         copies.put(Copy(directory / str(number)))
 
-    def judge(mutant: Mutant) -> Verdict:
+    def run(mutant: Mutant) -> Verdict:
         copy = copies.get()
         try:
-            verdict = copy.judge(mutant)
+            verdict = copy.run(mutant)
         finally:
             copies.put(copy)
-        said = f"{verdict.kind}: {mutant.file}: {mutant.fault}\n    {verdict.by} ({verdict.seconds:.0f} s)\n"
-        print(said, end="", flush=True)
+        line = f"{verdict.kind}: {mutant.file}: {mutant.fault}\n    {verdict.by} ({verdict.seconds:.0f} s)\n"
+        print(line, end="", flush=True)
         return verdict
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        return list(zip(mutants, pool.map(judge, mutants), strict=True))
+        return list(zip(mutants, pool.map(run, mutants), strict=True))
 
 
 def _arguments() -> argparse.Namespace:

@@ -43,7 +43,7 @@ class Copy:
         shutil.copytree(ROOT, self._root, symlinks=True, ignore=_LEFT_OUT)
         self._seconds: dict[tuple[str, int], float | None] = {}
 
-    def judge(self, mutant: Mutant) -> Verdict:
+    def run(self, mutant: Mutant) -> Verdict:
         if mutant.equivalent:
             return Verdict("equivalent", mutant.equivalent)
         path = self._root / "mpicomm" / mutant.file
@@ -63,10 +63,10 @@ class Copy:
 
     def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
-        said = _COLORS.sub("", outcome.stdout + outcome.stderr)
-        if "during collection" in said:
+        output = _COLORS.sub("", outcome.stdout + outcome.stderr)
+        if "during collection" in output:
             return Verdict("invalid", f"the tests cannot be imported: {mutant.tests}", outcome.seconds)
-        if found := _FAILED.search(said):
+        if found := _FAILED.search(output):
             return Verdict("found", found[1] or found[2], outcome.seconds)
         if outcome.status is None:
             return Verdict("found", f"time limit of {limit:.0f} s: {mutant.tests}", outcome.seconds)

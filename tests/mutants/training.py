@@ -11,7 +11,7 @@ MUTANTS = [
         old="stop_request, has_failed = self._gathered.tolist()",
         new="stop_request, has_failed = self._mine.tolist()",
         fault="Each rank checks only its own vote, so a rank with a stop request exits without the others.",
-        tests="tests/training/test_checkpoints.py -k wish_during_the_evaluation",
+        tests="tests/training/test_checkpoints.py -k stop_request_during_the_evaluation",
         ranks=4,
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         old="return running is not None and running.done() and running.exception() is not None",
         new="return running is not None and running.done() and running.cancelled()",
         fault="A failed checkpoint is detected when the next one is due, not at the next step.",
-        tests="tests/training/test_uneven.py -k hear_of_a_failed_checkpoint",
+        tests="tests/training/test_uneven.py -k error_of_a_failed_checkpoint",
         ranks=4,
     ),
     Mutant(
@@ -215,24 +215,40 @@ MUTANTS = [
         old="steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)",
         new="steps = train.steps(position.epoch, 0, 0)",
         fault="A run that resumes within an epoch restarts with the first sample of that epoch.",
-        tests="tests/training/test_uneven.py -k only_some_ranks_have_data_left",
+        tests="tests/training/test_uneven.py -k while_some_ranks_have_data",
         ranks=4,
     ),
     # -- interruptions --------------------------------------------------------------------------------------
     Mutant(
         "training/preemption.py",
-        old="super().__init__(STATUS)",
+        old="super().__init__(STOPPED_STATUS)",
         new="super().__init__(0)",
         fault="A run that stops early exits with status 0, and no script restarts it.",
         tests="tests/training/test_uneven.py -k signal_to_all_processes",
         ranks=4,
     ),
     Mutant(
+        "training/time_left.py",
+        old="return float(seconds) if seconds < _UNLIMITED_IN_FLUX else None",
+        new="return float(seconds)",
+        fault="Flux's number for no limit is taken for a time, and an error message for a limit.",
+        tests="tests/unit/test_leaving_in_time.py -k test_remaining_time_of_flux",
+        ranks=0,
+    ),
+    Mutant(
+        "training/preemption.py",
+        old='if "FLUX_JOB_ID" in os.environ else SIGNALS',
+        new="if False else SIGNALS",
+        fault="At the time limit of Flux a run ends without a checkpoint.",
+        tests="tests/unit/test_leaving_in_time.py -k time_limit_of_flux",
+        ranks=0,
+    ),
+    Mutant(
         "training/preemption.py",
         old="stop_margin, is_first = min(stop_margin, left / 2), False",
         new="is_first = False",
         fault="A job with less time than the margin stops immediately, and never makes progress when restarted.",
-        tests="tests/unit/test_leaving_in_time.py -k nearly_up",
+        tests="tests/unit/test_leaving_in_time.py -k requests_a_stop",
         ranks=0,
     ),
     # -- the metrics file and the display -------------------------------------------------------------------
@@ -257,7 +273,7 @@ MUTANTS = [
         old="path = directory / metrics_file.NAME if prints and directory is not None else None",
         new="path = directory / metrics_file.NAME if directory is not None else None",
         fault="Every rank writes the metrics file.",
-        tests="tests/training/test_checkpoints.py -k what_is_written",
+        tests="tests/training/test_checkpoints.py -k the_files_of_a_run",
         ranks=4,
     ),
     Mutant(
@@ -347,7 +363,7 @@ MUTANTS = [
         old='busbw=float(f"{algbw * operation.load:.4g}"),',
         new='busbw=float(f"{algbw / operation.load:.4g}"),',
         fault="Bus bandwidth is the bandwidth divided by its factor instead of multiplied.",
-        tests='tests/bench/test_operations.py -k "no_back_end_is_wrong and all_reduce"',
+        tests='tests/bench/test_operations.py -k "no_backend_is_wrong and all_reduce"',
         ranks=4,
     ),
     Mutant(
@@ -435,7 +451,7 @@ MUTANTS = [
         old=".double() / (self.size if self.averages else 1)]",
         new="]",
         fault="`mpicomm bench` expects the sum as the result of an average.",
-        tests='tests/bench/test_operations.py -k "no_back_end_is_wrong and all_reduce_avg"',
+        tests='tests/bench/test_operations.py -k "no_backend_is_wrong and all_reduce_avg"',
         ranks=2,
     ),
     Mutant(

@@ -108,7 +108,7 @@ def join(hub: Channel, port: int, ranks: list[int]) -> dict[int, Channel]:
     return children
 
 
-def test_a_lost_host_is_noticed_after_the_time_that_was_asked_for() -> None:
+def test_a_lost_host_is_noticed_after_the_configured_time() -> None:
     with contextlib.closing(Channel(0, TOKEN, 300)) as hub, contextlib.closing(Channel(1, TOKEN, 300)) as rank:
         port = hub.listen(HOST)
         hub.expect({1})
@@ -170,7 +170,7 @@ class Office:
 
 
 def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
-    proof = channels._proof(token, nonce, rank)
+    proof = channels.proof_of(token, nonce, rank)
     return protocol.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof))
 
 
@@ -227,7 +227,7 @@ def receive_all(sender: Connection, receiver: Connection, number: int) -> tuple[
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def test_messages_come_in_order(pair: tuple[Connection, Connection]) -> None:
+def test_messages_arrive_in_order(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     for number in range(1000):
         here.send(RankFailed(number))
@@ -256,7 +256,7 @@ def test_a_message_over_the_limit_ends_the_connection(pair: tuple[Connection, Co
     assert lost == f"sent a message of {size} bytes, the limit is {LIMIT}"
 
 
-def test_somebody_who_is_not_trusted_has_to_be_brief(pair: tuple[Connection, Connection]) -> None:
+def test_an_unauthenticated_connection_may_send_only_short_messages(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     there.is_trusted = False
     here.send(message_of(STRANGERS_LIMIT))
@@ -268,7 +268,7 @@ def test_somebody_who_is_not_trusted_has_to_be_brief(pair: tuple[Connection, Con
     )
 
 
-def test_what_was_said_before_the_end_is_heard(pair: tuple[Connection, Connection]) -> None:
+def test_messages_before_the_end_of_a_connection_are_received(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     here.send(MESSAGE)
     here.close()
@@ -303,7 +303,7 @@ each_garbage = pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.
 
 
 @each_garbage
-def test_who_sends_garbage_is_lost_and_the_others_go_on(garbage: bytes) -> None:
+def test_a_sender_of_garbage_is_lost_and_the_others_continue(garbage: bytes) -> None:
     with office(1, 2) as opened:
         raw, (other,) = opened.raw(1), join(opened.hub, opened.port, [2]).values()
         with contextlib.closing(other):
@@ -391,7 +391,7 @@ def test_messages_go_both_ways_in_order() -> None:
             ]
 
 
-def test_both_ends_know_each_other() -> None:
+def test_both_ends_authenticate() -> None:
     with family(1, 2) as (hub, children):
         own = local_processes.this_process()
         assert hub.processes == {1: own, 2: own}
@@ -413,7 +413,7 @@ def test_large_messages_go_both_ways_at_once() -> None:
         assert events == {None: 2, 1: 1, 2: 1}
 
 
-def test_who_is_not_there_is_told_nothing() -> None:
+def test_nothing_is_sent_to_an_absent_rank() -> None:
     with contextlib.closing(Channel(3, TOKEN)) as alone:
         alone.send_up(MESSAGE)
         alone.send_to(7, MESSAGE)
@@ -421,7 +421,7 @@ def test_who_is_not_there_is_told_nothing() -> None:
         assert alone.poll(0) == []
 
 
-def test_a_child_that_does_not_read_blocks_nobody() -> None:
+def test_a_child_that_does_not_read_blocks_no_other_rank() -> None:
     with office(1, 2) as opened:
         deaf, (other,) = opened.raw(1), join(opened.hub, opened.port, [2]).values()
         with contextlib.closing(other):
@@ -440,7 +440,7 @@ def test_a_child_that_does_not_read_blocks_nobody() -> None:
             assert not opened.hub.children[1].has_outgoing
 
 
-def test_nobody_polls_for_room_where_nothing_waits() -> None:
+def test_writability_is_not_polled_without_outgoing_messages() -> None:
     with family(1) as (hub, children):
         hub.send_down(MESSAGE)
         take(children[1], 1)
@@ -468,7 +468,7 @@ def test_another_thread_wakes_poll() -> None:
         assert hub.woken == b"\0"
 
 
-def test_who_is_woken_often_does_not_block() -> None:
+def test_frequent_wakeups_do_not_block() -> None:
     with contextlib.closing(Channel(0, TOKEN)) as alone:
         for _ in range(100_000):
             alone.wake()
@@ -480,11 +480,11 @@ def test_who_is_woken_often_does_not_block() -> None:
 # -- authentication --------------------------------------------------------------------------------------------------
 
 
-def says_nothing_of_it(nonce: bytes) -> bytes:
+def sends_no_proof(nonce: bytes) -> bytes:
     return json.dumps({"$class": "Proof", "hello": nonce.hex()}).encode()
 
 
-def says_something_else(nonce: bytes) -> bytes:
+def sends_a_wrong_proof(nonce: bytes) -> bytes:
     return protocol.encode(MESSAGE)
 
 
@@ -526,13 +526,13 @@ def has_a_proof_of_other_letters(nonce: bytes) -> bytes:
     return json.dumps({**json.loads(credentials(nonce, 1)), "proof": "é" * 64}, ensure_ascii=False).encode()
 
 
-def says_too_much(nonce: bytes) -> bytes:
+def sends_too_much(nonce: bytes) -> bytes:
     return credentials(nonce, 1).ljust(STRANGERS_LIMIT + 1)
 
 
 STRANGERS = [
-    says_nothing_of_it,
-    says_something_else,
+    sends_no_proof,
+    sends_a_wrong_proof,
     lies_about_the_token,
     lies_about_the_rank,
     repeats_an_old_proof,
@@ -542,22 +542,22 @@ STRANGERS = [
     has_a_rank_that_is_a_list,
     has_a_proof_that_is_a_number,
     has_a_proof_of_other_letters,
-    says_too_much,
+    sends_too_much,
 ]
 
 
-@pytest.mark.parametrize("say", STRANGERS, ids=lambda say: say.__name__)
-def test_a_stranger_is_dropped_and_the_rank_still_gets_in(say: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
+def test_a_stranger_is_dropped_and_the_rank_still_gets_in(make: Callable[[bytes], bytes]) -> None:
     with office(1) as opened:
         stranger, challenge = opened.stranger()
-        stranger.sendall(frame(say(bytes.fromhex(challenge["nonce"]))))
+        stranger.sendall(frame(make(bytes.fromhex(challenge["nonce"]))))
         assert opened.refuses(stranger)
         assert opened.hub.children == {}
         opened.raw(1)
 
 
 @each_garbage
-def test_a_stranger_who_sends_garbage_is_dropped(garbage: bytes) -> None:
+def test_a_stranger_that_sends_garbage_is_dropped(garbage: bytes) -> None:
     with office(1) as opened:
         stranger, _ = opened.stranger()
         sending = threading.Thread(target=_send, args=(stranger, garbage))
@@ -574,7 +574,7 @@ def test_every_caller_has_to_prove_something_else() -> None:
         assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {channels._NONCE_BYTES}
 
 
-def test_what_another_rank_proved_lets_nobody_in() -> None:
+def test_the_proof_of_another_rank_is_refused() -> None:
     with office(1, 2) as opened:
         overheard, challenge = opened.stranger()
         proof = frame(credentials(bytes.fromhex(challenge["nonce"]), 1))
@@ -622,7 +622,7 @@ def test_a_rank_gets_in_once() -> None:
         assert take(opened.hub, 1) == [ChannelEvent(1, MESSAGE)]
 
 
-def test_a_rank_that_was_lost_does_not_come_back() -> None:
+def test_a_lost_rank_cannot_connect_again() -> None:
     with office(1, 2) as opened:
         opened.raw(1).close()
         assert take(opened.hub, 1) == [ChannelEvent(1, lost="closed")]
@@ -631,14 +631,14 @@ def test_a_rank_that_was_lost_does_not_come_back() -> None:
         assert opened.refuses(again)
 
 
-def test_a_rank_may_speak_right_after_its_proof() -> None:
+def test_a_rank_may_send_messages_right_after_its_proof() -> None:
     with office(1) as opened:
         eager, challenge = opened.stranger()
         eager.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), 1)) + FRAME)
         assert take(opened.hub, 1) == [ChannelEvent(1, MESSAGE)]
 
 
-def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_AUTHENTICATION_SECONDS", 0.3)
     with office(1) as opened:
         silent, _ = opened.stranger()
@@ -655,7 +655,7 @@ def test_somebody_who_says_nothing_is_dropped_in_time(monkeypatch: pytest.Monkey
         assert not is_closed(real)
 
 
-def test_somebody_who_hangs_up_at_once_is_forgotten() -> None:
+def test_a_connection_that_is_closed_at_once_is_forgotten() -> None:
     with office(1) as opened:
         for _ in range(20):
             opened.call().close()
@@ -699,7 +699,7 @@ def _stranger(port: int, text: bytes) -> socket.socket | None:
     return sock
 
 
-def test_nobody_listens_once_all_are_in() -> None:
+def test_the_listening_socket_is_closed_after_the_last_rank() -> None:
     with office(1, 2) as opened:
         opened.raw(1)
         opened.call()
@@ -716,7 +716,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_long() -> None:
         assert time.monotonic() - start < 5
 
 
-def test_a_hub_that_does_not_take_a_rank_in_says_so_at_once() -> None:
+def test_a_refused_rank_gets_an_error_at_once() -> None:
     with office(1) as opened, contextlib.closing(Channel(2, TOKEN)) as child:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             joining = pool.submit(child.connect, HOST, opened.port, SECONDS)
@@ -726,14 +726,14 @@ def test_a_hub_that_does_not_take_a_rank_in_says_so_at_once() -> None:
         child.send_up(MESSAGE)  # has no effect without a connection
 
 
-def test_nobody_is_there() -> None:
+def test_connecting_to_a_closed_port() -> None:
     with socket.socket() as bound, contextlib.closing(Channel(1, TOKEN)) as child:
         bound.bind((HOST, 0))
         with pytest.raises(ConnectionRefusedError):
             child.connect(HOST, bound.getsockname()[1], SECONDS)
 
 
-def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
+def test_messages_right_after_the_welcome_are_received() -> None:
     with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as child:
 
         def take_in() -> socket.socket:
@@ -753,7 +753,7 @@ def test_what_the_hub_says_right_after_its_welcome_is_heard() -> None:
 # -- lost connections ------------------------------------------------------------------------------------------------
 
 
-def test_the_hub_notices_which_child_is_gone() -> None:
+def test_the_hub_notices_which_child_is_lost() -> None:
     with family(1, 2, 3) as (hub, children):
         children[2].send_up(MESSAGE)
         children[2].close()
@@ -764,7 +764,7 @@ def test_the_hub_notices_which_child_is_gone() -> None:
         assert [take(children[rank], 1) for rank in (1, 3)] == [[ChannelEvent(None, MESSAGE)]] * 2
 
 
-def test_a_child_notices_that_its_hub_is_gone() -> None:
+def test_a_child_notices_that_its_hub_is_lost() -> None:
     with family(1) as (hub, children):
         hub.send_down(MESSAGE)
         hub.close()
@@ -773,7 +773,7 @@ def test_a_child_notices_that_its_hub_is_gone() -> None:
         assert children[1].poll(0.1) == []
 
 
-def test_who_is_gone_while_much_waits_for_him_is_noticed() -> None:
+def test_a_loss_is_noticed_while_many_messages_are_queued() -> None:
     with office(1) as opened:
         raw = opened.raw(1)
         for _ in range(20):
@@ -794,7 +794,7 @@ def descriptors() -> dict[str, str]:
     return links
 
 
-def test_close_leaves_nothing_open() -> None:
+def test_close_closes_all_descriptors() -> None:
     before = descriptors()
     with office(1, 2, 3) as opened:
         children = join(opened.hub, opened.port, [1, 2])
@@ -805,7 +805,7 @@ def test_close_leaves_nothing_open() -> None:
     assert descriptors() == before
 
 
-def test_a_rank_that_could_not_connect_leaves_nothing_open() -> None:
+def test_a_rank_that_could_not_connect_has_no_open_descriptors() -> None:
     before = descriptors()
     with (
         socket.create_server((HOST, 0)) as listener,
@@ -879,7 +879,7 @@ def test_a_forked_child_that_does_not_forget_hides_it() -> None:
         assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
 
 
-def test_forgetting_leaves_nothing_open_in_the_child() -> None:
+def test_forgetting_closes_all_descriptors_in_the_child() -> None:
     before = set(descriptors().values())
     with family(1) as (hub, children):
 

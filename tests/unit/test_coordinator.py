@@ -34,7 +34,7 @@ GATHER, LAUNCHER = coordinators._GATHER_SECONDS, coordinators._LAUNCHER_SECONDS
 TRANSIT = coordinators._TRANSIT_SECONDS
 REPORTER, DUMP = coordinators._REPORTER_SECONDS, coordinators._DUMP_SECONDS
 TWO_NODES = (0, 0, 1, 1)
-EVERYBODY = hang_report.ranges(range(SIZE))
+ALL_RANKS = hang_report.ranges(range(SIZE))
 
 
 class Hands:
@@ -47,6 +47,10 @@ class Hands:
         self.to_one: list[protocol.ToOneRank] = []
         self.printed: list[str] = []
         self.aborts: list[int] = []
+        self.to_parent: list[Message] = []
+
+    def report_to_parent(self, message: Message) -> None:
+        self.to_parent.append(message)
 
     def send(self, message: Message) -> None:
         if isinstance(message, protocol.ToOneRank):
@@ -100,8 +104,8 @@ class Court:
     def answers(self) -> list[MissingAnswer]:
         return [message for message in self.hands.to_one if isinstance(message, MissingAnswer)]
 
-    def wait_in(self, rank: int, sequence: int | None = 42, needs: str = EVERYBODY, group: str = "0") -> None:
-        self.receive(protocol.WaitStarted(rank, what(sequence=sequence, group=group), needs))
+    def wait_in(self, rank: int, sequence: int | None = 42, needs: str = ALL_RANKS, group: str = "0") -> None:
+        self.receive(protocol.WaitStarted(rank, operation_text(sequence=sequence, group=group), needs))
 
     def end_wait(self, rank: int, number: int = 7) -> None:
         self.receive(WaitEnded(rank, number))
@@ -127,13 +131,13 @@ class Court:
     def ask(
         self, kind: type[LateOperation], rank: int, seconds: float, timeout: float, *, raises: bool = False
     ) -> None:
-        self.receive(kind(rank, what(seconds=seconds), EVERYBODY, timeout, raises, "  files: /tmp/x"))
+        self.receive(kind(rank, operation_text(seconds=seconds), ALL_RANKS, timeout, raises, "  files: /tmp/x"))
 
-    def miss(self, rank: int, sequence: int = 42, needs: str = EVERYBODY) -> None:
-        self.receive(protocol.MissingQuery(rank, what(sequence=sequence), needs))
+    def miss(self, rank: int, sequence: int = 42, needs: str = ALL_RANKS) -> None:
+        self.receive(protocol.MissingQuery(rank, operation_text(sequence=sequence), needs))
 
 
-def what(**changes: Any) -> OperationInfo:
+def operation_text(**changes: Any) -> OperationInfo:
     """Return a rank's description of an operation."""
     fields = {
         "number": 7,
@@ -155,7 +159,12 @@ def what(**changes: Any) -> OperationInfo:
 
 def status_of(sequence: int = 42, **changes: Any) -> RankStatus:
     """Return a rank's status report."""
-    fields = {"running": [what()], "last": what(), "main": "train.py:88", "sequences": {"0": sequence}}
+    fields = {
+        "running": [operation_text()],
+        "last": operation_text(),
+        "main": "train.py:88",
+        "sequences": {"0": sequence},
+    }
     return RankStatus(**fields | changes)
 
 
@@ -169,6 +178,15 @@ def test_a_rank_that_died_is_named_once_and_ends_the_job() -> None:
     assert court.hands.printed == ["[mpicomm] rank 2 of 4 on node0 died: its process has ended"]
     assert court.hands.to_all == [JobEnding(files=True)]
     assert court.hands.claims == 1
+
+
+def test_reports_before_mpicomm_run_is_connected_are_repeated() -> None:
+    court = Court()
+    court.leave(1)
+    court.lose(2)
+    court.hands.to_parent.clear()
+    court.coordinator.repeat_reports_to_parent()
+    assert court.hands.to_parent == [protocol.RankFinished(1), protocol.JobFailed("rank 2 of 4 on node0 died: killed")]
 
 
 def test_the_launcher_may_end_the_job_first() -> None:
@@ -213,7 +231,7 @@ def test_a_rank_that_left_and_waits_for_the_others_can_die() -> None:
     assert court.hands.printed == ["[mpicomm] rank 2 of 4 on node0 died: killed"]
 
 
-def test_a_rank_that_calls_os_exit_is_named_and_told_that_it_was_heard() -> None:
+def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement() -> None:
     court = Court()
     court.receive(protocol.ExitingAtOnce(2, 3))
     court.lose(2)
@@ -226,7 +244,7 @@ def test_a_rank_that_calls_os_exit_is_named_and_told_that_it_was_heard() -> None
 # -- failure reports and abort of the job ----------------------------------------------------------------------------
 
 
-def test_a_rank_that_failed_and_then_died_tells_it_itself() -> None:
+def test_a_rank_that_failed_and_then_died_reports_the_failure_itself() -> None:
     court = Court()
     court.receive(protocol.RankFailed(2))
     court.lose(2)
@@ -248,7 +266,7 @@ def test_a_rank_that_got_sigterm_and_then_died_is_named_so() -> None:
     ]
 
 
-def test_who_may_not_claim_says_nothing_but_ends_the_job() -> None:
+def test_a_coordinator_without_the_claim_ends_the_job_silently() -> None:
     court = Court(may_claim=False)
     court.lose(2)
     assert (court.hands.printed, court.hands.claims) == ([], 1)
@@ -259,7 +277,7 @@ def test_who_may_not_claim_says_nothing_but_ends_the_job() -> None:
     assert court.hands.aborts == [1]
 
 
-def test_who_may_not_claim_says_nothing_of_leavers() -> None:
+def test_a_coordinator_without_the_claim_does_not_report_exits() -> None:
     court = Court(may_claim=False)
     court.leave(2)
     court.wait_in(0)
@@ -271,7 +289,7 @@ def test_who_may_not_claim_says_nothing_of_leavers() -> None:
     assert court.hands.aborts == [1]
 
 
-def test_nothing_is_asked_of_a_job_that_ends() -> None:
+def test_no_status_is_requested_while_the_job_ends() -> None:
     court = Court()
     court.lose(2)
     court.hang(1)
@@ -290,7 +308,7 @@ def test_a_death_matters_more_than_a_report_in_progress() -> None:
     assert court.hands.aborts == [1]
 
 
-def test_a_broken_group_is_told_to_all() -> None:
+def test_a_broken_group_is_reported_to_all() -> None:
     court = Court()
     message = GroupBroken("0", "rank 2 gave up")
     court.receive(message)
@@ -301,14 +319,14 @@ def test_a_broken_group_is_told_to_all() -> None:
 # -- exited ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leaver_first", [True, False])
-def test_a_rank_that_left_while_others_wait_for_it_is_named(leaver_first: bool) -> None:
+@pytest.mark.parametrize("exit_first", [True, False])
+def test_a_rank_that_left_while_others_wait_for_it_is_named(exit_first: bool) -> None:
     court = Court()
-    if leaver_first:
+    if exit_first:
         court.leave(2, status=None)
     for rank in (0, 1, 3):
         court.wait_in(rank)
-    if not leaver_first:
+    if not exit_first:
         assert not court.coordinator.is_busy
         court.leave(2, status=None)
     court.tick(GATHER - 0.01)
@@ -332,7 +350,7 @@ def test_a_rank_that_left_while_others_wait_for_it_is_named(leaver_first: bool) 
     assert court.hands.aborts == [1]
 
 
-def test_several_leavers_are_named_together() -> None:
+def test_several_exited_ranks_are_named_together() -> None:
     court = Court(nodes=TWO_NODES)
     court.leave(2)
     court.leave(1)
@@ -345,7 +363,7 @@ def test_several_leavers_are_named_together() -> None:
 
 
 @pytest.mark.parametrize(("left_with", "ends_with"), [(None, 1), (0, 1), (3, 3)])
-def test_the_job_ends_with_the_status_of_the_leaver(left_with: int | None, ends_with: int) -> None:
+def test_the_job_ends_with_the_status_of_the_exited_rank(left_with: int | None, ends_with: int) -> None:
     court = Court()
     court.leave(2, status=left_with)
     court.wait_in(0)
@@ -357,7 +375,7 @@ def test_the_job_ends_with_the_status_of_the_leaver(left_with: int | None, ends_
 
 
 @pytest.mark.parametrize("reached", [42, 43])
-def test_who_left_after_it_had_come_is_not_waited_for(reached: int) -> None:
+def test_a_rank_that_left_after_its_arrival_is_not_awaited(reached: int) -> None:
     court = Court()
     court.leave(2, sequence=reached)
     court.wait_in(0, sequence=42)
@@ -365,7 +383,7 @@ def test_who_left_after_it_had_come_is_not_waited_for(reached: int) -> None:
     assert (court.hands.to_all, court.coordinator.is_busy) == ([], False)
 
 
-def test_who_never_called_anything_on_a_group_is_waited_for() -> None:
+def test_a_rank_that_never_used_a_group_is_awaited() -> None:
     court = Court()
     court.leave(2, sequence=99)
     court.wait_in(0, sequence=1, group="5")
@@ -373,7 +391,7 @@ def test_who_never_called_anything_on_a_group_is_waited_for() -> None:
     assert court.hands.kinds() == [CollectStatus]
 
 
-def test_who_left_is_not_waited_for_in_a_group_of_others() -> None:
+def test_a_rank_that_left_is_not_awaited_in_groups_without_it() -> None:
     court = Court()
     court.leave(2)
     court.wait_in(0, needs="0, 1")
@@ -381,7 +399,7 @@ def test_who_left_is_not_waited_for_in_a_group_of_others() -> None:
     assert court.hands.to_all == []
 
 
-def test_who_goes_on_did_not_wait_for_the_leaver() -> None:
+def test_a_rank_that_continues_did_not_wait_for_the_exited_one() -> None:
     court = Court()
     court.wait_in(0)
     court.leave(2)
@@ -391,10 +409,10 @@ def test_who_goes_on_did_not_wait_for_the_leaver() -> None:
     assert (court.hands.to_all, court.coordinator.is_busy) == ([], False)
 
 
-@pytest.mark.parametrize("leaver_first", [True, False])
-def test_a_message_from_somebody_who_left_does_not_come(leaver_first: bool) -> None:
+@pytest.mark.parametrize("exit_first", [True, False])
+def test_a_message_from_an_exited_rank_does_not_arrive(exit_first: bool) -> None:
     court = Court()
-    for happens in (court.leave, court.wait_in) if leaver_first else (court.wait_in, court.leave):
+    for happens in (court.leave, court.wait_in) if exit_first else (court.wait_in, court.leave):
         if happens == court.leave:
             court.leave(2, sequence=99)
         else:
@@ -417,7 +435,7 @@ def test_a_long_message_may_be_on_its_way_for_longer() -> None:
     assert court.hands.kinds() == [CollectStatus]
 
 
-def test_a_message_that_was_on_its_way_comes() -> None:
+def test_a_message_that_was_sent_before_the_exit_arrives() -> None:
     court = Court()
     court.wait_in(0, sequence=None, needs="2")
     court.leave(2, sequence=99)
@@ -427,7 +445,7 @@ def test_a_message_that_was_on_its_way_comes() -> None:
     assert (court.hands.to_all, court.coordinator.is_busy) == ([], False)
 
 
-def test_who_has_left_with_an_operation_that_nobody_joined_still_waits() -> None:
+def test_a_rank_that_left_in_an_unmatched_operation_still_waits() -> None:
     court = Court()
     for rank in (0, 1, 3):
         court.leave(rank)
@@ -439,7 +457,7 @@ def test_who_has_left_with_an_operation_that_nobody_joined_still_waits() -> None
     assert court.hands.printed[0].startswith("[mpicomm] ranks 0, 1, 3 of 4 on node0 have exited, but other ranks wait")
 
 
-def test_who_takes_its_groups_down_waits_for_nobody_who_left() -> None:
+def test_shutdown_waits_for_no_exited_rank() -> None:
     court = Court()
     for rank in range(SIZE):
         court.leave(rank)
@@ -449,7 +467,7 @@ def test_who_takes_its_groups_down_waits_for_nobody_who_left() -> None:
 
 
 @pytest.mark.parametrize("silent", [None, NotResponding(3.0, "")], ids=["no word", "its hub's word"])
-def test_who_does_not_answer_may_wait_no_more(silent: NotResponding | None) -> None:
+def test_a_rank_that_does_not_reply_may_have_stopped_waiting(silent: NotResponding | None) -> None:
     """The wait counts again as soon as the rank answers and still waits."""
     court = Court()
     court.wait_in(0)
@@ -466,7 +484,7 @@ def test_who_does_not_answer_may_wait_no_more(silent: NotResponding | None) -> N
     assert court.hands.printed[0].startswith("[mpicomm] rank 2 of 4 on node0 has exited, but other ranks wait for it")
 
 
-def test_a_message_from_anybody_may_come_until_all_others_have_left() -> None:
+def test_a_message_from_any_source_may_arrive_until_all_others_have_left() -> None:
     court = Court()
     court.wait_in(0, sequence=None)
     court.leave(1)
@@ -483,7 +501,7 @@ def test_a_message_from_anybody_may_come_until_all_others_have_left() -> None:
     assert court.hands.printed[0].startswith("[mpicomm] ranks 1-3 of 4 on node0 have exited")
 
 
-def test_a_rank_alone_in_its_group_waits_for_nobody() -> None:
+def test_a_rank_alone_in_its_group_waits_for_no_rank() -> None:
     court = Court()
     court.wait_in(0, needs="0")
     court.leave(2)
@@ -491,7 +509,7 @@ def test_a_rank_alone_in_its_group_waits_for_nobody() -> None:
     assert court.hands.to_all == []
 
 
-def test_the_leavers_are_judged_by_what_is_so_when_all_have_waited() -> None:
+def test_exits_are_decided_after_all_ranks_have_waited() -> None:
     court = Court()
     court.leave(2)
     court.wait_in(0)
@@ -504,7 +522,7 @@ def test_the_leavers_are_judged_by_what_is_so_when_all_have_waited() -> None:
 
 
 @pytest.mark.parametrize("stuck", [None, 0, 3])
-def test_all_are_told_when_all_have_left(stuck: int | None) -> None:
+def test_all_ranks_are_notified_when_all_have_left(stuck: int | None) -> None:
     court = Court()
     for rank in (2, 0, 3):
         court.leave(rank, is_stuck=rank == stuck)
@@ -528,21 +546,21 @@ def test_it_costs_little_that_many_wait(monkeypatch: pytest.MonkeyPatch) -> None
     court = Court()
     court.leave(3, sequence=99)
     for number in range(100):
-        court.receive(protocol.WaitStarted(0, what(number=number), EVERYBODY))
+        court.receive(protocol.WaitStarted(0, operation_text(number=number), ALL_RANKS))
     court.tick(GATHER)
-    assert parsed == [EVERYBODY]
+    assert parsed == [ALL_RANKS]
 
 
 # -- hangs and timeouts ----------------------------------------------------------------------------------------------
 
 
-def test_a_hang_is_reported_with_everybodys_place() -> None:
+def test_a_hang_is_reported_with_the_positions_of_all_ranks() -> None:
     court = Court()
     court.hang(3, seconds=61.4)
     assert court.hands.to_one == [Acknowledgement(3)]
     assert court.hands.to_all == [CollectStatus(1, files=True)]
     court.answer(0, 1, 3)
-    court.answer(2, sequence=41, running=[what(name="broadcast", sequence=41, peer=0, where="train.py:97")])
+    court.answer(2, sequence=41, running=[operation_text(name="broadcast", sequence=41, peer=0, where="train.py:97")])
     court.tick()
     (text,) = court.hands.printed
     assert text == (
@@ -554,7 +572,7 @@ def test_a_hang_is_reported_with_everybodys_place() -> None:
     assert (court.coordinator.is_busy, court.hands.aborts, court.hands.claims) == (False, [], 0)
 
 
-def test_what_comes_after_a_hang_where_timeouts_are_exceptions() -> None:
+def test_after_a_hang_where_timeouts_are_exceptions() -> None:
     court = Court()
     court.ask(PossibleHang, 3, 61.0, 1800.0, raises=True)
     court.answer(0, 1, 2, 3)
@@ -562,7 +580,7 @@ def test_what_comes_after_a_hang_where_timeouts_are_exceptions() -> None:
     assert "rank 3 has waited 61 s; raising TimeoutError at the 1800 s timeout\n" in court.hands.printed[0]
 
 
-def test_many_who_hang_at_once_are_one_report() -> None:
+def test_simultaneous_hangs_are_one_report() -> None:
     court = Court()
     for rank in range(SIZE):
         court.hang(rank)
@@ -609,7 +627,7 @@ def test_a_deadline_ends_the_job(timeout: float) -> None:
     assert court.hands.aborts == [1]
 
 
-def test_a_deadline_is_heard_while_a_hang_is_looked_at() -> None:
+def test_a_timeout_is_received_during_the_report_of_a_hang() -> None:
     court = Court()
     court.hang(0)
     court.deadline(1, 31.0, 30.0)
@@ -639,7 +657,7 @@ class AnswersAtOnce(Hands):
             self.court.end_wait(0)
 
 
-def test_an_operation_of_rank_0_may_end_when_it_is_asked_for() -> None:
+def test_an_operation_of_rank_0_may_end_before_its_status_is_collected() -> None:
     court = Court()
     court.hands = court.coordinator._actions = AnswersAtOnce()
     court.hands.court = court
@@ -649,7 +667,7 @@ def test_an_operation_of_rank_0_may_end_when_it_is_asked_for() -> None:
     assert (court.hands.printed, court.coordinator.is_ending) == ([], False)
 
 
-def test_a_hang_that_ends_while_it_is_looked_at_is_none() -> None:
+def test_a_hang_that_ends_during_the_collection_is_not_reported() -> None:
     court = Court()
     court.hang(0)
     court.end_wait(0)
@@ -658,7 +676,7 @@ def test_a_hang_that_ends_while_it_is_looked_at_is_none() -> None:
     assert (court.hands.printed, court.coordinator.is_busy) == ([], False)
 
 
-def test_a_deadline_that_ends_while_it_is_looked_at_ends_nothing() -> None:
+def test_a_timeout_that_ends_during_the_collection_ends_no_job() -> None:
     court = Court()
     court.hang(0)
     court.deadline(1, 31.0, 30.0)
@@ -671,7 +689,7 @@ def test_a_deadline_that_ends_while_it_is_looked_at_ends_nothing() -> None:
     assert (court.hands.aborts, court.coordinator.is_ending) == ([], False)
 
 
-def test_leavers_for_whom_nobody_waits_any_more_are_not_named() -> None:
+def test_exited_ranks_that_are_no_longer_awaited_are_not_named() -> None:
     court = Court()
     court.leave(2)
     court.wait_in(0)
@@ -723,14 +741,14 @@ def test_a_collection_ends_in_any_case() -> None:
     assert not court.coordinator.is_busy
 
 
-def test_an_answer_that_comes_too_late_is_no_answer_to_the_next_question() -> None:
+def test_a_late_reply_is_no_reply_to_the_next_request() -> None:
     court = Court()
     court.hang(0)
     court.tick(COLLECT_SECONDS)
-    court.answer(2, running=[what(where="old.py:1")])
+    court.answer(2, running=[operation_text(where="old.py:1")])
     court.tick(HANG_SECONDS)
     court.hang(0)
-    court.receive(StatusReport(2, 1, status_of(running=[what(where="old.py:1")])))
+    court.receive(StatusReport(2, 1, status_of(running=[operation_text(where="old.py:1")])))
     court.answer(0, 1, 3)
     court.tick()
     assert len(court.hands.printed) == 1
@@ -753,7 +771,7 @@ def test_a_rank_that_does_not_answer_its_hub_is_shown_with_its_state() -> None:
     )
 
 
-def test_ranks_behind_a_hub_that_does_not_answer_are_shown_so() -> None:
+def test_ranks_of_a_hub_that_does_not_reply_are_shown_as_such() -> None:
     court = Court(nodes=TWO_NODES)
     court.hang(0)
     court.answer(0, 1)
@@ -765,7 +783,7 @@ def test_ranks_behind_a_hub_that_does_not_answer_are_shown_so() -> None:
     ]
 
 
-def test_a_rank_that_left_and_is_asked_is_shown_as_left() -> None:
+def test_a_rank_that_left_is_shown_as_left() -> None:
     court = Court()
     court.leave(2, status=0)
     court.tick(12)
@@ -778,7 +796,7 @@ def test_a_rank_that_left_and_is_asked_is_shown_as_left() -> None:
 # -- missing ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_who_gave_up_waiting_hears_who_has_not_come() -> None:
+def test_a_rank_whose_wait_timed_out_gets_the_missing_ranks() -> None:
     court = Court()
     court.miss(1)
     assert court.hands.to_all == [CollectStatus(1, files=False)]
@@ -801,7 +819,7 @@ def test_only_those_of_the_group_can_be_missing() -> None:
     assert court.answers()[-1].ranks == "0, 1"
 
 
-def test_who_does_not_answer_is_missing() -> None:
+def test_a_rank_that_does_not_reply_is_missing() -> None:
     court = Court()
     court.miss(1)
     court.answer(0, 1, 3)
@@ -810,7 +828,7 @@ def test_who_does_not_answer_is_missing() -> None:
     assert "rank 2  not responding" in court.answers()[-1].table
 
 
-def test_everybody_who_asks_is_answered() -> None:
+def test_every_request_is_answered() -> None:
     court = Court()
     court.hang(0)
     for rank in (1, 2, 3):
@@ -822,7 +840,7 @@ def test_everybody_who_asks_is_answered() -> None:
     assert len(court.hands.printed) == 1
 
 
-def test_nobody_is_missing() -> None:
+def test_no_rank_is_missing() -> None:
     court = Court()
     court.miss(1)
     court.answer(*range(SIZE))

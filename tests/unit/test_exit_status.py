@@ -12,7 +12,7 @@ WATCH = """
 import atexit, contextlib, pickle, sys, threading
 from mpicomm.watchdog import exit_hooks
 exit_hooks.watch_exits(lambda _status: None)
-atexit.register(lambda: print("told", exit_hooks.exit_status(), flush=True))
+atexit.register(lambda: print("status", exit_hooks.exit_status(), flush=True))
 def leave(status=None):
     try:
         sys.exit(status)
@@ -45,7 +45,7 @@ assert type(pickle.loads(pickle.dumps(kept))) is SystemExit
 )
 def test_the_status_is_that_of_the_process(ending: str, status: int | None) -> None:
     outcome = run_alone(WATCH + ending, timeout=60)
-    assert outcome.stdout == f"told {status}\n", outcome
+    assert outcome.stdout == f"status {status}\n", outcome
     assert outcome.status == (status or 0), outcome
     assert "Exit" not in outcome.stderr, outcome
 
@@ -53,7 +53,7 @@ def test_the_status_is_that_of_the_process(ending: str, status: int | None) -> N
 def test_an_exit_on_its_way_counts() -> None:
     program = "try:\n    leave(3)\nfinally:\n    print('here', exit_hooks.exit_status())"
     outcome = run_alone(WATCH + program, timeout=60)
-    assert outcome.stdout == "here 3\ntold 3\n", outcome
+    assert outcome.stdout == "here 3\nstatus 3\n", outcome
 
 
 PROMPT = """
@@ -80,12 +80,15 @@ sys.excepthook = report
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
-        ("type_in('undefined', '(')", "told None"),
-        ("type_in('undefined'); leave(3)", "told 3"),
-        ("type_in('undefined'); 1 / 0", "aborts, told 1"),
-        ("thread = threading.Thread(target=type_in, args=('undefined',)); thread.start(); thread.join()", "told None"),
-        ("thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()", "aborts, told None"),
-        (HOOK_ON_TOP, "mine, aborts, told 1"),
+        ("type_in('undefined', '(')", "status None"),
+        ("type_in('undefined'); leave(3)", "status 3"),
+        ("type_in('undefined'); 1 / 0", "aborts, status 1"),
+        (
+            "thread = threading.Thread(target=type_in, args=('undefined',)); thread.start(); thread.join()",
+            "status None",
+        ),
+        ("thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()", "aborts, status None"),
+        (HOOK_ON_TOP, "mine, aborts, status 1"),
     ],
 )
 @pytest.mark.parametrize("as_module", [False, True])

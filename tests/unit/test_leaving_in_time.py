@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.training import preemption
-from mpicomm.training.preemption import StopRequest, remaining_seconds, seconds_of_pbs, seconds_of_slurm
+from mpicomm.training import preemption, time_left
+from mpicomm.training.preemption import StopRequest
+from mpicomm.training.time_left import seconds_of_flux, seconds_of_lsf, seconds_of_pbs, seconds_of_slurm
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ from mpicomm.training.preemption import StopRequest, remaining_seconds, seconds_
         ("", None),
     ],
 )
-def test_what_slurm_says(text: str, seconds: float | None) -> None:
+def test_the_output_of_squeue(text: str, seconds: float | None) -> None:
     assert seconds_of_slurm(text) == seconds
 
 
@@ -39,7 +40,7 @@ def pbs(walltime: object, stime: str) -> str:
     return json.dumps({"Jobs": {"7.pbs1": {"Resource_List": {"walltime": walltime}, "stime": stime}}})
 
 
-def test_what_pbs_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_qstat(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.mktime(time.strptime("2026-11-20 10:06:58", "%Y-%m-%d %H:%M:%S"))
     assert seconds_of_pbs(pbs("00:05:00", "Fri Nov 20 10:06:58 2026"), "7.pbs1", start + 2) == 298
     assert seconds_of_pbs(pbs("48:00:00", "Fri Nov 20 10:06:58 2026"), "8.pbs1", start) == 48 * 3600
@@ -48,35 +49,81 @@ def test_what_pbs_says(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"Jobs": {}}', '{"Jobs": {"7.pbs1": {}}}', pbs(12, "Fri Nov 20 10:06:58 2026"), pbs("1", "now")]
 )
-def test_what_pbs_does_not_say(text: str) -> None:
+def test_incomplete_output_of_qstat(text: str) -> None:
     assert seconds_of_pbs(text, "7.pbs1", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0:45 L\n", 2700), ("36:00 E\n", 129600), ("0:00 X", 0), ("1:30", 5400), ("-\n", None)]
+)
+def test_remaining_time_of_lsf(text: str, seconds: float | None) -> None:
+    assert seconds_of_lsf(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1800\n", 1800), ("0\n", 0), ("4294967295\n", None), ("", None), ("flux-job: ERROR", None)]
+)
+def test_remaining_time_of_flux(text: str, seconds: float | None) -> None:
+    assert seconds_of_flux(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("environ", "command", "asked"),
+    [
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "bjobs", "-noheader -o time_left 7"),
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "3"}, "bjobs", "-noheader -o time_left 7[3]"),
+        ({"FLUX_JOB_ID": "f2e73NP", "SLURM_JOB_ID": "9"}, "flux", "job timeleft"),
+    ],
+)
+def test_the_command_of_each_scheduler(
+    environ: dict[str, str], command: str, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / command).write_text(
+        f'#!/bin/sh\n[ "$*" = "{asked}" ] && echo {"0:02 L" if command == "bjobs" else 120}\n'
+    )
+    (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    clock = time_left.clock(environ)
+    assert clock is not None
+    assert clock() == 120
+
+
+def test_the_signal_at_the_time_limit_of_flux_requests_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_request = StopRequest()
+    with stop_request.handling_signals(None, polls_scheduler=False):
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL, "programs use SIGALRM themselves"
+    monkeypatch.setenv("FLUX_JOB_ID", "f2e73NP")
+    with stop_request.handling_signals(None, polls_scheduler=False):
+        os.kill(os.getpid(), signal.SIGALRM)
+        assert stop_request.why == "SIGALRM"
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Install a scheduler command that prints the contents of the returned file."""
-    said = tmp_path / "said"
+    answer = tmp_path / "answer"
     command = tmp_path / "squeue"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {said}\n')
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {answer}\n')
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    return said
+    return answer
 
 
-def test_the_scheduler_is_asked(squeue: Path) -> None:
-    clock = remaining_seconds(os.environ)
+def test_the_scheduler_is_queried(squeue: Path) -> None:
+    clock = time_left.clock(os.environ)
     assert clock is not None
     squeue.write_text("2:00\n")
     assert clock() == 120
     squeue.unlink()
     assert clock() is None
     assert (squeue.parent / "asked").read_text().splitlines()[0] == "--noheader --jobs 17 --format %L"
-    assert remaining_seconds({}) is None
-    assert remaining_seconds({"SLURM_JOB_ID": "17", "PATH": ""}) is not None, "the command is looked for as ever"
+    assert time_left.clock({}) is None
+    assert time_left.clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None, "the command is looked for as ever"
 
 
-def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_requests_a_stop_before_the_end_of_the_allocation(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.05)
     squeue.write_text("5:00\n")
     stop_request = StopRequest()
@@ -104,7 +151,7 @@ def test_a_rank_wishes_to_leave_when_the_time_is_nearly_up(squeue: Path, monkeyp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_is_a_wish(number: signal.Signals) -> None:
+def test_a_signal_is_a_stop_request(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     stop_request = StopRequest()
     with stop_request.handling_signals(None, polls_scheduler=False):
@@ -116,7 +163,7 @@ def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     assert signal.getsignal(number) is (preemption._ignore if is_harmless else before)
 
 
-def test_a_handler_is_given_back() -> None:
+def test_a_handler_is_restored() -> None:
     def mine(_number: int, _frame: object) -> None: ...
 
     before = signal.signal(signal.SIGUSR1, mine)
@@ -150,8 +197,8 @@ TWICE = """
 import os, signal, sys
 from mpicomm.training import preemption
 preemption._REPEAT_SECONDS = 0.0
-wish = preemption.StopRequest()
-with wish.handling_signals(None, polls_scheduler=False):
+request = preemption.StopRequest()
+with request.handling_signals(None, polls_scheduler=False):
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR1)
 print("not reached")

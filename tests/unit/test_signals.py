@@ -39,21 +39,21 @@ class Ear:
     """A wake-up descriptor, and the bytes that it receives."""
 
     def __init__(self) -> None:
-        self.fd, self._heard = socket.socketpair()
-        for end in (self.fd, self._heard):
+        self.fd, self._received = socket.socketpair()
+        for end in (self.fd, self._received):
             end.setblocking(False)
 
     def fileno(self) -> int:
         return self.fd.fileno()
 
-    def heard(self) -> bytes:
+    def received(self) -> bytes:
         with contextlib.suppress(BlockingIOError):
-            return self._heard.recv(100)
+            return self._received.recv(100)
         return b""
 
     def close(self) -> None:
         self.fd.close()
-        self._heard.close()
+        self._received.close()
 
 
 @pytest.fixture
@@ -81,14 +81,14 @@ def ignore(number: int, frame: types.FrameType | None) -> None:
 # -- watching --------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_is_heard(ear: Ear) -> None:
+def test_sigterm_is_received(ear: Ear) -> None:
     signals.watch(ear.fileno())
     os.kill(os.getpid(), signal.SIGTERM)
-    assert ear.heard() == TERM
+    assert ear.received() == TERM
 
 
 @pytest.mark.parametrize("has_previous", [True, False])
-def test_unwatch_restores_what_was(ear: Ear, other_ear: Ear, has_previous: bool) -> None:
+def test_unwatch_restores_the_previous_state(ear: Ear, other_ear: Ear, has_previous: bool) -> None:
     previous = other_ear.fileno() if has_previous else -1
     signal.set_wakeup_fd(previous)
     signals.watch(ear.fileno())
@@ -105,24 +105,24 @@ def test_watching_may_begin_again(ear: Ear) -> None:
     for _ in range(3):
         signals.watch(ear.fileno())
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ear.heard() == TERM
+        assert ear.received() == TERM
         signals.unwatch()
     assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(("handler", "hears"), [(ignore, TERM), (signal.SIG_IGN, b"")])
-def test_somebody_elses_handler_is_left_alone(ear: Ear, handler: signal.Handlers, hears: bytes) -> None:
+@pytest.mark.parametrize(("handler", "expected"), [(ignore, TERM), (signal.SIG_IGN, b"")])
+def test_a_foreign_handler_is_not_changed(ear: Ear, handler: signal.Handlers, expected: bytes) -> None:
     signal.signal(signal.SIGTERM, handler)
     signals.watch(ear.fileno())
     assert signal.getsignal(signal.SIGTERM) is handler
     os.kill(os.getpid(), signal.SIGTERM)
-    assert ear.heard() == hears
+    assert ear.received() == expected
     assert not signals.deliver(TERM)
     signals.unwatch()
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_handler_that_came_on_top_stays(ear: Ear) -> None:
+def test_a_handler_that_was_installed_later_stays(ear: Ear) -> None:
     signals.watch(ear.fileno())
     signal.signal(signal.SIGTERM, ignore)
     assert not signals.deliver(TERM)
@@ -130,18 +130,18 @@ def test_a_handler_that_came_on_top_stays(ear: Ear) -> None:
     assert signal.getsignal(signal.SIGTERM) is ignore
 
 
-def test_a_wakeup_descriptor_that_came_on_top_stays(ear: Ear, other_ear: Ear) -> None:
+def test_a_wakeup_descriptor_that_was_set_later_stays(ear: Ear, other_ear: Ear) -> None:
     signal.signal(signal.SIGUSR1, ignore)
     signals.watch(ear.fileno())
     watched = signal.set_wakeup_fd(other_ear.fileno())
     os.kill(os.getpid(), signal.SIGTERM)
-    assert (ear.heard(), other_ear.heard()) == (TERM, TERM)
+    assert (ear.received(), other_ear.received()) == (TERM, TERM)
     assert wakeup_fd() == other_ear.fileno()
     signals.unwatch()
     assert wakeup_fd() == other_ear.fileno()
     signal.set_wakeup_fd(watched)  # as the code that replaced the descriptor does at its end
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert ear.heard() == b""
+    assert ear.received() == b""
 
 
 def test_other_threads_do_not_touch_signals(ear: Ear) -> None:
@@ -166,11 +166,11 @@ def test_after_unwatch_on_another_thread_no_file_gets_signals(
         assert file.fileno() == number  # the lowest free descriptor
         os.kill(os.getpid(), signal.SIGUSR1)
     assert (tmp_path / "weights").read_bytes() == b""
-    assert other_ear.heard() == (USR1 if has_previous else b"")
+    assert other_ear.received() == (USR1 if has_previous else b"")
     signals.watch(ear.fileno())
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert ear.heard() == USR1
-    assert other_ear.heard() == b""
+    assert ear.received() == USR1
+    assert other_ear.received() == b""
     signals.unwatch()
     assert wakeup_fd() == (other_ear.fileno() if has_previous else -1)
 
@@ -190,7 +190,7 @@ def unwatch_on_another_thread() -> None:
     thread.join()
 
 
-def test_a_full_descriptor_blocks_nobody(ear: Ear) -> None:
+def test_a_full_descriptor_does_not_block(ear: Ear) -> None:
     signals.watch(ear.fileno())
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -198,7 +198,7 @@ def test_a_full_descriptor_blocks_nobody(ear: Ear) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_former_descriptor_may_be_gone(ear: Ear) -> None:
+def test_the_former_descriptor_may_be_closed(ear: Ear) -> None:
     former = Ear()
     signal.set_wakeup_fd(former.fileno())
     signals.watch(ear.fileno())
@@ -207,7 +207,7 @@ def test_the_former_descriptor_may_be_gone(ear: Ear) -> None:
     assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
 
 
-def test_the_former_descriptor_may_be_somebody_elses_file(ear: Ear) -> None:
+def test_the_former_descriptor_may_be_reused_for_another_file(ear: Ear) -> None:
     former = Ear()
     number = former.fileno()
     signal.set_wakeup_fd(number)
@@ -223,7 +223,7 @@ def test_the_former_descriptor_may_be_somebody_elses_file(ear: Ear) -> None:
         os.close(file)
 
 
-def test_a_process_that_let_go_on_another_thread_still_ends_by_sigterm() -> None:
+def test_a_process_that_unwatched_on_another_thread_still_ends_by_sigterm() -> None:
     outcome = run_alone(
         "import os, signal, socket, threading, time\n"
         "from mpicomm.watchdog import signals\n"
@@ -241,20 +241,20 @@ def test_a_process_that_let_go_on_another_thread_still_ends_by_sigterm() -> None
 # -- forwarding ------------------------------------------------------------------------------------------------------
 
 
-def test_who_watched_before_hears_all_signals(ear: Ear, other_ear: Ear) -> None:
+def test_the_previous_watcher_receives_all_signals(ear: Ear, other_ear: Ear) -> None:
     signal.set_wakeup_fd(other_ear.fileno())
     signal.signal(signal.SIGUSR1, ignore)
     signals.watch(ear.fileno())
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)
-    numbers = ear.heard()
+    numbers = ear.received()
     assert sorted(numbers) == sorted(USR1 + TERM)
     signals.deliver(b"\0" + numbers + b"\0\0")
-    assert sorted(other_ear.heard()) == sorted(USR1 + TERM)
+    assert sorted(other_ear.received()) == sorted(USR1 + TERM)
 
 
 @pytest.mark.parametrize("numbers", [b"", b"\0", b"\0\0\0", USR1, USR1 + b"\0"])
-def test_what_is_not_sigterm_calls_nobody(ear: Ear, numbers: bytes) -> None:
+def test_other_signals_call_no_function(ear: Ear, numbers: bytes) -> None:
     calls: list[int] = []
     signals.watch(ear.fileno())
     signals.register(lambda: calls.append(1))
@@ -262,7 +262,7 @@ def test_what_is_not_sigterm_calls_nobody(ear: Ear, numbers: bytes) -> None:
     assert calls == []
 
 
-def test_sigterm_calls_who_has_registered(ear: Ear) -> None:
+def test_sigterm_calls_the_registered_functions(ear: Ear) -> None:
     calls: list[int] = []
 
     def first() -> None:
@@ -279,7 +279,7 @@ def test_sigterm_calls_who_has_registered(ear: Ear) -> None:
     assert calls == [1, 2, 2]
 
 
-def test_a_process_ends_by_sigterm_if_nobody_takes_care_of_it(ear: Ear) -> None:
+def test_a_process_without_a_handler_ends_by_sigterm(ear: Ear) -> None:
     signals.watch(ear.fileno())
     assert signals.deliver(TERM)
     assert signals.deliver(b"\0" + USR1 + TERM)
@@ -309,11 +309,11 @@ def status_of_a_child_that_gets_sigterm() -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_forked_childs_signals_reach_the_parent_without_a_watchdog_that_lets_go(ear: Ear) -> None:
+def test_signals_of_a_forked_child_reach_the_parent_unless_its_watchdog_stops(ear: Ear) -> None:
     signals.watch(ear.fileno())
     assert status_of_a_child_that_gets_sigterm() == 77
     # torch has a handler for SIGCHLD once a DataLoader has had workers.
-    assert ear.heard().replace(bytes([signal.SIGCHLD]), b"") == TERM
+    assert ear.received().replace(bytes([signal.SIGCHLD]), b"") == TERM
 
 
 @pytest.mark.parametrize("forks_on_a_thread", [True, False])

@@ -1,0 +1,108 @@
+"""The launcher as a child process in its own session, and the processes below it on this host.
+
+This process becomes the subreaper: processes whose launcher is killed become its children, so that none is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_GONE_SECONDS = 5.0
+_PAUSE = 0.02
+_FOREGROUND_PAUSE = 0.5  # between checks whether this process may read the terminal
+
+_libc = ctypes.CDLL(None)
+
+
+def start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command, which receives SIGTERM when this process is killed; call it on the main thread.
+
+    In a session of its own it gets neither the terminal's Ctrl-C nor the signals that a scheduler sends to a session.
+    It cannot read the terminal there: a thread passes the input on.
+
+    Raises:
+        OSError: If it cannot be executed.
+    """
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    stdin, pipe = os.pipe() if os.isatty(0) else (None, None)
+    # Other threads, if any, only read the terminal: the fork cannot inherit a lock that is held.
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=stdin,
+        preexec_fn=die_with_parent,  # noqa: PLW1509
+        start_new_session=True,
+    )
+    if stdin is not None and pipe is not None:
+        os.close(stdin)
+        threading.Thread(target=_pass_on_terminal, args=(process, pipe), daemon=True).start()
+    return process
+
+
+def signal_descendants(number: int) -> bool:
+    """Send a signal to the launcher and all processes below it on this host; return whether there are any."""
+    pids = _descendants()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            os.kill(pid, number)
+    return bool(pids)
+
+
+def kill_descendants() -> None:
+    """Kill the launcher and all processes below it on this host, and wait until they have ended."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while signal_descendants(signal.SIGKILL) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+
+
+def _pass_on_terminal(process: subprocess.Popen[bytes], pipe: int) -> None:
+    with contextlib.suppress(OSError):  # the launcher has closed its input, or has ended
+        while process.poll() is None:
+            if os.tcgetpgrp(0) != os.getpgrp():  # in the background, reading would stop this process
+                time.sleep(_FOREGROUND_PAUSE)
+            elif select.select([0], [], [], _FOREGROUND_PAUSE)[0] and os.tcgetpgrp(0) == os.getpgrp():
+                data = os.read(0, 1 << 16)
+                if not data:
+                    break
+                while data:
+                    data = data[os.write(pipe, data) :]
+    with contextlib.suppress(OSError):
+        os.close(pipe)
+
+
+def _descendants() -> list[int]:
+    """Return the pids of the running processes below this one that are not in its session.
+
+    The launcher has a session of its own. Children in this session are others', for example of a shell that has been
+    replaced by this process: `exec mpicomm run ... > >(tee log)`.
+    """
+    children: dict[int, list[int]] = {}
+    own_session = os.getsid(0)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # the process has ended
+            state, parent, _group, session, *_ = path.read_text().rpartition(")")[2].split()
+            if state not in ("Z", "X") and int(session) != own_session:
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, left = [], [os.getpid()]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found

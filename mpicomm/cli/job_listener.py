@@ -1,0 +1,209 @@
+"""Where `mpicomm run` listens for rank 0 of the jobs that it has started, and what they have reported.
+
+A launch usually forms one job. It forms none if the program never calls `bootstrap()`, one after the other if the
+program calls `shutdown()` and `bootstrap()` again, and several at a time with `bootstrap(comm=...)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+
+from mpicomm.settings import HOST_TIMEOUT
+from mpicomm.startup import interfaces
+from mpicomm.watchdog import hang_report, local_processes
+from mpicomm.watchdog.channel import PARENT, proof_of
+from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.parent_link import Parent
+from mpicomm.watchdog.protocol import (
+    Challenge,
+    JobFailed,
+    JobStarted,
+    Message,
+    Proof,
+    RankFinished,
+    StopAnswered,
+    StopAsked,
+    Welcome,
+)
+
+_NONCE_BYTES = 16
+_AUTHENTICATION_SECONDS = 10.0  # time limit for a new connection to authenticate
+_ACCEPT_PAUSE = 0.01
+_TOKEN_BYTES = 16
+_MOST_CONNECTIONS = 64  # that have not authenticated; more are refused
+
+
+class Job:
+    """What rank 0 of one job has reported."""
+
+    def __init__(self, hosts: Mapping[str, str]) -> None:
+        """Create the record.
+
+        Args:
+            hosts: The ranks of every host, as text.
+        """
+        self._hosts = {rank: host for host, text in hosts.items() for rank in hang_report.parse_ranges(text)}
+        self._finished: set[int] = set()
+        self.cause = ""
+        """Why the job was aborted, if rank 0 reported it."""
+
+        self.is_connected = True
+        self.answers: dict[int, bool] = {}
+        """By signal: whether the program handles it, if rank 0 has answered the last question about it."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every rank has reached its orderly end."""
+        return len(self._finished) == len(self._hosts)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job is being aborted, or rank 0 has ended before all ranks had reached their orderly end."""
+        return bool(self.cause) or not (self.is_connected or self.is_finished)
+
+    def receive(self, message: Message) -> None:
+        """Record a message of rank 0."""
+        match message:
+            case RankFinished():
+                self._finished.add(message.rank)
+            case JobFailed():
+                self.cause = self.cause or message.cause
+            case StopAnswered():
+                self.answers[message.signal] = message.is_handled
+
+    def unfinished(self) -> str:
+        """Return the ranks that have not reached their orderly end: `ranks 2, 3 of 4 on node4`."""
+        left = sorted(self._hosts.keys() - self._finished)
+        return hang_report.full_name(left, [self._hosts[rank] for rank in sorted(self._hosts)])
+
+
+class JobListener:
+    """Accepts the connections of rank 0; has no thread of its own."""
+
+    def __init__(self, selector: selectors.BaseSelector, *, is_local: bool, host_timeout: int = HOST_TIMEOUT) -> None:
+        """Listen.
+
+        Args:
+            selector: The connections are registered there; the caller passes its events to `handle`.
+            is_local: Whether all ranks are on this host.
+            host_timeout: Seconds after which the connection to a host that does not answer is lost.
+
+        Raises:
+            OSError: If no port is free.
+        """
+        self.jobs: list[Job] = []
+        self._selector = selector
+        self._host_timeout = host_timeout
+        self._listener = _listen(is_local=is_local)
+        self._listener.setblocking(False)
+        self._unauthenticated: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
+        self._waiting: set[Connection] = set()  # authenticated, but no job has started
+        self._of: dict[Connection, Job] = {}
+        addresses = ("127.0.0.1",) if is_local else _addresses()
+        self.parent = Parent(addresses, self._listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+        selector.register(self._listener, selectors.EVENT_READ)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether rank 0 of a job is connected."""
+        return bool(self._of)
+
+    def handle(self, key: selectors.SelectorKey) -> None:
+        """Handle an event of the selector; does nothing for a descriptor of the caller."""
+        if key.fileobj is self._listener:
+            self._accept()
+        elif isinstance(key.fileobj, Connection):
+            self._receive(key.fileobj)
+
+    def ask_to_stop(self, number: int) -> None:
+        """Ask all connected jobs to stop, as if the program had received the signal; forget earlier answers."""
+        for connection, job in self._of.items():
+            job.answers.pop(number, None)
+            with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
+                connection.send(StopAsked(number))
+
+    def drop_unauthenticated(self) -> None:
+        """Close the connections whose time for the authentication has passed; call it regularly."""
+        now = time.monotonic()
+        for connection in [each for each, (_, deadline) in self._unauthenticated.items() if deadline < now]:
+            self._drop(connection)
+
+    def close(self) -> None:
+        """Stop listening, and close all connections: jobs that have not finished abort."""
+        for connection in [*self._unauthenticated, *self._waiting, *self._of]:
+            self._drop(connection)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection = Connection(self._listener.accept()[0], self._host_timeout)
+        except OSError:  # the peer has closed the connection; or too many files are open, which may be temporary
+            time.sleep(_ACCEPT_PAUSE)
+            return
+        if len(self._unauthenticated) >= _MOST_CONNECTIONS:
+            connection.close()
+            return
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._unauthenticated[connection] = (nonce, time.monotonic() + _AUTHENTICATION_SECONDS)
+        self._selector.register(connection, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
+            connection.send(Challenge(PARENT, local_processes.this_process(), nonce.hex()))
+
+    def _receive(self, connection: Connection) -> None:
+        messages, lost = connection.receive()
+        for message in messages:
+            if connection in self._unauthenticated:
+                lost = lost or self._authenticate(connection, message)
+            elif isinstance(message, JobStarted) and connection in self._waiting:
+                self._waiting.remove(connection)
+                self._of[connection] = Job(message.hosts)
+                self.jobs.append(self._of[connection])
+            elif connection in self._of:
+                self._of[connection].receive(message)
+        if lost:
+            self._drop(connection)
+
+    def _authenticate(self, connection: Connection, message: Message) -> str:
+        """Check the proof of a connection; return why it must be closed."""
+        nonce, _ = self._unauthenticated[connection]
+        expected = proof_of(self.parent.token, nonce, 0)
+        if not (isinstance(message, Proof) and message.proof.isascii()):
+            return "sent no proof"
+        if not hmac.compare_digest(message.proof, expected):
+            return "sent a wrong proof"
+        del self._unauthenticated[connection]
+        self._waiting.add(connection)
+        connection.is_trusted = True
+        with contextlib.suppress(OSError):
+            connection.send(Welcome())
+        return ""
+
+    def _drop(self, connection: Connection) -> None:
+        self._unauthenticated.pop(connection, None)
+        self._waiting.discard(connection)
+        if (job := self._of.pop(connection, None)) is not None:
+            job.is_connected = False
+        self._selector.unregister(connection)
+        connection.close()
+
+
+def _listen(*, is_local: bool) -> socket.socket:
+    if is_local:
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be disabled
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _addresses() -> tuple[str, ...]:
+    """Return the addresses of this host, without loopback unless there is no other."""
+    found = [address for _, address in interfaces.listed() if not address.startswith(("127.", "::1"))]
+    return tuple(found) or ("127.0.0.1",)

@@ -1,0 +1,159 @@
+"""`mpicomm run --max-restarts`: starts the ranks again after a failure, on the hosts that still answer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import subprocess
+
+from mpicomm.cli import launch_plan
+from mpicomm.cli.console import failed, print_message
+from mpicomm.cli.supervisor import End
+from mpicomm.errors import LaunchError
+from mpicomm.launch import node_range
+from mpicomm.launch.allocation import Host
+from mpicomm.launch.node_range import NodeRange, TooFewHostsError
+from mpicomm.launch.request import Request
+from mpicomm.settings import STOPPED_STATUS
+
+_PROBES = 16  # hosts that are probed at the same time
+_REQUEUE_SECONDS = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartPolicy:
+    """How often the ranks are started again, and on how many hosts."""
+
+    max_restarts: int = 0
+    nodes: NodeRange = dataclasses.field(default_factory=NodeRange)
+    is_range_given: bool = False
+    """Whether the user passed the range of hosts."""
+    per_node: int | None = None
+    """The user's number of ranks on each host."""
+
+    @property
+    def selects_hosts(self) -> bool:
+        """Whether the first attempt is on hosts that the user selects."""
+        return self.is_range_given or self.per_node is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """The hosts that attempts may use, and how ranks are started there."""
+
+    hosts: tuple[Host, ...]
+    """Empty if all ranks are on this host, or if the hosts do not matter."""
+    is_step: bool
+    policy: RestartPolicy
+
+    def of(self, request: Request) -> Request:
+        """Return the request on the first of the hosts.
+
+        Raises:
+            TooFewHostsError: If there are fewer than the policy requires.
+        """
+        nodes = self.policy.nodes
+        nodes.check(len(self.hosts) or 1)
+        return node_range.place(request, self.hosts[: nodes.most], is_step=self.is_step, per_node=self.policy.per_node)
+
+    def answering(self, request: Request) -> _Placement:
+        """Return the placement without the hosts on which no program can be started."""
+        if len(self.hosts) < 2:  # this process runs on the only host, or can reach no other
+            return self
+
+        def answers(host: Host) -> bool:
+            return launch_plan.answers(request, host, os.environ, is_step=self.is_step)
+
+        with concurrent.futures.ThreadPoolExecutor(_PROBES) as pool:
+            left = tuple(host for host, is_up in zip(self.hosts, pool.map(answers, self.hosts), strict=True) if is_up)
+        if len(left) < len(self.hosts):
+            lost = ", ".join(host.name for host in self.hosts if host not in left)
+            print_message("run", f"{lost} does not answer; {len(left)} of {len(self.hosts)} hosts are left")
+            self.policy.nodes.check(len(left))
+        return dataclasses.replace(self, hosts=left)
+
+
+def run(request: Request, policy: RestartPolicy, grace: float) -> int:
+    """Run a launch, and again after a failure as often as the policy allows; return the exit status.
+
+    Raises:
+        LaunchError: If the ranks cannot be started.
+        MPINotFoundError: If there is no MPI library.
+        OSError: If the launcher cannot be executed.
+    """
+    # 1. the first attempt
+    placement = _placement(request, policy)
+    attempt = _first(request, placement)
+    end = launch_plan.execute(launch_plan.build(attempt, os.environ), "run", grace)
+    # 2. restarts
+    number = 0
+    has_formed_job = end.has_formed_job
+    while _is_failure(end) and has_formed_job and number < policy.max_restarts:
+        number += 1
+        why = "" if end.cause else f", since the launcher exited with status {end.status}"  # printed already
+        print_message("run", f"restart {number} of {policy.max_restarts}{why}")
+        try:
+            before, placement = placement, placement.answering(request)
+            if placement != before:
+                attempt = placement.of(request)
+            start = launch_plan.build(dataclasses.replace(attempt, appends_logs=True), os.environ)
+        except LaunchError as error:
+            if not (isinstance(error, TooFewHostsError) and _requeue(policy.max_restarts)):
+                failed("run", error)
+            return end.status
+        end = launch_plan.execute(start, "run", grace)
+    if _is_failure(end) and policy.max_restarts:
+        why = "--max-restarts has been reached" if has_formed_job else "no job of mpicomm.bootstrap() has connected"
+        print_message("run", f"not restarted: {why}")
+    return end.status
+
+
+def first(request: Request, policy: RestartPolicy) -> Request:
+    """Return the request of the first attempt, on the hosts that the policy selects.
+
+    Raises:
+        LaunchError: If there are fewer hosts than the policy requires, or if the scheduler selects the hosts.
+    """
+    return _first(request, _placement(request, policy))
+
+
+def _first(request: Request, placement: _Placement) -> Request:
+    return placement.of(request) if placement.policy.selects_hosts else request
+
+
+def _placement(request: Request, policy: RestartPolicy) -> _Placement:
+    """Return the hosts of a request, for the first attempt and for all restarts."""
+    job = launch_plan.places_ranks(os.environ)
+    if job is not None and policy.selects_hosts:
+        raise LaunchError(
+            f"--nnodes and --nproc-per-node do not work in {job}, where the scheduler selects the hosts.\n"
+            f"Use -n with the number of ranks, or request other nodes from the scheduler."
+        )
+    if not policy.selects_hosts and not policy.max_restarts:
+        return _Placement((), False, policy)
+    hosts, is_step = launch_plan.hosts(request, os.environ)
+    selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
+    return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)
+
+
+def _is_failure(end: End) -> bool:
+    return end.status not in (0, STOPPED_STATUS) and end.stopped_by is None
+
+
+def _requeue(max_restarts: int) -> bool:
+    """Requeue the Slurm batch job in which this process runs, unless Slurm has restarted it too often already."""
+    job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # the ID of the last job of an array is that of the array itself
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    if not job or restarts >= max_restarts:
+        return False
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_SECONDS, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    if done.returncode == 0:
+        print_message("run", f"too few hosts are left: Slurm requeues job {job}")
+    return done.returncode == 0

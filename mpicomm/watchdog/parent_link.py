@@ -1,0 +1,103 @@
+"""The connection between rank 0 of a job and `mpicomm run`, the parent of the launcher.
+
+`mpicomm run` puts its addresses and a token into the variable MPICOMM_PARENT. Only rank 0 reads it, connects, and
+authenticates itself with the token. It reports the start of the job and the end of every rank; `mpicomm run` asks for
+a stop. If `mpicomm run` ends, the connection ends, and rank 0 aborts the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import socket
+import threading
+from collections.abc import MutableMapping
+
+from mpicomm.durations import Deadline
+from mpicomm.settings import HOST_TIMEOUT, PARENT
+from mpicomm.watchdog import channel, local_processes
+from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.protocol import Challenge, Proof, Welcome
+
+CONNECT_SECONDS = 5.0
+
+_address: str | None = None
+"""The value of the variable, once `take_address` has removed it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    """Where `mpicomm run` listens, and the token with which rank 0 authenticates itself."""
+
+    addresses: tuple[str, ...]
+    port: int
+    token: bytes
+
+    def __str__(self) -> str:
+        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}"
+
+    @classmethod
+    def parse(cls, text: str) -> Parent:
+        """Return the parent that a value of the variable describes.
+
+        Raises:
+            ValueError: If the text has another form.
+        """
+        addresses, port, token = text.split("/")
+        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token))
+
+
+def take_address(environ: MutableMapping[str, str]) -> str | None:
+    """Return the value of the variable, and remove it: a child process that forms a job of its own must not connect.
+
+    A later call in the same process returns the same value.
+    """
+    global _address  # noqa: PLW0603
+    _address = environ.pop(PARENT, "") or _address
+    return _address
+
+
+def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = CONNECT_SECONDS) -> Connection:
+    """Connect rank 0 to `mpicomm run`: to all its addresses at once, since some may not be reachable from here.
+
+    Raises:
+        OSError: If no address accepts the connection within `seconds`.
+    """
+    answers: queue.SimpleQueue[Connection | OSError | ValueError] = queue.SimpleQueue()
+
+    def attempt(address: str) -> None:
+        try:
+            answers.put(_authenticated(parent, address, host_timeout, seconds))
+        except (OSError, ValueError) as error:
+            answers.put(error)
+
+    for address in parent.addresses:
+        threading.Thread(target=attempt, args=(address,), daemon=True).start()
+    errors = []
+    for _ in parent.addresses:
+        with contextlib.suppress(queue.Empty):
+            answer = answers.get(timeout=2 * seconds)
+            if isinstance(answer, Connection):
+                return answer  # the other connections send no message, and `mpicomm run` ignores them
+            errors.append(str(answer))
+    raise OSError("; ".join(dict.fromkeys(errors)) or "timed out")
+
+
+def _authenticated(parent: Parent, address: str, host_timeout: int, seconds: float) -> Connection:
+    connection = Connection(socket.create_connection((address, parent.port), timeout=seconds), host_timeout)
+    try:
+        deadline = Deadline(seconds)
+        challenge, *_ = channel.next_messages(connection, deadline)
+        if not isinstance(challenge, Challenge):
+            raise ValueError(f"{address} sent {challenge}; expected a challenge")
+        proof = channel.proof_of(parent.token, bytes.fromhex(challenge.nonce), 0)
+        connection.send(Proof(0, local_processes.this_process(), proof))
+        welcome, *_ = channel.next_messages(connection, deadline)
+        if not isinstance(welcome, Welcome):
+            raise ValueError(f"{address} sent {welcome}; expected a welcome")
+    except (OSError, ValueError):
+        connection.close()
+        raise
+    connection.is_trusted = True
+    return connection

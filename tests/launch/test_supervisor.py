@@ -1,0 +1,397 @@
+"""`mpicomm run` and its launcher on one host: signals and kills during training, completion, restarts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import processes
+from tests.launching import Outcome, run_command
+from tests.struck import LEFT, launcher, parent
+
+RUN = [sys.executable, "-m", "mpicomm", "run"]
+SLOW = "tests.slow_run"
+BEGUN_SECONDS = 150.0
+GONE_SECONDS = 40.0
+
+
+def rank_1(folder: Path) -> int:
+    return int((folder / "pid-1").read_text())
+
+
+KILLS: dict[str, tuple[int, Callable[[Path], int]]] = {
+    "TERM": (signal.SIGTERM, parent),
+    "INT": (signal.SIGINT, parent),
+    "USR1": (signal.SIGUSR1, parent),
+    "KILL of mpicomm run": (signal.SIGKILL, parent),
+    "KILL of the launcher": (signal.SIGKILL, launcher),
+    "KILL of a rank": (signal.SIGKILL, rank_1),
+}
+WARNINGS = [name for name in KILLS if "KILL" not in name]
+
+
+def struck(folder: Path, name: str) -> Outcome:
+    """Run a training that one signal ends."""
+    folder.mkdir()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        command = [sys.executable, "-m", "tests.struck", str(folder / "pid"), f"{SLOW} {folder}", str(GONE_SECONDS)]
+        job = pool.submit(run_command, [*command, *RUN, "-n", "2", "-m", SLOW, str(folder)], timeout=300)
+        begun = folder / "begun"
+        processes.wait_until(lambda: begun.exists() or job.done(), BEGUN_SECONDS, "the training has begun")
+        assert not job.done(), job.result()
+        number, target = KILLS[name]
+        os.kill(target(folder), number)
+        return job.result()
+
+
+@pytest.fixture(name="ends", scope="module")
+def _ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
+    """The ends of all jobs, which run at the same time, since they mostly wait."""
+    folders = {name: tmp_path_factory.mktemp("kill") / name.replace(" ", "-") for name in KILLS}
+    with concurrent.futures.ThreadPoolExecutor(len(KILLS)) as pool:
+        jobs = {name: pool.submit(struck, folder, name) for name, folder in folders.items()}
+        return {name: (folders[name], job.result()) for name, job in jobs.items()}
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return bool(list(folder.glob("checkpoints/step-*/COMPLETE")))
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("name", KILLS)
+def test_no_process_is_left(ends: dict[str, tuple[Path, Outcome]], name: str) -> None:
+    _, outcome = ends[name]
+    assert LEFT not in outcome.stdout, outcome
+    assert outcome.status != 0, outcome
+    assert "came through" not in outcome.stdout, outcome
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warned_run_saves_a_checkpoint(ends: dict[str, tuple[Path, Outcome]], name: str) -> None:
+    folder, outcome = ends[name]
+    assert outcome.status == 85, outcome
+    assert has_checkpoint(folder), outcome
+
+
+@pytest.mark.each_mpi
+def test_the_killed_rank_is_named(ends: dict[str, tuple[Path, Outcome]]) -> None:
+    outcome = ends["KILL of a rank"][1]
+    assert any(line.startswith("mpicomm run: rank 1 of 2 on ") for line in outcome.stderr.splitlines()), outcome
+
+
+@pytest.mark.each_mpi
+def test_the_killed_launcher_is_named(ends: dict[str, tuple[Path, Outcome]]) -> None:
+    outcome = ends["KILL of the launcher"][1]
+    assert outcome.status == 128 + signal.SIGKILL, outcome
+    assert "was killed by SIGKILL" in outcome.stderr, outcome
+
+
+# -- a program that does not exit, and one without bootstrap() ---------------------------------------------------------
+
+STUBBORN = """
+import signal, time
+import mpicomm
+world = mpicomm.bootstrap()
+signal.signal(signal.SIGTERM, lambda number, frame: print("handled", flush=True))
+open(f"up{world.rank}", "w").close()
+until = time.monotonic() + 150
+while time.monotonic() < until:
+    time.sleep(0.1)
+"""
+PLAIN = """
+import time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+open(f"up{MPI.COMM_WORLD.rank}", "w").close()
+time.sleep(150)
+"""
+
+
+def signalled(program: str, options: str, kills: str) -> Outcome:
+    """Run a program, and run shell commands with the pid of `mpicomm run` as $pid once its ranks are up."""
+    path = Path("program.py").absolute()  # other tests run programs of the same name at the same time
+    path.write_text(program)
+    command = f"exec {shlex.join(RUN)} -n 2 {options} {path}"
+    line = f"""
+        {sys.executable} -m tests.struck pid {path} 20 sh -c {shlex.quote(command)} & struck=$!
+        while ! [ -e up0 -a -e up1 ]; do kill -0 $struck || exit 99; sleep 0.05; done
+        pid=$(cat pid); {kills}; wait $struck
+    """
+    return run_command(["bash", "-c", line], timeout=200)
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize(
+    ("program", "options", "kills", "status", "text"),
+    [
+        (STUBBORN, "--grace-period 3", "kill -TERM $pid", 128 + signal.SIGTERM, "the grace period has passed"),
+        (STUBBORN, "", "kill -INT $pid; sleep 2; kill -INT $pid", 128 + signal.SIGINT, "second Ctrl-C"),
+        (PLAIN, "", "kill -TERM $pid", 128 + signal.SIGTERM, ""),
+        (PLAIN, "", "kill -INT $pid", 128 + signal.SIGINT, ""),
+    ],
+    ids=["grace period", "second Ctrl-C", "TERM without bootstrap", "INT without bootstrap"],
+)
+def test_a_signal_ends_a_program_that_does_not_exit(
+    program: str, options: str, kills: str, status: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = signalled(program, options, kills)
+    assert outcome.status == status, outcome
+    assert text in outcome.stderr, outcome
+    assert ("handled" in outcome.stdout) == (program is STUBBORN), outcome
+    assert LEFT not in outcome.stdout, outcome
+    assert outcome.seconds < 120, f"the ranks ended by themselves\n{outcome}"
+
+
+def test_a_closed_stderr_does_not_prevent_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C also ends the reader in `mpicomm run ... 2>&1 | tee log`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    line = f"""
+        mkfifo errors; cat errors > /dev/null & reader=$!
+        {shlex.join(RUN)} -n 2 -m {SLOW} . 2> errors & pid=$!
+        while ! [ -e begun ]; do kill -0 $pid || exit 99; sleep 0.05; done
+        kill $reader; wait $reader; kill -TERM $pid; wait $pid
+    """
+    outcome = run_command(["bash", "-c", line], timeout=200)
+    assert outcome.status == 85, outcome
+    assert has_checkpoint(tmp_path), outcome
+
+
+PIDS = """
+import os, time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+with open(f"pid{MPI.COMM_WORLD.rank}", "w") as file:
+    file.write(str(os.getpid()))
+MPI.COMM_WORLD.Barrier()
+open(f"up{MPI.COMM_WORLD.rank}", "w").close()
+time.sleep(150)
+"""
+STATES = "grep -h ^State: /proc/$(cat pid0)/status /proc/$(cat pid1)/status /proc/$pid/status"
+
+
+@pytest.mark.each_mpi
+def test_ctrl_z_stops_the_ranks_until_they_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stopped = f"[ $({STATES} | grep -c T) = 3 ]"
+    running = f"[ $({STATES} | grep -c T) = 0 ]"
+    kills = (
+        f"kill -TSTP $pid; until {stopped}; do sleep 0.05; done; kill -CONT $pid; until {running}; do sleep 0.05; done"
+    )
+    outcome = signalled(PIDS, "", f"{kills}; kill -TERM $pid")
+    assert outcome.status == 128 + signal.SIGTERM, outcome
+    assert LEFT not in outcome.stdout, outcome
+
+
+LEAVING = """
+import os, subprocess, sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 0:
+    code = f"import time; time.sleep(150)  # leftover in {{os.getcwd()}}"
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen([sys.executable, "-c", code], **streams, start_new_session=True)
+MPI.COMM_WORLD.Barrier()
+MPI.Finalize()
+sys.exit({status})
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_leftover_processes_of_a_failed_program_are_killed(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("leaving.py").write_text(LEAVING.format(status=status))
+    command = [
+        sys.executable,
+        "-m",
+        "tests.struck",
+        "pid",
+        f"# leftover in {tmp_path}",
+        "2",
+        *RUN,
+        "-n",
+        "2",
+        "leaving.py",
+    ]
+    outcome = run_command(command)
+    assert outcome.status == status, outcome
+    assert (LEFT in outcome.stdout) == (status == 0), outcome
+
+
+SUPERVISED = """
+import os, signal, subprocess
+from mpicomm.cli.supervisor import Supervisor
+from mpicomm.launch.request import Start
+"""
+
+
+def test_a_signal_after_the_end_of_the_launcher_counts() -> None:
+    code = """
+Supervisor._read_last_messages = lambda self: os.kill(os.getpid(), signal.SIGTERM)
+print(Supervisor("run", Start(("false",), os.environ, True), 1.0).run())
+"""
+    outcome = run_command([sys.executable, "-c", SUPERVISED + code])
+    assert f"stopped_by={int(signal.SIGTERM)}," in outcome.stdout, outcome
+
+
+def test_an_error_of_mpicomm_run_ends_the_launcher() -> None:
+    code = """
+def fail(self):
+    raise OSError("the error")
+Supervisor._check = fail
+supervisor = Supervisor("run", Start(("sleep", "150"), os.environ, True), 1.0)
+try:
+    supervisor.run()
+finally:
+    print(f"ended by {supervisor._process.returncode}")
+"""
+    outcome = run_command([sys.executable, "-c", SUPERVISED + code])
+    assert outcome.stdout == f"ended by {-signal.SIGTERM}\n", outcome
+    assert "OSError: the error" in outcome.stderr, outcome
+
+
+# The second job of the program is connected to `mpicomm run`, too.
+AGAIN = """
+import os, signal
+import mpicomm
+mpicomm.bootstrap()
+assert "MPICOMM_PARENT" not in os.environ
+mpicomm.shutdown()
+world = mpicomm.bootstrap()
+mpicomm.barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+mpicomm.barrier()
+"""
+
+
+def test_a_second_job_of_the_ranks_is_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("again.py").write_text(AGAIN)
+    outcome = run_command([*RUN, "-n", "2", "again.py"])
+    assert outcome.status != 0, outcome
+    assert any(line.startswith("mpicomm run: rank 1 of 2 on ") for line in outcome.stderr.splitlines()), outcome
+
+
+# -- completion and restarts -------------------------------------------------------------------------------------------
+
+# Rank 1 is killed in the first attempt, and fails in the second one.
+FAILING = """
+import os, signal
+import mpicomm
+world = mpicomm.bootstrap()
+number = len([name for name in os.listdir() if name.startswith("attempt-")])
+mpicomm.barrier()
+print(f"attempt {number}, rank {world.rank} of {world.size}", flush=True)
+if world.rank == 1:
+    open(f"attempt-{number}", "w").close()
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 1:
+        raise ValueError("the second attempt")
+mpicomm.barrier()
+"""
+
+
+@pytest.mark.each_mpi
+def test_a_launcher_that_hides_the_death_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI's mpirun exits with status 0 if a host dies."""
+    monkeypatch.chdir(tmp_path)
+    Path("failing.py").write_text(FAILING)
+    hides = """
+import os, sys
+from mpicomm.cli import launch_plan
+from mpicomm.launch.request import Request
+start = launch_plan.build(Request((sys.executable, "failing.py"), 2), os.environ)
+hiding = start.__class__(("sh", "-c", '"$@"; exit 0', "sh", *start.command), start.environ, start.is_local)
+sys.exit(launch_plan.execute(hiding, "run").status)
+"""
+    outcome = run_command([sys.executable, "-c", hides])
+    assert outcome.status == 1, outcome
+    last = [line for line in outcome.stderr.splitlines() if line.startswith("mpicomm run: ")][-1]
+    assert re.search(r"rank 1 of 2 on \S+ died: .*\(sh exited with status 0\)", last), outcome
+
+
+@pytest.mark.each_mpi
+def test_failed_ranks_are_restarted_and_their_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("failing.py").write_text(FAILING)
+    outcome = run_command([*RUN, "-n", "2", "--max-restarts", "2", "--log-dir", "logs", "failing.py"])
+    assert outcome.status == 0, outcome
+    lines = outcome.stderr.splitlines()
+    assert [line for line in lines if "restart " in line] == [f"mpicomm run: restart {n} of 2" for n in (1, 2)], outcome
+    log = Path("logs/rank_001.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("attempt")] == [f"attempt {n}, rank 1 of 2" for n in range(3)]
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("import mpicomm, sys; mpicomm.bootstrap(); sys.exit(85)", 85, ""),
+        ("import sys; sys.exit(3)", 3, "not restarted: no job of mpicomm.bootstrap() has connected"),
+    ],
+    ids=["stopped with a checkpoint", "without bootstrap"],
+)
+def test_no_restart(code: str, status: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text(code)
+    outcome = run_command([*RUN, "-n", "2", "--max-restarts", "2", "program.py"])
+    assert outcome.status == status, outcome
+    assert "restart 1" not in outcome.stderr, outcome
+    assert reason in outcome.stderr, outcome
+
+
+STAND_IN = """#!/usr/bin/env python3
+import os, pathlib, signal, time
+received = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+pathlib.Path("ready").touch()
+deadline = time.monotonic() + 60
+while len(received) < EXPECTED and time.monotonic() < deadline:
+    time.sleep(0.01)
+pathlib.Path("received").write_text(" ".join(received))
+raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "received"),
+    [
+        ("srun", signal.SIGINT, ["SIGTERM"]),
+        ("srun", signal.SIGTERM, ["SIGTERM"]),
+        ("flux", signal.SIGINT, ["SIGINT", "SIGINT"]),
+        ("flux", signal.SIGTERM, ["SIGINT", "SIGINT"]),
+        ("mpirun", signal.SIGINT, ["SIGINT"]),
+    ],
+)
+def test_the_launcher_receives_the_signals_that_end_its_tasks(
+    name: str, sent: int, received: list[str], tmp_path: Path
+) -> None:
+    launcher = tmp_path / name
+    launcher.write_text(STAND_IN.replace("EXPECTED", str(len(received))))
+    launcher.chmod(0o755)
+    code = f"""
+import os, sys
+from mpicomm.cli import launch_plan
+from mpicomm.launch.request import Start
+sys.exit(launch_plan.execute(Start(({str(launcher)!r},), dict(os.environ), True), "run").status)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        processes.wait_until((tmp_path / "ready").exists, 60, "the launcher has started")
+        process.send_signal(sent)
+        assert process.wait(90) == 128 + sent
+    assert (tmp_path / "received").read_text().split() == received

@@ -1,0 +1,159 @@
+"""The end of `mpicomm run` in its connection with rank 0: authentication, and the record of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpicomm.cli import job_listener
+from mpicomm.cli.job_listener import JobListener
+from mpicomm.watchdog import parent_link
+from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.channel import Channel, RankInfo
+from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.parent_link import Parent
+from mpicomm.watchdog.protocol import JobFailed, JobStarted, Message, RankFinished, StopAnswered
+
+HOST_TIMEOUT = 7  # seconds
+HOSTS = {"node1": "0, 1", "node2": "2, 3"}
+
+
+@pytest.fixture(name="listener")
+def _listener() -> Iterator[tuple[JobListener, selectors.BaseSelector]]:
+    with selectors.DefaultSelector() as selector:
+        listener = JobListener(selector, is_local=True, host_timeout=HOST_TIMEOUT)
+        yield listener, selector
+        listener.close()
+
+
+def connect(ends: tuple[JobListener, selectors.BaseSelector], parent: Parent) -> Connection:
+    """Connect like rank 0, while the listener handles its events."""
+    found: list[Connection | OSError] = []
+
+    def run() -> None:
+        try:
+            found.append(parent_link.connect(parent, seconds=5.0))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while thread.is_alive():
+        handle(ends)
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
+
+
+def handle(ends: tuple[JobListener, selectors.BaseSelector]) -> None:
+    listener, selector = ends
+    for key, _ in selector.select(0.05):
+        listener.handle(key)
+
+
+def report(ends: tuple[JobListener, selectors.BaseSelector], connection: Connection, *messages: Message) -> None:
+    for message in messages:
+        connection.send(message)
+    handle(ends)
+
+
+def test_a_job_is_finished_when_every_rank_is(listener: tuple[JobListener, selectors.BaseSelector]) -> None:
+    connection = connect(listener, Parent.parse(str(listener[0].parent)))
+    report(listener, connection, JobStarted(HOSTS), *[RankFinished(rank) for rank in (0, 1, 3)])
+    (job,) = listener[0].jobs
+    assert (job.is_finished, job.has_failed) == (False, False)
+    assert job.unfinished() == "rank 2 of 4 on node2"
+    report(listener, connection, RankFinished(2))
+    connection.close()
+    handle(listener)
+    assert (job.is_finished, job.is_connected, job.has_failed) == (True, False, False)
+
+
+@pytest.mark.parametrize("cause", ["", "rank 3 of 4 on node2 died"])
+def test_a_job_has_failed_when_rank_0_is_lost_or_reports_it(
+    cause: str, listener: tuple[JobListener, selectors.BaseSelector]
+) -> None:
+    connection = connect(listener, listener[0].parent)
+    report(listener, connection, JobStarted(HOSTS), *([JobFailed(cause)] if cause else []))
+    if not cause:
+        connection.close()
+        handle(listener)
+    (job,) = listener[0].jobs
+    assert (job.has_failed, job.cause) == (True, cause)
+    connection.close()
+
+
+def test_a_process_without_the_token_is_refused(listener: tuple[JobListener, selectors.BaseSelector]) -> None:
+    stranger = dataclasses.replace(listener[0].parent, token=bytes(16))
+    with pytest.raises(OSError, match="closed"), contextlib.suppress(ValueError):
+        connect(listener, stranger)
+    assert listener[0].jobs == []
+
+
+def test_an_answer_belongs_to_the_last_question_about_its_signal(
+    listener: tuple[JobListener, selectors.BaseSelector],
+) -> None:
+    connection = connect(listener, listener[0].parent)
+    report(listener, connection, JobStarted(HOSTS))
+    (job,) = listener[0].jobs
+    listener[0].ask_to_stop(signal.SIGUSR1)
+    listener[0].ask_to_stop(signal.SIGTERM)
+    report(listener, connection, StopAnswered(signal.SIGUSR1, False))
+    assert job.answers == {signal.SIGUSR1: False}
+    report(listener, connection, StopAnswered(signal.SIGTERM, True))
+    assert job.answers == {signal.SIGUSR1: False, signal.SIGTERM: True}
+    listener[0].ask_to_stop(signal.SIGUSR1)
+    assert job.answers == {signal.SIGTERM: True}
+    connection.close()
+
+
+def test_a_connection_that_does_not_authenticate_is_closed(
+    listener: tuple[JobListener, selectors.BaseSelector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_listener, "_AUTHENTICATION_SECONDS", 0.0)
+    parent = listener[0].parent
+    with socket.create_connection((parent.addresses[0], parent.port), timeout=30.0) as stranger:
+        while len(listener[1].get_map()) < 2:
+            handle(listener)
+        time.sleep(0.01)
+        listener[0].drop_unauthenticated()
+        while stranger.recv(4096):
+            pass
+
+
+def test_the_host_timeout_is_set(listener: tuple[JobListener, selectors.BaseSelector]) -> None:
+    connection = connect(listener, listener[0].parent)
+    (end,) = [key.fileobj for key in listener[1].get_map().values() if isinstance(key.fileobj, Connection)]
+    assert end.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * HOST_TIMEOUT
+    connection.close()
+
+
+def test_the_end_of_a_rank_before_rank_0_is_connected_is_reported(
+    listener: tuple[JobListener, selectors.BaseSelector],
+) -> None:
+    watch = Watchdog(RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
+    connection = connect(listener, listener[0].parent)
+    watch.leave(0, is_stuck=False)
+    watch.attach_parent(connection)
+    watch.start()
+    until = time.monotonic() + 20.0
+    while not (listener[0].jobs and listener[0].jobs[0].is_finished) and time.monotonic() < until:
+        handle(listener)
+    watch.stop()
+    assert [job.is_finished for job in listener[0].jobs] == [True]
+
+
+def test_only_the_first_reader_finds_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent_link, "_address", None)
+    environ = {"MPICOMM_PARENT": "127.0.0.1/1/00", "HOME": "/"}
+    assert [parent_link.take_address(environ) for _ in range(2)] == ["127.0.0.1/1/00"] * 2
+    assert environ == {"HOME": "/"}
