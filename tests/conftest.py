@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
+def without_leftovers() -> Iterator[None]:
     """Fail a test that does not remove its environment variables, threads, process groups and files."""
     before = _surroundings()
     yield

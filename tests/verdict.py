@@ -37,14 +37,14 @@ class CollectiveVerdict:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Agree on whether the set-up of a test succeeded."""
-        return (yield from self._judge(item, "set-up"))
+        return (yield from self._checked(item, "set-up"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         """Agree on whether a test passed."""
-        return (yield from self._judge(pyfuncitem, "test"))
+        return (yield from self._checked(pyfuncitem, "test"))
 
-    def _judge(self, item: pytest.Item, what: str) -> Generator[None, Any, Any]:
+    def _checked(self, item: pytest.Item, what: str) -> Generator[None, Any, Any]:
         if not item.get_closest_marker("mpi"):
             return (yield)
         error: BaseException | None = None

@@ -14,7 +14,7 @@ from tests.worlds import Group
 
 
 @pytest.fixture(scope="session", autouse=True)
-def everywhere(world: mpicomm.World, comms: dict[str, Any]) -> None:
+def started_world(world: mpicomm.World, comms: dict[str, Any]) -> None:
     """Create the world, and the groups that are created at their first use, also for tests that do not request them."""
 
 

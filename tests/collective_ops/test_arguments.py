@@ -42,7 +42,7 @@ COMMON = {"group": GROUPS, "async_op": FLAGS}
 MESSAGE = {**COMMON, "tag": TAGS}
 Wrong = dict[str, Sequence[Any]]
 
-VERBS: dict[str, tuple[dict[str, Any], Wrong]] = {
+OPERATIONS: dict[str, tuple[dict[str, Any], Wrong]] = {
     "barrier": ({}, {**COMMON, "timeout": TIMEOUTS}),
     "all_reduce": ({"data": 1}, {**COMMON, "data": DATA, "op": OPS, "inplace": FLAGS}),
     "reduce": ({"data": 1}, {**COMMON, "data": DATA, "op": OPS, "dst": [*RANKS, None]}),
@@ -152,9 +152,9 @@ def is_refused(call: Callable[..., object], given: dict[str, Any], argument: str
         assert all(line.strip() for line in rest), shown
 
 
-@pytest.mark.parametrize(("name", "argument"), cases(VERBS))
-def test_verbs(world: mpicomm.World, name: str, argument: str) -> None:
-    given, wrong = VERBS[name]
+@pytest.mark.parametrize(("name", "argument"), cases(OPERATIONS))
+def test_the_arguments_of_the_operations(world: mpicomm.World, name: str, argument: str) -> None:
+    given, wrong = OPERATIONS[name]
     items = {"items": [1] * world.size} if "items" in given else {}
     is_refused(getattr(mpicomm, name), {**given, **items}, argument, wrong[argument])
 
@@ -201,7 +201,7 @@ def test_a_work_of_torch_is_no_handle(world: mpicomm.World) -> None:
 
 
 def test_every_argument_of_every_public_function_is_here() -> None:
-    tables = {**VERBS, **OTHERS, "Trainer": ({}, TRAINER)}
+    tables = {**OPERATIONS, **OTHERS, "Trainer": ({}, TRAINER)}
     functions = {name: getattr(mpicomm, name) for name in mpicomm.__all__}
     functions = {name: each for name, each in functions.items() if inspect.isfunction(each) or name == "Trainer"}
     methods = {name: each for name, each in vars(mpicomm.Trainer).items() if not name.startswith("_")}

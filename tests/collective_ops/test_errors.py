@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_here_is_an_error_before_anything_is_sent(what: str) -> None:
+def test_local_errors_are_raised_before_anything_is_sent(what: str) -> None:
     call, kind, text = WRONG[what]
     with pytest.raises(kind, match=text) as caught:
         call()
@@ -175,7 +175,7 @@ def test_a_communicator_in_another_order(world: mpicomm.World) -> None:
     turned.Free()
 
 
-def test_memory_that_what_comes_does_not_fit_into(world: mpicomm.World) -> None:
+def test_an_out_that_does_not_fit_the_message(world: mpicomm.World) -> None:
     if world.rank == 0:
         mpicomm.send(torch.ones(3), 1)
     elif world.rank == 1:
@@ -185,7 +185,7 @@ def test_memory_that_what_comes_does_not_fit_into(world: mpicomm.World) -> None:
     dist.barrier()
 
 
-def test_what_torch_has_sent_is_no_message_of_a_verb(world: mpicomm.World) -> None:
+def test_a_message_of_torch_is_not_a_message_of_mpicomm(world: mpicomm.World) -> None:
     from mpicomm.collective_ops import messages
 
     tag = messages._head_tag(3)

@@ -14,7 +14,7 @@ import mpicomm
 from tests.collective_ops.kinds import same
 from tests.unit.test_pytree import CONTAINERS
 
-VERBS = ["all_reduce", "reduce", "broadcast", "gather", "all_gather", "reduce_scatter", "all_to_all", "scatter"]
+OPERATIONS = ["all_reduce", "reduce", "broadcast", "gather", "all_gather", "reduce_scatter", "all_to_all", "scatter"]
 ODD = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 7), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3),
     st.sampled_from(["sum", "max", "node", "world", object()]),
@@ -34,12 +34,12 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
         collect()
     packed = io.BytesIO()
     torch.save(found, packed)  # unlike pickle, it supports all dtypes
-    told = [packed.getvalue()]
-    dist.broadcast_object_list(told, 0)
-    return torch.load(io.BytesIO(told[0]), weights_only=False)
+    objects = [packed.getvalue()]
+    dist.broadcast_object_list(objects, 0)
+    return torch.load(io.BytesIO(objects[0]), weights_only=False)
 
 
-def test_any_container_comes_as_it_was(world: mpicomm.World) -> None:
+def test_any_container_is_received_unchanged(world: mpicomm.World) -> None:
     src, after, before = world.size - 1, (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for data, is_async in drawn(st.tuples(CONTAINERS, st.booleans()), 60):
 
@@ -56,7 +56,7 @@ def test_any_container_comes_as_it_was(world: mpicomm.World) -> None:
 
 def test_any_arguments_are_right_or_refused_by_all(world: mpicomm.World) -> None:
     groups = st.one_of(st.none(), st.none(), st.none(), st.just("node"), ODD)  # most values of ODD are rejected
-    calls = st.tuples(st.sampled_from(VERBS), st.one_of(CONTAINERS, ODD), ODD, groups, st.booleans())
+    calls = st.tuples(st.sampled_from(OPERATIONS), st.one_of(CONTAINERS, ODD), ODD, groups, st.booleans())
     for operation, data, second, group, is_async in drawn(calls, 100):
         try:
             result = getattr(mpicomm, operation)(data, second, group=group, async_op=is_async)
@@ -65,6 +65,6 @@ def test_any_arguments_are_right_or_refused_by_all(world: mpicomm.World) -> None
             refused = ""
         except (ValueError, TypeError, mpicomm.MpicommError) as error:
             refused = str(error) or "an error without a message"
-        told = mpicomm.all_gather_object(refused)
-        assert len({bool(each) for each in told}) == 1, (operation, data, second, told)
-        assert "an error without a message" not in told
+        errors = mpicomm.all_gather_object(refused)
+        assert len({bool(each) for each in errors}) == 1, (operation, data, second, errors)
+        assert "an error without a message" not in errors

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import mpicomm
 from tests.worlds import Group
 
-Verb = Callable[[torch.Tensor], torch.Tensor]
+Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Everybodys(torch.autograd.Function):
+class OfRanks(torch.autograd.Function):
     """An operation as a function of one process: from the inputs of all ranks, one per row, to the outputs of all."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Verb, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, operation: Operation, inputs: torch.Tensor) -> torch.Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
         with torch.enable_grad():
             mine = inputs[rank].detach().requires_grad_()
@@ -56,8 +56,8 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor) -> torch.Tensor:
     last = dist.get_world_size() - 1
-    told = mpicomm.broadcast(tensor.square() if dist.get_rank() == last else None, last)
-    return told * tensor
+    received = mpicomm.broadcast(tensor.square() if dist.get_rank() == last else None, last)
+    return received * tensor
 
 
 def exchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def around(tensor: torch.Tensor) -> torch.Tensor:
     return got.square() + sending.wait()
 
 
-VERBS: dict[str, Verb] = {
+OPERATIONS: dict[str, Operation] = {
     "all_reduce sum": mpicomm.all_reduce,
     "all_reduce mean": lambda tensor: mpicomm.all_reduce(tensor, "mean"),
     "in a container": in_a_container,
@@ -101,12 +101,12 @@ VERBS: dict[str, Verb] = {
 }
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_gradcheck(world: mpicomm.World, name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
     inputs = torch.randn(world.size, 4, dtype=dtype, generator=generator, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda each: Everybodys.apply(VERBS[name], each), (inputs,), nondet_tol=0.0)
+    assert torch.autograd.gradcheck(lambda each: OfRanks.apply(OPERATIONS[name], each), (inputs,), nondet_tol=0.0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -123,7 +123,7 @@ def test_gradients_of_a_message_flow_back(world: mpicomm.World) -> None:
     assert torch.equal(weight.grad, product.expand(3))
 
 
-def test_what_is_not_differentiable_has_no_gradient(world: mpicomm.World) -> None:
+def test_operations_that_are_not_differentiable_have_no_gradient(world: mpicomm.World) -> None:
     tensor = torch.ones(3, requires_grad=True)
     assert not mpicomm.all_reduce(tensor, "max").requires_grad
     assert not mpicomm.all_reduce(tensor.detach()).requires_grad
@@ -171,8 +171,8 @@ def test_the_gradient_of_a_broadcast_in_a_group(groups: dict[str, Group]) -> Non
     group = groups["parity"]
     src = group.size - 1
     mine = torch.full((2,), 3.0, requires_grad=True)
-    told = mpicomm.broadcast(mine if group.rank == src else None, src, group=group.handle)
-    ((group.rank + 1) * told).sum().backward()
+    received = mpicomm.broadcast(mine if group.rank == src else None, src, group=group.handle)
+    ((group.rank + 1) * received).sum().backward()
     total = group.size * (group.size + 1) / 2
     assert mine.grad is None if group.rank != src else mine.grad.tolist() == [total] * 2
 
@@ -195,7 +195,7 @@ def test_gradients_of_gradients(world: mpicomm.World) -> None:
     assert torch.allclose(second, 6.0 * world.size * tensor)
 
 
-def test_the_backward_pass_goes_by_the_order_of_the_calls(world: mpicomm.World) -> None:
+def test_the_backward_pass_follows_the_order_of_the_calls(world: mpicomm.World) -> None:
     """Steps run on other threads, where autograd has separate counters; gradients of equal shapes could be confused."""
     for number in range(40):
         x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
@@ -212,10 +212,10 @@ def test_gradients_are_not_taken_for_messages(world: mpicomm.World) -> None:
     if world.rank == 0:
         x = torch.ones(2, requires_grad=True)
         token = mpicomm.send(x, 1)
-        coming = mpicomm.irecv(1)
+        pending = mpicomm.irecv(1)
         token.backward()
         assert x.grad.tolist() == [3, 3]
-        assert coming.wait() == 7
+        assert pending.wait() == 7
     elif world.rank == 1:
         (3 * mpicomm.recv(0)).sum().backward()
         mpicomm.send(7, 0)
@@ -250,8 +250,8 @@ def test_results_may_be_written_into(world: mpicomm.World) -> None:
     plain["a"].mul_(weight)
     plain["b"].add_(1)
     given = torch.ones(3)
-    told = mpicomm.broadcast(given if world.rank == 0 else None)
-    told += 1
+    received = mpicomm.broadcast(given if world.rank == 0 else None)
+    received += 1
     assert given.tolist() == [1, 1, 1]
     (total.sum() + sum(each.sum() for each in parts) + plain["a"].sum()).backward()
     assert weight.grad.tolist() == [2.0 * world.size + world.size] * 2  # from the sum, the parts and the product

@@ -20,7 +20,7 @@ from mpicomm.durations import Deadline
 from tests.collective_ops.kinds import same
 
 
-def test_starting_does_not_wait_for_anybody(world: mpicomm.World) -> None:
+def test_starting_does_not_wait_for_other_ranks(world: mpicomm.World) -> None:
     """Rank 0 starts the operation, and receives before it waits; the other ranks send before they start it."""
     if world.rank == 0:
         handle = mpicomm.all_reduce({"a": torch.ones(3), "b": 1}, async_op=True)
@@ -49,11 +49,11 @@ def test_many_at_once_in_one_order(world: mpicomm.World) -> None:
     for work in works:
         work.wait()
     for number in range(40):
-        gathered, total, told = results[3 * number : 3 * number + 3]
+        gathered, total, from_src = results[3 * number : 3 * number + 3]
         assert [each["b"] for each in gathered] == [number] * world.size
         assert [len(each["a"]) for each in gathered] == [rank + number % 3 for rank in range(world.size)]
         assert total == number * world.size
-        assert told == number
+        assert from_src == number
         assert tensors[number][0] == number * world.size
 
 
@@ -62,16 +62,16 @@ def test_messages_in_flight_keep_apart(world: mpicomm.World) -> None:
     """Many concurrent messages of all lengths, between the same ranks with the same tag."""
     other = world.rank ^ 1
     if other < world.size:
-        coming = [mpicomm.irecv(other) for _ in range(20)]
+        pending = [mpicomm.irecv(other) for _ in range(20)]
         going = [mpicomm.isend({"n": n, "data": torch.full((10 ** (n % 6),), n)}, other) for n in range(20)]
-        for n, got in enumerate(mpicomm.wait_all(coming)):
+        for n, got in enumerate(mpicomm.wait_all(pending)):
             assert got["n"] == n
             assert torch.equal(got["data"], torch.full((10 ** (n % 6),), n))
         mpicomm.wait_all(going)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_large_message_comes_while_nobody_waits(world: mpicomm.World) -> None:
+def test_a_large_message_arrives_without_a_waiting_thread(world: mpicomm.World) -> None:
     """The receiver is in a barrier, while the sender waits until the message is sent."""
     if world.rank == 0:
         handle = mpicomm.irecv(1)
@@ -84,7 +84,7 @@ def test_a_large_message_comes_while_nobody_waits(world: mpicomm.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_whoever_sends_first(world: mpicomm.World) -> None:
+def test_recv_from_the_first_sender(world: mpicomm.World) -> None:
     if world.rank == 0:
         got = [mpicomm.recv() for _ in range(1, world.size)]
         assert sorted(each["rank"] for each in got) == list(range(1, world.size))
@@ -101,7 +101,7 @@ def test_done_and_as_completed(world: mpicomm.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_handles_come_in_the_order_in_which_they_end(world: mpicomm.World) -> None:
+def test_as_completed_yields_in_the_order_of_completion(world: mpicomm.World) -> None:
     if world.rank == 0:
         first, second = mpicomm.irecv(1, tag=1), mpicomm.irecv(1, tag=2)
         assert not first.done()
@@ -147,7 +147,7 @@ def test_wait_all_has_one_timeout(world: mpicomm.World) -> None:
     assert mpicomm.wait_all(handles, 10) == [n * world.size for n in range(3)]
 
 
-def test_each_handle_gets_what_the_others_leave_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_handle_gets_the_rest_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated clock advances by 2 s during each wait, which reads it several times."""
     now, timeouts = [100.0], []
 
@@ -201,7 +201,7 @@ def test_a_wrong_timeout_is_refused(world: mpicomm.World) -> None:
     assert handle.wait() == world.size
 
 
-def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
+def test_operations_on_another_backend(world: mpicomm.World) -> None:
     gloo = dist.new_group(backend="gloo")
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     data = {"a": torch.full((3,), float(world.rank)), "n": world.rank}
@@ -222,8 +222,8 @@ def test_verbs_on_another_back_end(world: mpicomm.World) -> None:
     assert results[4].tolist() == [world.size]
     if world.size > 1:
         sending = mpicomm.isend(data, after, group=gloo)
-        coming = mpicomm.irecv(before, group=gloo)
-        assert next(mpicomm.as_completed([coming])).wait(20)["n"] == before
+        pending = mpicomm.irecv(before, group=gloo)
+        assert next(mpicomm.as_completed([pending])).wait(20)["n"] == before
         sending.wait(20)
     of_each = [torch.arange(float(each)) for each in range(world.size)]  # of different lengths
     got = mpicomm.gather(of_each[world.rank], group=gloo, async_op=True).wait(20)

@@ -69,7 +69,7 @@ def test_reduce(among: Among, is_async: bool, kind: str) -> None:
 
 
 @EVERY
-def test_broadcast_to_ranks_that_know_nothing(among: Among, is_async: bool, kind: str) -> None:
+def test_broadcast_to_ranks_without_a_description(among: Among, is_async: bool, kind: str) -> None:
     group, rank, size = among
     data = make(kind, 7) if rank == size - 1 else None
     got = finished(mpicomm.broadcast(data, size - 1, group=group, async_op=is_async), is_async)
@@ -249,11 +249,11 @@ def test_scatter_and_messages_keep_apart(world: mpicomm.World) -> None:
     """Rank 1 waits for a message while a scatter item arrives, with the smallest and with the largest tag."""
     items = [10 + rank for rank in range(world.size)] if world.rank == 0 else None
     for tag in (0, messages.largest_tag() - 1):
-        coming = mpicomm.irecv(0, tag=tag) if world.rank == 1 else None
+        pending = mpicomm.irecv(0, tag=tag) if world.rank == 1 else None
         assert mpicomm.scatter(items, 0) == 10 + world.rank
         if world.rank == 0:
             mpicomm.send(7, 1, tag=tag)
-        assert coming is None or coming.wait() == 7
+        assert pending is None or pending.wait() == 7
 
 
 # -- values of `group=` ------------------------------------------------------------------------------------------------

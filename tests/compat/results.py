@@ -65,8 +65,8 @@ def outcome(parts: Mapping[str, Mapping[str, Any]]) -> str:
         if name in failed
     ]
     passed = sum(part["passed"] for part in parts.values())
-    said = f"{len(parts) - len(failed)} of {len(parts)} parts, {passed:,} tests"
-    return f"{said}; **failed: {', '.join(counts)}**" if counts else said
+    text = f"{len(parts) - len(failed)} of {len(parts)} parts, {passed:,} tests"
+    return f"{text}; **failed: {', '.join(counts)}**" if counts else text
 
 
 def mpi_of(versions: Mapping[str, str]) -> tuple[str, str]:

@@ -49,8 +49,8 @@ class Part:
 
     def __str__(self) -> str:
         counts = {"passed": self.passed, "failed": len(self.failures), "skipped": self.skipped}
-        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no test"
-        return f"{said} ({self.seconds:.0f} s)"
+        text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no test"
+        return f"{text} ({self.seconds:.0f} s)"
 
 
 class Suite:

@@ -51,11 +51,11 @@ class Ranks:
     def _run_one(self, suite: Suite, name: str) -> None:
         if self._comm.rank == 0:
             self._journal.start(suite.label, name)
-        verdict = suite.skip(name) or self._judge(suite, name)
+        verdict = suite.skip(name) or self._run_test(suite, name)
         if self._comm.rank == 0:
             self._journal.end(suite.label, name, verdict)
 
-    def _judge(self, suite: Suite, name: str) -> Verdict:
+    def _run_test(self, suite: Suite, name: str) -> Verdict:
         """Run a test, and return the verdict of all ranks."""
         scratch = self._new_scratch()
         with self._time_limit(), _as_it_was():

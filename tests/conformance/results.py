@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import rank_results
 from mpicomm import job_info, mpi
 from mpicomm.reports import result_files
 from tests.conformance import jobs, verdicts
@@ -96,7 +97,7 @@ class Results:
 
     def write(self) -> None:
         raw = {"mpi": self.mpi, **self.about, "runs": {str(size): run.to_json() for size, run in self.runs.items()}}
-        result_files.write(DIRECTORY / f"conformance-{result_files.mpi_name(self.mpi)}.json", raw)
+        result_files.write(DIRECTORY / f"conformance-{rank_results.mpi_name(self.mpi)}.json", raw)
 
 
 def read_all() -> list[Results]:

@@ -113,9 +113,9 @@ def make_scratch(scratch: Path) -> None:
 
 def _of_error(error: Exception, file: str) -> Verdict:
     """Return the verdict of a test that raised, with the line of the test: "False is not true" alone is not enough."""
-    said = "".join(traceback.format_exception_only(error))
+    text = "".join(traceback.format_exception_only(error))
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
-    return Verdict(verdicts.FAIL, verdicts.in_one_line(f"{said} in `{lines[-1]}`" if lines else said))
+    return Verdict(verdicts.FAIL, verdicts.in_one_line(f"{text} in `{lines[-1]}`" if lines else text))
 
 
 def _of_exit(end: SystemExit) -> Verdict:

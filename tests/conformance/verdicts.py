@@ -73,9 +73,9 @@ def in_one_line(text: str) -> str:
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
 
 
-def _grouped(said: Iterable[tuple[str, str]]) -> str:
+def _grouped(reasons: Iterable[tuple[str, str]]) -> str:
     """Merge equal reasons: "rank 0, rank 2: barrier timeout; rank 1: ..."."""
     by_reason: dict[str, list[str]] = {}
-    for who, reason in said:
-        by_reason.setdefault(reason, []).append(who)
-    return "; ".join(f"{', '.join(who)}: {reason}" for reason, who in by_reason.items())
+    for ranks, reason in reasons:
+        by_reason.setdefault(reason, []).append(ranks)
+    return "; ".join(f"{', '.join(ranks)}: {reason}" for reason, ranks in by_reason.items())

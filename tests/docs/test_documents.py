@@ -33,7 +33,7 @@ def jobs() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "in_debug_mode"), jobs())
-def test_the_snippets_do_what_they_say(name: str, ranks: int, in_debug_mode: bool) -> None:
+def test_the_snippets_work_as_described(name: str, ranks: int, in_debug_mode: bool) -> None:
     document = READ[name]
     sections = document.with_snippets(ranks, in_debug_mode=in_debug_mode)
     steps = [step for section in sections for step in document.program(section)]
@@ -77,7 +77,7 @@ def files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "console"), [pytest.param(*each, id=each[1][0].line) for each in consoles(elsewhere=False)]
 )
-def test_the_commands_do_what_they_say(name: str, console: list[Command], files: None) -> None:
+def test_the_commands_work_as_described(name: str, console: list[Command], files: None) -> None:
     for command in console:
         _check(command)
 

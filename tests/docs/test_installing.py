@@ -29,7 +29,7 @@ def elsewhere() -> list[str]:
     return [each.line for console in DOCUMENT.consoles() if console[0].mark == "elsewhere" for each in console]
 
 
-def test_what_is_not_run_cannot_be() -> None:
+def test_commands_that_are_not_run_cannot_run_here() -> None:
     assert [line for line in elsewhere() if not ELSEWHERE.fullmatch(line)] == []
 
 

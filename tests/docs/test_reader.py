@@ -80,7 +80,7 @@ def run(folder: Path, text: str) -> None:
         program.run(read, section)
 
 
-def test_what_is_read(tmp_path: Path) -> None:
+def test_the_blocks_that_are_read(tmp_path: Path) -> None:
     read = document(tmp_path, TEXT)
     assert [(section.title, section.ranks) for section in read.sections] == [("", 2), ("One", 4), ("Two", 2)]
     assert read.start.code.lines == ("import math",)
@@ -116,7 +116,7 @@ def test_a_section_runs_with_the_start_and_without_the_others(
         ("\n```text\nValueError: ...\n```\n", "", "text.md:27: no message is shown"),
     ],
 )
-def test_what_does_not_fail_as_it_should_is_found(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_missing_failure_is_detected(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run(tmp_path, TEXT.replace(old, new))
 
@@ -136,7 +136,7 @@ def test_tracebacks_name_the_document(tmp_path: Path) -> None:
         ("```python\n", "the block at line 2 is not closed"),
     ],
 )
-def test_what_is_written_wrong_is_found(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_output_is_detected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         document(tmp_path, text)
 

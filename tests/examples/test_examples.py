@@ -75,7 +75,7 @@ def accuracy(outcome: Outcome) -> float:
         for each in sessions()
     ],
 )
-def test_does_what_its_docstring_says(file, command, output):
+def test_the_example_works_as_its_docstring_describes(file, command, output):
     outcome = run(command)
     assert outcome.status == (1 if command in FAILING or command.startswith("diff") else 0), outcome
     if command in FAILING:  # the launcher also writes to standard error
@@ -149,7 +149,7 @@ def test_ddp_fails_if_the_training_does(change, line):
     assert line in outcome.stdout, outcome
 
 
-def test_ddp_says_how_to_get_scikit_learn():
+def test_ddp_names_the_command_that_installs_scikit_learn():
     code = "import sys\nsys.modules['sklearn'] = None\nfrom mpicomm.examples import ddp\nddp.main()"
     outcome = run_alone(code, timeout=120)
     assert outcome.status != 0, outcome

@@ -115,7 +115,7 @@ def lines(outcome: Outcome, pattern: str) -> int:
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_end_well(size):
+def test_all_ranks_end_with_status_0(size):
     outcome = run_all(size)
     assert outcome.status == 0, outcome
     assert not outcome.stderr, outcome
@@ -189,7 +189,7 @@ def test_every_worker_pushes_and_the_loss_becomes_small(size):
     assert lines(outcome, r"loss 0\.0[\d]+ at the end: good") == 1, outcome
 
 
-def test_one_rank_says_what_makes_no_sense():
+def test_one_rank_reports_invalid_arguments():
     outcome = run_all(1)
     for beginning, name in (
         ("rank 0: ", "p2p"),
@@ -197,16 +197,18 @@ def test_one_rank_says_what_makes_no_sense():
         ("", "overlap"),
         ("", "parameter_server"),
     ):
-        said = f"{beginning}needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.{name}`"
-        assert lines(outcome, said) == 1, outcome
+        expected = (
+            f"{beginning}needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.{name}`"
+        )
+        assert lines(outcome, expected) == 1, outcome
 
 
 @pytest.mark.parametrize("rank", [0, 6])
-def test_too_many_ranks_for_the_layers_is_said_once(rank, monkeypatch, capsys):
+def test_too_many_ranks_for_the_layers_are_reported_once(rank, monkeypatch, capsys):
     monkeypatch.setattr("mpicomm.bootstrap", lambda: types.SimpleNamespace(rank=rank, size=7), raising=False)
     model_parallel.main()
-    said = "expected at most 6 ranks, got 7; start with `mpirun -n 6`\n"
-    assert capsys.readouterr().out == ("" if rank else said)
+    expected = "expected at most 6 ranks, got 7; start with `mpirun -n 6`\n"
+    assert capsys.readouterr().out == ("" if rank else expected)
 
 
 # -- claims of the docstrings ----------------------------------------------------------------------------------------
@@ -218,13 +220,13 @@ def test_a_claim_holds(claim, claims):
     assert lines(claims, rf"rank \d: {claim} holds") == 3, claims
 
 
-def test_the_ranks_go_on_after_the_claims(claims):
+def test_the_ranks_continue_after_the_claims(claims):
     assert claims.status == 0, claims
     assert not claims.stderr, claims
 
 
 @pytest.mark.parametrize(("together", "part"), [(10, 1), (12.5, 0.75), (20, 0), (25, 0)])
-def test_what_is_hidden(together, part):
+def test_the_overlapped_part_of_the_communication(together, part):
     assert overlap.hidden(communication=10, computation=10, together=together) == part
 
 
@@ -256,7 +258,7 @@ def test_a_worker_that_dies_ends_the_job_and_is_named():
 # -- spawn -----------------------------------------------------------------------------------------------------------
 
 
-def test_spawn_starts_as_many_as_asked_for():
+def test_spawn_starts_the_requested_number_of_ranks():
     outcome = run_alone(["-m", "mpicomm.examples.spawn", "--processes", "2"], timeout=120)
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2: cpu, gloo, sum 3" for rank in range(2)]

@@ -34,7 +34,7 @@ def written(outcome: Outcome) -> str:
 # -- char_lm ---------------------------------------------------------------------------------------------------------
 
 
-def test_char_lm_learns_and_a_second_start_says_that_it_is_complete(tmp_path):
+def test_char_lm_learns_and_a_second_start_reports_a_complete_run(tmp_path):
     command = ["-m", "mpicomm.examples.char_lm"]
     first = run_ranks(RANKS, command, timeout=300)
     assert first.status == 0, first
@@ -50,7 +50,7 @@ def test_char_lm_learns_and_a_second_start_says_that_it_is_complete(tmp_path):
     assert written(second) == written(first)
 
 
-def test_char_lm_fails_if_it_has_not_learnt_and_goes_on_with_more_epochs():
+def test_char_lm_fails_if_it_has_not_learnt_and_resumes_with_more_epochs():
     command = ["-m", "mpicomm.examples.char_lm", "--characters", "10000", "--dir", "here", "--epochs"]
     first = run_ranks(RANKS, [*command, "1"], timeout=240)
     assert first.status != 0, first
@@ -78,13 +78,13 @@ def test_scaling_measures_powers_of_two_and_all_ranks_and_draws(size, numbers, p
 
 
 @pytest.mark.parametrize(("kind", "milliseconds"), [("strong", 25), ("weak", 100)])
-def test_what_is_ideal_has_an_efficiency_of_one(kind, milliseconds):
+def test_ideal_scaling_has_an_efficiency_of_one(kind, milliseconds):
     one, four = scaling.compare(kind, {1: 100, 4: milliseconds}, 8)
     assert one == (1, 100, 80, 1, 1)
     assert four == (4, milliseconds, 320, 4, 1)
 
 
-def test_scaling_says_how_to_get_matplotlib():
+def test_scaling_names_the_command_that_installs_matplotlib():
     code = f"import sys\nsys.modules['matplotlib'] = None\n{SMALL}"
     outcome = run_alone(["-c", code, "--plot", "scaling.png"], timeout=120)
     assert outcome.status != 0, outcome

@@ -29,7 +29,7 @@ from tests.launching import ROOT, run_command
 PAGE = ROOT / "docs" / "faults.md"
 MPI4PY = ROOT / "docs" / "results" / "faults.json"
 
-_WHO = 2
+_RANK = 2
 
 
 def main() -> int:
@@ -68,14 +68,14 @@ If a rank fails, exits early or hangs, the other ranks must not wait for it fore
   the timeout of the operation;
 - a slow rank does not end the job.
 
-The tables show measurements: the fault occurs on rank {_WHO} of {ways.SIZE} while the others are in `all_reduce`,
+The tables show measurements: the fault occurs on rank {_RANK} of {ways.SIZE} while the others are in `all_reduce`,
 once with mpicomm (`bootstrap(timeout={ways.TIMEOUT})`, `MPICOMM_HANG_SECONDS=3`) and once with mpi4py alone.
 "seconds" is the time from the fault to the end of the launcher, "status" the launcher's exit status. HANG: the job was
 still running {ways.PLAIN_LIMIT} s after its start, and was killed. `python -m tests.failures table` generates this
 page, with `--srun` the tables for srun, on two hosts of `make cluster-up`.
 """
 _HEAD = """\
-| fault on rank {who} | with mpicomm: ended | seconds | status | named | without: ended | seconds | status |
+| fault on rank {rank} | with mpicomm: ended | seconds | status | named | without: ended | seconds | status |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -94,8 +94,8 @@ def write_tables(*, by_srun: bool) -> int:
         tables = [each for each in tables if each["title"] != title]
         tables.append({"title": title, "machine": machine, "rows": []})
         for way in ways.WAYS:
-            ours = ways.run(way, _WHO, environment=environment, launcher=launcher)
-            plain = None if way.env else ways.run(way, _WHO, is_plain=True, environment=environment, launcher=launcher)
+            ours = ways.run(way, _RANK, environment=environment, launcher=launcher)
+            plain = None if way.env else ways.run(way, _RANK, is_plain=True, environment=environment, launcher=launcher)
             without = "" if plain is None else f"; without mpicomm {_end(plain)}"
             _print(f"{ours}, names {ours.named}{without}{''.join(f'; {each}' for each in ours.problems)}")
             is_well = is_well and not ours.problems
@@ -127,7 +127,7 @@ def _shown_table(table: dict[str, Any]) -> str:
         cells += ["as above", "", ""] if plain is None else _cells(plain)
         rows.append(f"| {' | '.join(cells)} |\n")
     machine = table["machine"]
-    return f"\n## {table['title']}\n\n{_described(machine)}\n\n{_HEAD.format(who=_WHO)}{''.join(rows)}"
+    return f"\n## {table['title']}\n\n{_described(machine)}\n\n{_HEAD.format(rank=_RANK)}{''.join(rows)}"
 
 
 def _cells(raw: dict[str, Any]) -> list[str]:
@@ -212,15 +212,15 @@ class Fault:
     """A fault at a random position in a program of random operations."""
 
     way: Way
-    who: int
+    rank: int
     before: list[str]
     """The operations that all ranks run before the fault."""
 
     def run(self) -> Result:
-        return ways.run(self.way, self.who, before=_RING + "\n".join(self.before))
+        return ways.run(self.way, self.rank, before=_RING + "\n".join(self.before))
 
     def __str__(self) -> str:
-        return f"{self.way.name}, rank {self.who}, after {len(self.before)} operations"
+        return f"{self.way.name}, rank {self.rank}, after {len(self.before)} operations"
 
 
 def _known(*names: str) -> Callable[[random.Random], Way]:
@@ -248,14 +248,14 @@ def _standstill(rng: random.Random) -> Way:
             "recv of a message that no rank sends",
             f"receive((rank - 1) % size, {_TAG})",
             ways.DEADLINE,
-            r"\n  rank {who} +in recv from rank \d, ",
-            named=ways.ANYBODY,  # the waiting ranks may be in several operations
+            r"\n  rank {rank} +in recv from rank \d, ",
+            named=ways.ANY,  # the waiting ranks may be in several operations
         )
     return Way(
         "barrier while the others call all_reduce, MPICOMM_DEBUG=1",
         "barrier()",
         ways.AT_ONCE,
-        r"MismatchError: [\s\S]*?\n *rank {who}: .*barrier",
+        r"MismatchError: [\s\S]*?\n *rank {rank}: .*barrier",
         others="all_reduce()",
         env={"MPICOMM_DEBUG": "1"},
     )
@@ -302,14 +302,14 @@ def run_random(count: int, seed: int | None, only: int | None) -> int:
             continue
         result = fault.run()
         bad += [number] if result.problems else []
-        _print(f"{number:3} {fault}: {_end(result)}, {_who_is_named(result)}: {'; '.join(result.problems) or 'ok'}")
+        _print(f"{number:3} {fault}: {_end(result)}, {_named_ranks(result)}: {'; '.join(result.problems) or 'ok'}")
         if result.problems:
             _print("\n".join(f"      {line}" for line in result.stderr.splitlines()))
     _print(f"{len(bad)} violations{f', in {bad}' if bad else ''}; seed {seed}")
     return 1 if bad else 0
 
 
-def _who_is_named(result: Result) -> str:
+def _named_ranks(result: Result) -> str:
     return f"{hang_report.called(result.named)} named" if result.named else "no rank named"
 
 

@@ -1,6 +1,6 @@
 """The fault cases: every way in which a rank can fail or exit while the others wait for it, and the expected outcome.
 
-The code of a case runs on one rank, `who`, while the others are in `all_reduce`. It is the same with mpicomm and with
+The code of a case runs on one rank while the others are in `all_reduce`. It is the same with mpicomm and with
 mpi4py alone: the preambles define the same names.
 """
 
@@ -51,7 +51,7 @@ _LIMIT = 180.0
 _ENV = {"MPICOMM_HANG_SECONDS": "3"}
 _AT = "FAULTS_AT"
 
-WHO, OTHERS, EVERYBODY, NOBODY, ANYBODY = "who", "others", "everybody", "nobody", "anybody"
+FAILING, OTHERS, ALL, NONE, ANY = "failing rank", "others", "all", "none", "any"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Way:
 
     name: str
     code: str
-    """The code that rank `who` runs while the others are in `all_reduce`."""
+    """The code that the failing rank runs while the others are in `all_reduce`."""
 
     when: str
     """When the job must end: AT_ONCE, WAIT_LIMIT, DEADLINE, or GOOD if the fault must not end it."""
@@ -68,7 +68,7 @@ class Way:
     words: str
     """A regular expression for the lines that mpicomm must print."""
 
-    named: str = WHO
+    named: str = FAILING
     """The ranks that mpicomm must name as the cause."""
 
     trace: str = ""
@@ -85,17 +85,17 @@ class Way:
 
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def bounds(self, who: int) -> tuple[float, float]:
+    def bounds(self, rank: int) -> tuple[float, float]:
         """Return the bounds, in seconds after the fault, between which the job must end."""
         low, high = BOUNDS[self.when]
-        return low, high + (_WITHOUT_RANK_0 if who == 0 else 0.0)
+        return low, high + (_WITHOUT_RANK_0 if rank == 0 else 0.0)
 
 
 _HOLD = "threading.Thread(target=time.sleep, args=(600,)).start()\n"
 _DIED = r"died: its process ended without reporting an error"
-_LEFT = r"has exited, but other ranks wait for it; aborting the job[\s\S]*?\n  rank {who} +exited \d+ s ago "
+_LEFT = r"has exited, but other ranks wait for it; aborting the job[\s\S]*?\n  rank {rank} +exited \d+ s ago "
 _STATE = r".*: process \d+ is "
-_NO_ANSWER = rf"(rank {{who}} +not responding for \d+ s|rank {{who}} .*has not responded for \d+ s){_STATE}"
+_NO_ANSWER = rf"(rank {{rank}} +not responding for \d+ s|rank {{rank}} .*has not responded for \d+ s){_STATE}"
 _FAILED = "failed; aborting the job:"
 _IN_A_THREAD = """
 def check():
@@ -157,7 +157,7 @@ WAYS = [
         "end of the program, with an unmatched all_reduce",
         "start_all_reduce()",
         WAIT_LIMIT,
-        r"have exited, but other ranks wait for them[\s\S]*?\n  rank {who} +in all_reduce #4, ",
+        r"have exited, but other ranks wait for them[\s\S]*?\n  rank {rank} +in all_reduce #4, ",
         named=OTHERS,
         others="pass",
     ),
@@ -165,24 +165,24 @@ WAYS = [
         "deadlock of receives",
         _RECEIVE,
         DEADLINE,
-        r"timed out after \d+ s in recv from rank \d[\s\S]*?\n  rank {who} +in recv from rank \d, ",
-        named=EVERYBODY,
+        r"timed out after \d+ s in recv from rank \d[\s\S]*?\n  rank {rank} +in recv from rank \d, ",
+        named=ALL,
         others=_RECEIVE,
     ),
     Way(
         "broadcast while the others call all_reduce",
         _BROADCAST,
         DEADLINE,
-        r"timed out after \d+ s in [\s\S]*?\n  rank {who} +in broadcast #4, root rank \d, ",
+        r"timed out after \d+ s in [\s\S]*?\n  rank {rank} +in broadcast #4, root rank \d, ",
     ),
     Way(
         "broadcast while the others call all_reduce, MPICOMM_DEBUG=1",
         _BROADCAST,
         AT_ONCE,
-        r"MismatchError: [\s\S]*?\n *rank {who}: .*broadcast",
+        r"MismatchError: [\s\S]*?\n *rank {rank}: .*broadcast",
         env={"MPICOMM_DEBUG": "1"},
     ),
-    Way("5 s of sleep, within the timeout", "time.sleep(5)\nfor _ in range(3):\n    all_reduce()", GOOD, "", NOBODY),
+    Way("5 s of sleep, within the timeout", "time.sleep(5)\nfor _ in range(3):\n    all_reduce()", GOOD, "", NONE),
 ]
 
 BY_NAME = {way.name: way for way in WAYS}
@@ -236,14 +236,14 @@ def receive(source):
 _BEFORE = "for _ in range(3):\n    all_reduce()"
 
 
-def script(way: Way, who: int, *, before: str = _BEFORE, is_plain: bool = False) -> str:
+def script(way: Way, rank: int, *, before: str = _BEFORE, is_plain: bool = False) -> str:
     """Return the program of a case.
 
     Args:
         before: The code that all ranks run first.
         is_plain: Use mpi4py alone, instead of mpicomm.
     """
-    parts = [_COMMON, _PLAIN if is_plain else _MPICOMM, before, f"if rank == {who}:", _indented("now()\n" + way.code)]
+    parts = [_COMMON, _PLAIN if is_plain else _MPICOMM, before, f"if rank == {rank}:", _indented("now()\n" + way.code)]
     return "\n".join([*parts, "else:", _indented(way.others)]) + "\n"
 
 
@@ -256,7 +256,7 @@ class Result:
     """How a job with a fault ended."""
 
     way: Way
-    who: int
+    rank: int
     size: int
     mpi: str
     ended: bool
@@ -298,21 +298,21 @@ class Result:
         return ""
 
     def _wrong_moment(self) -> str:
-        low, high = self.way.bounds(self.who)
+        low, high = self.way.bounds(self.rank)
         if self.seconds is None:
             return "the fault did not happen"
         return "" if low <= self.seconds <= high else f"{self.seconds:.1f} s, expected {low:g} to {high:g} s"
 
     def _wrong_names(self) -> str:
-        others = sorted(set(range(self.size)) - {self.who})
-        named = {WHO: [self.who], OTHERS: others, EVERYBODY: list(range(self.size)), NOBODY: []}.get(self.way.named)
+        others = sorted(set(range(self.size)) - {self.rank})
+        named = {FAILING: [self.rank], OTHERS: others, ALL: list(range(self.size)), NONE: []}.get(self.way.named)
         if self.is_silent_by_launcher or self.way.when == GOOD:
             return "" if not self.causes else f"a cause is reported: {self.causes}"
         if named is not None and self.named != named:
             return f"names {self.named}, expected {named}"
         if len(self.causes) != 1:
             return f"{len(self.causes)} causes are reported: {self.causes}"
-        words = self.way.words.replace("{who}", str(self.who))
+        words = self.way.words.replace("{rank}", str(self.rank))
         return "" if re.search(words, "\n".join(self.lines)) else f"does not print {words!r}"
 
     def _wrong_trace(self) -> str:
@@ -330,12 +330,12 @@ class Result:
 
     def __str__(self) -> str:
         moment = "has not ended" if self.seconds is None else f"{self.seconds:.1f} s"
-        return f"{self.mpi}, {self.way.name}, rank {self.who} of {self.size}: {moment}, status {self.status}"
+        return f"{self.mpi}, {self.way.name}, rank {self.rank} of {self.size}: {moment}, status {self.status}"
 
 
 def run(
     way: Way,
-    who: int = 2,
+    rank: int = 2,
     size: int = SIZE,
     *,
     before: str = _BEFORE,
@@ -359,7 +359,7 @@ def run(
         at, cwd = Path(folder, "at"), Path(folder, "cwd")
         cwd.mkdir()
         command = [*(launcher or [str(programs / "mpiexec"), "-n", str(size)]), str(programs / "python")]
-        command += ["-c", script(way, who, before=before, is_plain=is_plain)]
+        command += ["-c", script(way, rank, before=before, is_plain=is_plain)]
         try:
             outcome = run_command(
                 ["env", "-C", str(cwd), *command],
@@ -367,14 +367,14 @@ def run(
                 timeout=PLAIN_LIMIT if is_plain else _LIMIT,
             )
         except AssertionError as error:  # the job was killed, or left processes
-            return _of_failure(way, who, size, mpi_of(programs), str(error))
+            return _of_failure(way, rank, size, mpi_of(programs), str(error))
         left = [f"file {path.name}" for path in sorted(cwd.iterdir())]
         seconds = outcome.ended - float(at.read_text()) if at.exists() else None
     lines = _lines_of_ours(outcome.stderr)
     causes = [line for line in lines if _CAUSE.match(line)]
     named = _named(lines)
     return Result(
-        way, who, size, mpi_of(programs), True, seconds, outcome.status, lines, causes, named, left, outcome.stderr
+        way, rank, size, mpi_of(programs), True, seconds, outcome.status, lines, causes, named, left, outcome.stderr
     )
 
 
@@ -386,18 +386,18 @@ def programs_of(environment: Path | None) -> Path:
 @functools.cache
 def mpi_of(programs: Path) -> str:
     """Return the name of the MPI library of an environment."""
-    said = subprocess.run([programs / "mpiexec", "--version"], capture_output=True, text=True, timeout=30, check=True)
-    return OPEN_MPI if "Open MPI" in said.stdout else MPICH
+    output = subprocess.run([programs / "mpiexec", "--version"], capture_output=True, text=True, timeout=30, check=True)
+    return OPEN_MPI if "Open MPI" in output.stdout else MPICH
 
 
-def _of_failure(way: Way, who: int, size: int, mpi: str, error: str) -> Result:
+def _of_failure(way: Way, rank: int, size: int, mpi: str, error: str) -> Result:
     is_hang = error.startswith("killed after")
     left = [] if is_hang else [error.splitlines()[0]]
     status = re.search(r"^status (-?\d+) after", error, re.MULTILINE)
     lines = _lines_of_ours(error)
     causes = [line for line in lines if _CAUSE.match(line)]
     known = None if is_hang or not status else int(status[1])
-    return Result(way, who, size, mpi, not is_hang, None, known, lines, causes, _named(lines), left, error)
+    return Result(way, rank, size, mpi, not is_hang, None, known, lines, causes, _named(lines), left, error)
 
 
 # -- output of mpicomm -------------------------------------------------------------------------------------------------

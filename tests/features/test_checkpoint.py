@@ -126,7 +126,7 @@ def test_another_number_of_ranks(world: mpicomm.World, folder: Path, savers: str
         assert_holds(folder, expected, loading)
 
 
-def test_a_training_that_goes_on_is_the_one_that_never_stopped(world: mpicomm.World, folder: Path) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(world: mpicomm.World, folder: Path) -> None:
     mesh = dist.init_device_mesh("cpu", (world.size,))
     training = make_training(mesh, seed=0, steps=2)
     dcp.save({"training": training}, checkpoint_id=folder)

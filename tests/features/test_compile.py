@@ -70,10 +70,10 @@ def test_functional_collectives(world: mpicomm.World, backend: str) -> None:
         rows = torches.gathered(block @ weight, 0, dist.group.WORLD)
         return funcol.all_to_all_single(rows @ mine.T @ mine, None, None, dist.group.WORLD)
 
-    def together(everybodys: list[torch.Tensor]) -> list[torch.Tensor]:
-        total = sum(each @ weight for each in everybodys)
+    def together(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
+        total = sum(each @ weight for each in of_ranks)
         rows = world.size * total @ weight @ weight
-        return exchanged([rows @ each.T @ each for each in everybodys])
+        return exchanged([rows @ each.T @ each for each in of_ranks])
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     check(world.rank, inputs(world), compiled, together, has_gradient=torches.have_gradients)

@@ -32,7 +32,7 @@ def at_root(output: torch.Tensor, root: int) -> Outputs:
 
 
 def test_all_reduce(world: mpicomm.World, inputs: list[torch.Tensor]) -> None:
-    check(world.rank, inputs, nn_collectives.all_reduce, lambda everybodys: [sum(everybodys)] * world.size)
+    check(world.rank, inputs, nn_collectives.all_reduce, lambda of_ranks: [sum(of_ranks)] * world.size)
 
 
 def test_all_gather(world: mpicomm.World, inputs: list[torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ def test_all_gather(world: mpicomm.World, inputs: list[torch.Tensor]) -> None:
         world.rank,
         inputs,
         lambda mine: torch.cat(nn_collectives.all_gather(mine)),
-        lambda everybodys: [torch.cat(everybodys)] * world.size,
+        lambda of_ranks: [torch.cat(of_ranks)] * world.size,
     )
 
 
@@ -49,7 +49,7 @@ def test_reduce_scatter(world: mpicomm.World, inputs: list[torch.Tensor]) -> Non
         world.rank,
         inputs,
         lambda mine: nn_collectives.reduce_scatter(mine.new_empty(2, 3), pieces(mine, world.size)),
-        lambda everybodys: sum(everybodys).chunk(world.size),
+        lambda of_ranks: sum(of_ranks).chunk(world.size),
     )
 
 
@@ -73,7 +73,7 @@ def test_broadcast(world: mpicomm.World, inputs: list[torch.Tensor], root: int) 
         world.rank,
         inputs,
         lambda mine: nn_collectives.broadcast(mine, root),
-        lambda everybodys: [everybodys[root]] * world.size,
+        lambda of_ranks: [of_ranks[root]] * world.size,
     )
 
 
@@ -82,7 +82,7 @@ def test_reduce(world: mpicomm.World, inputs: list[torch.Tensor], root: int) -> 
         world.rank,
         inputs,
         lambda mine: nn_collectives.reduce(mine, root),
-        lambda everybodys: at_root(sum(everybodys), root),
+        lambda of_ranks: at_root(sum(of_ranks), root),
     )
 
 
@@ -91,7 +91,7 @@ def test_gather(world: mpicomm.World, inputs: list[torch.Tensor], root: int) -> 
         world.rank,
         inputs,
         lambda mine: torch.cat(nn_collectives.gather(mine, root)),
-        lambda everybodys: at_root(torch.cat(everybodys), root),
+        lambda of_ranks: at_root(torch.cat(of_ranks), root),
     )
 
 
@@ -100,5 +100,5 @@ def test_scatter(world: mpicomm.World, inputs: list[torch.Tensor], root: int) ->
         world.rank,
         inputs,
         lambda mine: nn_collectives.scatter(pieces(mine, world.size), root),
-        lambda everybodys: everybodys[root].chunk(world.size),
+        lambda of_ranks: of_ranks[root].chunk(world.size),
     )

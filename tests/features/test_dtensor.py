@@ -82,7 +82,9 @@ def test_the_full_tensor(mesh: DeviceMesh, source: Placement) -> None:
 
 
 @pytest.mark.parametrize("placement", WHOLE, ids=str)
-def test_what_is_distributed_is_rank_0s(world: mpicomm.World, mesh: DeviceMesh, placement: Placement) -> None:
+def test_distributed_tensors_have_the_values_of_rank_0(
+    world: mpicomm.World, mesh: DeviceMesh, placement: Placement
+) -> None:
     tensor = distribute_tensor(numbers(*SHAPE, seed=world.rank), mesh, [placement])
     assert_placed(tensor, numbers(*SHAPE, seed=0), [placement], EXACT)
 
@@ -115,7 +117,7 @@ def test_products_of_matrices(mesh: DeviceMesh, left: Placement, right: Placemen
     torch.testing.assert_close(product.full_tensor(), whole @ other, **CLOSE)
 
 
-def test_softmax_over_what_is_sharded(mesh: DeviceMesh) -> None:
+def test_softmax_over_a_sharded_dimension(mesh: DeviceMesh) -> None:
     """DTensor must redistribute the data for this operation."""
     tensor, whole = placed(Shard(1), mesh)
     torch.testing.assert_close(tensor.softmax(1).full_tensor(), whole.softmax(1), **CLOSE)

@@ -48,8 +48,8 @@ def test_all_reduce(group: Group, name: str, op: str, reduction: Callable) -> No
             return funcol.all_reduce(mine, op, group.handle).flatten()
         return flat(funcol.all_reduce_coalesced(parts(mine), op, group.handle))
 
-    def together(everybodys: list[torch.Tensor]) -> Outputs:
-        result = reduction(torch.stack(everybodys), dim=0)
+    def together(of_ranks: list[torch.Tensor]) -> Outputs:
+        result = reduction(torch.stack(of_ranks), dim=0)
         return [result.flatten() if name == "all_reduce" else flat(parts(result))] * group.size
 
     has_gradient = op == "sum" and torches.have_gradients  # torch differentiates no other reduction
@@ -63,7 +63,7 @@ def test_all_gather(group: Group, gather: Callable, dim: int) -> None:
         group.rank,
         inputs(group),
         lambda mine: gather(mine, dim, group.handle),
-        lambda everybodys: [torch.cat(everybodys, dim)] * group.size,
+        lambda of_ranks: [torch.cat(of_ranks, dim)] * group.size,
         has_gradient=torches.have_gradients or gather is torches.gathered_autograd,
     )
 
@@ -73,7 +73,7 @@ def test_all_gather_coalesced(group: Group) -> None:
         group.rank,
         inputs(group),
         lambda mine: flat(torches.gathered_coalesced(parts(mine), group.handle)),
-        lambda everybodys: [flat(parts(torch.cat(everybodys)))] * group.size,
+        lambda of_ranks: [flat(parts(torch.cat(of_ranks)))] * group.size,
         has_gradient=torches.have_gradients,
     )
 
@@ -85,7 +85,7 @@ def test_reduce_scatter(group: Group, scatter: Callable, dim: int) -> None:
         group.rank,
         inputs(group),
         lambda mine: scatter(mine, "sum", dim, group.handle),
-        lambda everybodys: sum(everybodys).chunk(group.size, dim),
+        lambda of_ranks: sum(of_ranks).chunk(group.size, dim),
         has_gradient=torches.have_gradients or scatter is torches.scattered_autograd,
     )
 
@@ -95,7 +95,7 @@ def test_reduce_scatter_coalesced(group: Group) -> None:
         group.rank,
         inputs(group),
         lambda mine: flat(torches.scattered_coalesced(parts(mine), "sum", [0, 0], group.handle)),
-        lambda everybodys: [flat(parts(each)) for each in sum(everybodys).chunk(group.size)],
+        lambda of_ranks: [flat(parts(each)) for each in sum(of_ranks).chunk(group.size)],
         has_gradient=torches.have_gradients,
     )
 
@@ -105,7 +105,7 @@ def test_the_mean_is_scattered(group: Group) -> None:
         group.rank,
         inputs(group),
         lambda mine: torches.scattered(mine, "avg", 0, group.handle),
-        lambda everybodys: torch.stack(everybodys).mean(0).chunk(group.size),
+        lambda of_ranks: torch.stack(of_ranks).mean(0).chunk(group.size),
         has_gradient=False,
     )
 
@@ -126,8 +126,8 @@ def test_all_to_all_of_uneven_sizes(group: Group) -> None:
     rows = [[(source + 2 * target) % 3 for target in range(group.size)] for source in range(group.size)]
     sent, received = rows[group.rank], [row[group.rank] for row in rows]
 
-    def together(everybodys: list[torch.Tensor]) -> Outputs:
-        pieces = [each.split(row) for each, row in zip(everybodys, rows, strict=True)]
+    def together(of_ranks: list[torch.Tensor]) -> Outputs:
+        pieces = [each.split(row) for each, row in zip(of_ranks, rows, strict=True)]
         return [torch.cat([piece[rank] for piece in pieces]) for rank in range(group.size)]
 
     check(
@@ -146,7 +146,7 @@ def test_permute(group: Group) -> None:
         group.rank,
         inputs(group),
         lambda mine: funcol.permute_tensor(mine.flatten(), targets, group.handle),
-        lambda everybodys: [everybodys[rank - 1].flatten() for rank in range(group.size)],
+        lambda of_ranks: [of_ranks[rank - 1].flatten() for rank in range(group.size)],
         has_gradient=torches.have_gradients,
     )
 
@@ -158,7 +158,7 @@ def test_broadcast(group: Group) -> None:
         group.rank,
         inputs(group),
         lambda mine: funcol.broadcast(mine, root, group.handle),
-        lambda everybodys: [everybodys[root]] * group.size,
+        lambda of_ranks: [of_ranks[root]] * group.size,
         has_gradient=False,
     )
 

@@ -43,10 +43,10 @@ def numbers(rank: int, *shape: int) -> torch.Tensor:
 
 
 @on_groups("world", "parity")
-def test_objects_of_everybody(group: Group) -> None:
-    everybodys: list[object] = [None] * group.size
-    dist.all_gather_object(everybodys, object_of(group.rank), group=group.handle)
-    for rank, received in enumerate(everybodys):
+def test_gathered_objects_of_all_ranks(group: Group) -> None:
+    collected: list[object] = [None] * group.size
+    dist.all_gather_object(collected, object_of(group.rank), group=group.handle)
+    for rank, received in enumerate(collected):
         assert_is_of(received, rank)
 
 
@@ -96,7 +96,7 @@ def test_objects_passed_on(world: mpicomm.World, use_batch: bool) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_batch_from_everybody_to_everybody(world: mpicomm.World) -> None:
+def test_a_batch_from_each_rank_to_each_rank(world: mpicomm.World) -> None:
     """Each rank sends two messages to each other rank: one whose size both ranks know, then a large one."""
     others = [rank for rank in range(world.size) if rank != world.rank]
     pairs = {rank: (torch.empty(rank + world.rank), torch.empty(MEGABYTE // 4)) for rank in others}

@@ -15,10 +15,10 @@ def numbers(rank: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def exchanged(everybodys: list[torch.Tensor]) -> Outputs:
+def exchanged(of_ranks: list[torch.Tensor]) -> Outputs:
     """Return the outputs of an all-to-all: rank r receives the r-th chunk of the rows of each rank."""
-    size = len(everybodys)
-    return [torch.cat([each.chunk(size)[rank] for each in everybodys]) for rank in range(size)]
+    size = len(of_ranks)
+    return [torch.cat([each.chunk(size)[rank] for each in of_ranks]) for rank in range(size)]
 
 
 def check(
@@ -33,8 +33,8 @@ def check(
 
     The loss is a weighted sum of all outputs on all ranks, with different weights for each rank.
     """
-    everybodys = [each.clone().requires_grad_(has_gradient) for each in inputs]
-    expected = together(everybodys)
+    of_ranks = [each.clone().requires_grad_(has_gradient) for each in inputs]
+    expected = together(of_ranks)
     mine = inputs[rank].clone().requires_grad_(has_gradient)
     output = collective(mine)
     if expected[rank] is not None:
@@ -42,7 +42,7 @@ def check(
     if has_gradient:
         _loss(rank, output if expected[rank] is not None else 0 * output).backward()
         sum(_loss(each, output) for each, output in enumerate(expected) if output is not None).backward()
-        theirs = everybodys[rank].grad
+        theirs = of_ranks[rank].grad
         torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if theirs is None else theirs)
 
 

@@ -124,7 +124,7 @@ def test_an_operation_waits_for_the_callers_stream(group: Group, device: torch.d
     assert torch.equal(tensor.cpu(), torch.full((CHUNK,), float(sum(range(1, group.size + 1)))))
 
 
-def test_what_is_read_late_is_not_overwritten(group: Group, device: torch.device) -> None:
+def test_tensors_that_are_read_late_are_not_overwritten(group: Group, device: torch.device) -> None:
     """A message arrives before a kernel that reads the old content has started."""
     before, after = group.ranks[group.rank - 1], group.ranks[(group.rank + 1) % group.size]
     tensor = torch.full((CHUNK,), -1.0, device=device)

@@ -48,19 +48,21 @@ def _compare(world: mpicomm.World, programs: dict[str, Program], limit: float) -
         failed += any(found)
         for rank, differences in enumerate(found):
             for each in differences:
-                _say(world, f"{title}: rank {rank}: {each}")
-    _say(world, f"{len(programs)} programs, {failed} of them wrong, {time.monotonic() - begun:.1f} s")
+                _print_on_rank_0(world, f"{title}: rank {rank}: {each}")
+    _print_on_rank_0(world, f"{len(programs)} programs, {failed} of them wrong, {time.monotonic() - begun:.1f} s")
     return 1 if failed else 0
 
 
 def _load(world: mpicomm.World, operations: int, seed: int, limit: float) -> int:
     begun = time.monotonic()
     threads.run(operations, seed, limit)
-    _say(world, f"{operations} operations on each thread, --seed {seed}: right, {time.monotonic() - begun:.1f} s")
+    _print_on_rank_0(
+        world, f"{operations} operations on each thread, --seed {seed}: right, {time.monotonic() - begun:.1f} s"
+    )
     return 0
 
 
-def _say(world: mpicomm.World, text: str) -> None:
+def _print_on_rank_0(world: mpicomm.World, text: str) -> None:
     if world.rank == 0:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

@@ -321,9 +321,9 @@ def _barrier(operation: Operation, group: Group, data: _Data) -> Begun:
 
 
 def _objects(operation: Operation, group: Group, data: _Data) -> Begun:
-    everybody: list[int] = [-1] * group.size
-    dist.all_gather_object(everybody, group.rank * operation.number, group=group.handle)
-    return [], [torch.tensor(everybody)]
+    gathered: list[int] = [-1] * group.size
+    dist.all_gather_object(gathered, group.rank * operation.number, group=group.handle)
+    return [], [torch.tensor(gathered)]
 
 
 def _callback(operation: Operation, group: Group, data: _Data) -> Begun:

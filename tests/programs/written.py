@@ -235,7 +235,7 @@ def synchronous_on_one_group_inside_another(rank: int, size: int, groups: GroupS
 
 
 @program
-def a_group_that_comes_and_goes(rank: int, size: int, groups: GroupSet) -> Results:
+def short_lived_group(rank: int, size: int, groups: GroupSet) -> Results:
     """The works of the group are complete, but neither waited for nor dropped when the group is destroyed."""
     outer, inner = full(10, rank), []
     work = start(outer, groups["world"])
@@ -372,14 +372,14 @@ def buckets(rank: int, size: int, groups: GroupSet) -> Results:
 def objects_between_tensors(rank: int, size: int, groups: GroupSet) -> Results:
     group, tensors = groups["world"], [full(50_000, rank), full(10, 2 * rank)]
     first = start(tensors[0], group)
-    everybody: list[object] = [None] * size
-    dist.all_gather_object(everybody, {"rank": rank, "data": "x" * 100 * rank}, group=group.handle)
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "data": "x" * 100 * rank}, group=group.handle)
     second = start(tensors[1], group)
-    told: list[object] = [everybody] if rank == 0 else [None]
-    dist.broadcast_object_list(told, group_src=0, group=group.handle)
+    lists: list[object] = [objects] if rank == 0 else [None]
+    dist.broadcast_object_list(lists, group_src=0, group=group.handle)
     second.wait()
     first.wait()
-    assert told[0] == [{"rank": each, "data": "x" * 100 * each} for each in range(size)]
+    assert lists[0] == [{"rank": each, "data": "x" * 100 * each} for each in range(size)]
     return numbered(tensors)
 
 

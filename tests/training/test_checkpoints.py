@@ -116,7 +116,7 @@ def test_an_old_checkpoint_that_cannot_be_removed(
     old = "step-000000002"
     whole = make_trainer(None)
     expected = fit(whole)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1000))
         fit(make_trainer(directory, save_every=2, keep_checkpoints=1), 2)
@@ -127,7 +127,7 @@ def test_an_old_checkpoint_that_cannot_be_removed(
         assert fit(trainer) == expected
     assert digest(trainer) == digest(whole)
     assert {path.name for path in directory.iterdir()} == {*complete(directory), "metrics.jsonl", ".lock"}
-    messages = [str(each.message) for each in told if each.category is RuntimeWarning]
+    messages = [str(each.message) for each in warned if each.category is RuntimeWarning]
     if world.rank == 0:
         assert all(each.startswith(f"cannot remove {directory / old} yet: [Errno 16]") for each in messages)
         assert len(messages) >= 3, messages
@@ -159,17 +159,17 @@ def test_a_signal_to_one_rank_makes_all_leave(world: mpicomm.World, directory: P
     assert digest(again) == digest(whole)
 
 
-def test_a_wish_during_the_evaluation(world: mpicomm.World, directory: Path) -> None:
+def test_a_stop_request_during_the_evaluation(world: mpicomm.World, directory: Path) -> None:
     expected = fit(make_trainer(None))
     trainer = make_trainer(directory)
     inner = trainer.loss_fn
 
-    def wishes(*arguments: Any) -> torch.Tensor:
+    def requesting_a_stop(*arguments: Any) -> torch.Tensor:
         if world.rank == 0 and not torch.is_grad_enabled():
             trainer._run.stop_request.why = "enough"
         return inner(*arguments)
 
-    trainer.loss_fn = wishes
+    trainer.loss_fn = requesting_a_stop
     with pytest.raises(mpicomm.Preempted):
         fit(trainer)
     assert not trainer.position.is_evaluated
@@ -288,8 +288,8 @@ def test_a_checkpoint_is_synced_before_it_is_marked(
     trainer.fit(Samples(8 * world.size, 2, 0.1), 1)
     name = trainer.position.name
     monkeypatch.undo()
-    everybodys = itertools.chain.from_iterable(mpicomm.all_gather_object(events))
-    names = [Path(each).name for each in everybodys if each.startswith("sync")]
+    of_all_ranks = itertools.chain.from_iterable(mpicomm.all_gather_object(events))
+    names = [Path(each).name for each in of_all_ranks if each.startswith("sync")]
     synced = {each.removesuffix(".tmp").removesuffix(".new") for each in names}  # the final names
     content = {path.name for path in (directory / name).iterdir()}
     assert {".metadata", "COMPLETE", "__0_0.distcp"} <= content <= synced
@@ -314,13 +314,13 @@ def small_files() -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize("failing_rank", ["first", "last"])
 def test_a_full_disk_leaves_the_last_checkpoint(
-    world: mpicomm.World, directory: Path, small_files: Any, who: str
+    world: mpicomm.World, directory: Path, small_files: Any, failing_rank: str
 ) -> None:
     fit(make_trainer(directory), 1)
     (name,) = complete(directory)
-    if world.rank == (0 if who == "first" else world.size - 1):
+    if world.rank == (0 if failing_rank == "first" else world.size - 1):
         small_files(2000)
     with pytest.raises(mpicomm.CheckpointError, match=r"cannot write the .* to [^:]*: rank \d: .*\n.*" + name):
         fit(make_trainer(directory))
@@ -330,7 +330,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     fit(make_trainer(directory))
 
 
-def test_what_is_written_of_a_run(world: mpicomm.World, directory: Path) -> None:
+def test_the_files_of_a_run(world: mpicomm.World, directory: Path) -> None:
     entries: list[dict[str, Any]] = []
     trainer = make_trainer(directory, logger=entries.append, rank_logs=True)
     inner = trainer.loss_fn
@@ -350,5 +350,5 @@ def test_what_is_written_of_a_run(world: mpicomm.World, directory: Path) -> None
     assert (events.count("epoch"), events.count("eval"), events.count("checkpoint")) == (2, 2, 2)
     logs = {path.name: path.read_text() for path in directory.glob("*.log")}
     assert sorted(logs) == [f"rank_{rank:03d}.log" for rank in range(world.size)]
-    said = {rank: logs[f"rank_{rank:03d}.log"].count(f"rank {rank} is at step 1\n") for rank in range(world.size)}
-    assert said == dict.fromkeys(range(world.size), 1)
+    counts = {rank: logs[f"rank_{rank:03d}.log"].count(f"rank {rank} is at step 1\n") for rank in range(world.size)}
+    assert counts == dict.fromkeys(range(world.size), 1)

@@ -1,4 +1,4 @@
-"""Optional features of a run: compilation, determinism, TensorBoard; and MPI without persistent collectives."""
+"""Optional features of a run: compilation, determinism and TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_as_before")
-def test_a_run_can_be_told_to_be_repeatable(world: mpicomm.World) -> None:
+def test_deterministic_makes_a_run_repeatable(world: mpicomm.World) -> None:
     torch.backends.cudnn.benchmark = True
     data = samples(16 * world.size)
     first, second = (train(data, batch_size=4, deterministic=True) for _ in range(2))
@@ -55,7 +54,7 @@ def test_a_run_can_be_told_to_be_repeatable(world: mpicomm.World) -> None:
     assert (torch.backends.cudnn.benchmark, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == (False, ":4096:8")
 
 
-def test_tensorboard_is_given_the_figures(world: mpicomm.World, directory: Path) -> None:
+def test_tensorboard_gets_the_figures(world: mpicomm.World, directory: Path) -> None:
     data = samples(32 * world.size)
     options = {"batch_size": 4, "log_every": 2, "logger": "tensorboard", "checkpoint_dir": directory}
     history = make_trainer(make_model(), **options).fit(data, 3, eval_data=data)
@@ -78,24 +77,3 @@ def test_an_absent_tensorboard_is_an_error_at_once(world: mpicomm.World, monkeyp
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"pip install tensorboard"):
         make_trainer(make_model(), logger="tensorboard")
-
-
-def test_an_older_mpi_has_no_persistent_collectives(
-    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = samples(16 * world.size)
-    monkeypatch.setattr("mpicomm.training.rank_sync._planned", lambda *_: None)
-    trainer = make_trainer(make_model(), batch_size=4, checkpoint_dir=directory)
-    inner = trainer.loss_fn
-
-    def wishes(*arguments: Any) -> torch.Tensor:
-        if world.rank == world.size - 1 and trainer.position.step == 1:
-            trainer._run.stop_request.why = "enough"
-        return inner(*arguments)
-
-    trainer.loss_fn = wishes
-    with pytest.raises(mpicomm.Preempted) as error:
-        trainer.fit(data, 2)
-    assert (error.value.why, trainer.position.step) == (f"enough on rank {world.size - 1}", 2)
-    new, old = train(data, batch_size=4), train(data, batch_size=4, checkpoint_dir=directory)
-    assert all(torch.equal(one, other) for one, other in zip(new, old, strict=True))

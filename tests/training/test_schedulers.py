@@ -63,8 +63,8 @@ def test_a_plateau_of_the_evaluation_lowers_the_rate(
         history = again.fit(train, epochs, test)
     assert history == expected
     assert state_of(again) == state_of(whole)
-    everybodys = mpicomm.all_gather_object(again.scheduler.state_dict())
-    assert all(each == everybodys[0] for each in everybodys)
+    states = mpicomm.all_gather_object(again.scheduler.state_dict())
+    assert all(each == states[0] for each in states)
 
 
 def test_a_plateau_of_the_training_or_of_a_metric(world: mpicomm.World) -> None:
@@ -79,7 +79,7 @@ def test_a_plateau_of_the_training_or_of_a_metric(world: mpicomm.World) -> None:
         trainer.fit(train, 3, train)
 
 
-def test_what_cannot_be_stepped_is_refused_before_training(world: mpicomm.World) -> None:
+def test_unsupported_optimizers_and_schedulers_are_refused_before_training(world: mpicomm.World) -> None:
     model = make_model()
     with pytest.raises(TypeError, match="Trainer does not support LBFGS"):
         mpicomm.Trainer(model, torch.optim.LBFGS(model.parameters()), nn.functional.cross_entropy)

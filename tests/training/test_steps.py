@@ -141,7 +141,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_all_samples(world: mpicomm.World)
 
 
 @pytest.mark.parametrize("grad_compression", ["bf16", "fp16", "powersgd"])
-def test_compressed_gradients_train_nearly_as_well(world: mpicomm.World, grad_compression: str) -> None:
+def test_compressed_gradients_reach_nearly_the_same_loss(world: mpicomm.World, grad_compression: str) -> None:
     data = samples(32 * world.size)
     whole, found = (
         make_trainer(make_model(), batch_size=8, grad_compression=each).fit(data, 5)
@@ -154,7 +154,7 @@ def test_compressed_gradients_train_nearly_as_well(world: mpicomm.World, grad_co
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 @pytest.mark.parametrize(("precision", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
-def test_sixteen_bits_train_nearly_as_well(
+def test_sixteen_bits_reach_nearly_the_same_loss(
     world: mpicomm.World, precision: str, dtype: torch.dtype, max_grad_norm: float | None
 ) -> None:
     data, dtypes = samples(32 * world.size), []
@@ -196,8 +196,8 @@ def test_each_rank_draws_random_numbers_of_its_own(world: mpicomm.World) -> None
     trainer = make_trainer(make_model(), batch_size=4)
     trainer.loss_fn = loss_fn
     trainer.fit(samples(4 * world.size), 1)
-    for everybodys in zip(*mpicomm.all_gather_object(drawn[-1]), strict=True):
-        assert len(set(everybodys)) == world.size
+    for of_all_ranks in zip(*mpicomm.all_gather_object(drawn[-1]), strict=True):
+        assert len(set(of_all_ranks)) == world.size
 
 
 @pytest.mark.parametrize(("schedule", "times"), [("step", 6), ("epoch", 2)])
@@ -247,12 +247,12 @@ def test_a_step_without_a_finite_loss_is_skipped(world: mpicomm.World, bad: floa
 
 
 @pytest.mark.parametrize("which", [0, -1])
-def test_parameters_that_come_to_differ_are_found(world: mpicomm.World, which: int) -> None:
-    model, who = make_model(), range(world.size)[which]
+def test_parameters_that_differ_between_ranks_are_detected(world: mpicomm.World, which: int) -> None:
+    model, ranks = make_model(), range(world.size)[which]
     trainer = make_trainer(model, batch_size=4, check_every=2)
 
     def spoil(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if world.rank == who and trainer.position.step == 1:
+        if world.rank == ranks and trainer.position.step == 1:
             with torch.no_grad():
                 model[2].bias[1] += 1e-6  # type: ignore[index, operator]
         return nn.functional.cross_entropy(outputs, labels)
@@ -261,7 +261,7 @@ def test_parameters_that_come_to_differ_are_found(world: mpicomm.World, which: i
     if world.size == 1:
         assert len(trainer.fit(samples(16), 1)) == 1
         return
-    named = r"rank [01]" if world.size == 2 else f"rank {who}"
+    named = r"rank [01]" if world.size == 2 else f"rank {ranks}"
     message = rf"after step 2 the parameters of {named} differ from those of the other ranks, first in 2\.bias"
     with pytest.raises(mpicomm.TrainingError, match=message):
         trainer.fit(samples(16 * world.size), 1)

@@ -161,7 +161,7 @@ def detached(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     ],
     ids=["unreduced", "float", "detached", "none"],
 )
-def test_what_is_no_loss_is_refused_at_the_first_step(
+def test_an_invalid_loss_is_refused_at_the_first_step(
     world: mpicomm.World, loss_fn: Any, error: type[Exception], message: str
 ) -> None:
     model = Net(lambda layers, x, labels=None: layers(x))
@@ -184,7 +184,7 @@ class InAnObject(nn.Module):
         return types.SimpleNamespace(logits=self.layer(x))
 
 
-def test_outputs_that_fsdp_does_not_see_are_refused(world: mpicomm.World) -> None:
+def test_outputs_without_tensors_are_refused_with_fsdp(world: mpicomm.World) -> None:
     """Otherwise each rank would train with its own gradients, without an error."""
     trainer = make_trainer(
         InAnObject(), loss_fn=lambda out, y: nn.functional.cross_entropy(out.logits, y), strategy="fsdp"
@@ -193,6 +193,6 @@ def test_outputs_that_fsdp_does_not_see_are_refused(world: mpicomm.World) -> Non
         trainer.fit(samples(8 * world.size), 1)
 
 
-def test_what_is_no_loss_function_is_refused_before_training(world: mpicomm.World) -> None:
+def test_an_invalid_loss_function_is_refused_before_training(world: mpicomm.World) -> None:
     with pytest.raises(TypeError, match=r"loss_fn must be a function .*, got <class '.*MSELoss'> \(type\)\.\n"):
         make_trainer(make_model(), loss_fn=nn.MSELoss)

@@ -91,7 +91,7 @@ def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) 
     assert_trained(trainer, samples(12), [[*range(8), *[0, 1] * (world.size - 1)], list(range(8, 12))])
 
 
-def test_a_run_goes_on_where_only_some_ranks_have_data_left(world: mpicomm.World, directory: Path) -> None:
+def test_a_run_continues_while_some_ranks_have_data(world: mpicomm.World, directory: Path) -> None:
     count = 2 * world.size * 2 + 2
     whole, again = make_trainer(), make_trainer(checkpoint_dir=directory)
     expected = whole.fit(IterableSource(count), 1)
@@ -138,7 +138,7 @@ def test_a_parameter_that_never_gets_a_gradient(world: mpicomm.World, directory:
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_skipped_steps_leave_nothing_behind(world: mpicomm.World, place: int) -> None:
+def test_skipped_steps_change_no_state(world: mpicomm.World, place: int) -> None:
     """Neither the buffers nor the padding batch of a rank without data contain values of a skipped step."""
     stream = IterableSource(2 * world.size + 2)
     stream.pairs.tensors[0][2 * world.size - 1 if place else 0] = torch.nan
@@ -148,7 +148,7 @@ def test_skipped_steps_leave_nothing_behind(world: mpicomm.World, place: int) ->
     assert all(torch.isfinite(each).all() for each in model.state_dict().values())
 
 
-def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory: Path) -> None:
+def test_compressed_gradients_resume_unchanged(world: mpicomm.World, directory: Path) -> None:
     def parameters(**options: Any) -> list[torch.Tensor]:
         model = nn.Linear(FEATURES, 64)
         torch.manual_seed(3)
@@ -166,7 +166,7 @@ def test_compressed_gradients_go_on_as_they_were(world: mpicomm.World, directory
     assert all(torch.equal(a, b) for a, b in zip(parameters(checkpoint_dir=directory), whole, strict=True))
 
 
-def test_all_ranks_hear_of_a_failed_checkpoint_at_once(
+def test_all_ranks_raise_the_error_of_a_failed_checkpoint_at_the_next_step(
     world: mpicomm.World,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -33,7 +33,7 @@ def report_of(processes: list[Process], hosts: str = "", **changes: Any) -> list
     return (report(dataclasses.replace(WAITING, **changes), processes, hosts) or "").splitlines()
 
 
-def test_it_names_ranks_by_what_their_processes_do() -> None:
+def test_it_names_ranks_by_the_state_of_their_processes() -> None:
     wrapper = Process(98, 1, "sh wrap.sh", is_waiting=False)
     assert report_of([process(0), wrapper, process(1, waits=False), process(3)], "node1 (SLURM_STEP_NODELIST)") == [
         "[mpicomm] rank 0 of 4 on node1 has waited 30 s in bootstrap() (MPI_Init) for other ranks.",
@@ -59,7 +59,7 @@ def test_it_names_ranks_by_what_their_processes_do() -> None:
         ),
     ],
 )
-def test_it_reports_what_is_known(changes: dict[str, Any], ranks: list[int], line: str) -> None:
+def test_it_reports_the_known_facts(changes: dict[str, Any], ranks: list[int], line: str) -> None:
     assert line in report_of([process(rank) for rank in ranks], **changes)
 
 

@@ -16,7 +16,7 @@ CONCRETE = [name for name in backend_choice.KNOWN if name != "auto"]
 @pytest.mark.parametrize(
     "backend", [*backend_choice.KNOWN, None], ids=repr
 )  # pytest-mpi interprets a test id `mpi` as its marker
-def test_a_known_back_end_is_accepted(backend: str | None) -> None:
+def test_a_known_backend_is_accepted(backend: str | None) -> None:
     backend_choice.check(backend)
 
 
@@ -44,7 +44,7 @@ def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bo
 
 
 @pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
-def test_what_a_back_end_needs_is_in_its_name(backend: str | None) -> None:
+def test_the_requirements_of_a_backend_follow_from_its_name(backend: str | None) -> None:
     assert backend_choice.needs_mpi(backend) == ("mpi" in (backend or ""))
     assert backend_choice.needs_nccl(backend) == ("nccl" in (backend or ""))
 

@@ -191,7 +191,7 @@ def test_batches_of_a_loader_of_ones_own_are_taken_as_they_are() -> None:
         (A.sum(), ValueError, r"got a tensor without a gradient\.\nCompute it from the model's outputs"),
     ],
 )
-def test_what_is_no_loss_is_refused(loss: Any, error: type[Exception], message: str) -> None:
+def test_an_invalid_loss_is_refused(loss: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         batches.check_loss(loss, is_of_model=False)
 
@@ -220,6 +220,6 @@ def test_a_model_that_returns_no_loss_is_refused(outputs: Any) -> None:
 
 
 @pytest.mark.parametrize("loss_fn", ["mse", nn.MSELoss, 3])
-def test_what_is_no_loss_function_is_refused(loss_fn: Any) -> None:
+def test_an_invalid_loss_function_is_refused(loss_fn: Any) -> None:
     with pytest.raises(TypeError, match=r"loss_fn must be a function .*, got .*\nPass for example .*MSELoss\(\)"):
-        batches.check_loss_function(loss_fn)
+        batches.LOSS_FUNCTION.check(loss_fn, "loss_fn")

@@ -39,7 +39,7 @@ def test_constraints_of_chosen_packages_are_left_out() -> None:
     assert request.constraints("# pins\ntorch==2.13.0\nmpi4py==4.1.2\nopenmpi==5.0.11\n") == "# pins\nopenmpi==5.0.11\n"
 
 
-def test_a_request_says_what_pip_is_to_install() -> None:
+def test_a_request_names_the_packages_for_pip() -> None:
     asked = Request(NEWEST, "mpich", mpi4py="4.0.3")
     requirements = [asked.requirement(package) for package in ("torch", "mpi4py", "numpy")]
     assert requirements == ["torch", "mpi4py==4.0.3", "numpy"]

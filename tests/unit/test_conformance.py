@@ -30,7 +30,7 @@ def test_a_test_that_needs_a_gpu_is_known_by_its_reason(reason: str) -> None:
     assert not Verdict(FAIL, reason).needs_gpu
 
 
-def test_a_test_for_another_back_end_does_not_count_as_one_that_needs_a_gpu() -> None:
+def test_a_test_for_another_backend_does_not_count_as_one_that_needs_a_gpu() -> None:
     assert not Verdict(SKIP, "Only Nccl supports CUDA gather").needs_gpu
 
 
@@ -52,18 +52,18 @@ def test_a_test_passes_if_it_passes_under_one_label_and_fails_under_none() -> No
     assert verdicts.of_labels({"mpicomm": PASSED, "mpi": PASSED, "gloo": BROKEN}).outcome == FAIL
 
 
-def test_a_test_that_came_so_far_as_to_ask_for_a_gpu_is_skipped_for_want_of_one() -> None:
+def test_a_test_that_requests_a_gpu_is_skipped_without_one() -> None:
     assert verdicts.of_labels({"mpicomm": ONLY_MPI, "gloo": NO_GPU}) == NO_GPU
 
 
-def test_the_reason_of_a_label_that_goes_further_counts() -> None:
+def test_the_reason_of_the_label_that_progressed_further_counts() -> None:
     too_small = Verdict(SKIP, "Skipped due to small world size.")
     assert verdicts.of_labels({"mpicomm": ONLY_MPI, "gloo": too_small}) == too_small
 
 
 def test_a_reason_fits_into_one_line_and_shows_no_path() -> None:
-    said = verdicts.in_one_line("OSError: cannot read\n  /home/somebody/file.py, see https://example.org/a/b")
-    assert said == "OSError: cannot read ..., see https://example.org/a/b"
+    line = verdicts.in_one_line("OSError: cannot read\n  /home/somebody/file.py, see https://example.org/a/b")
+    assert line == "OSError: cannot read ..., see https://example.org/a/b"
     assert len(verdicts.in_one_line("long " * 1000)) < 400
 
 
@@ -95,7 +95,7 @@ def test_a_run_survives_as_json() -> None:
     assert again.gloo == RUN.gloo
 
 
-def test_what_falls_short_is_what_fails_and_what_only_gloo_passes() -> None:
+def test_shortfalls_are_failures_and_tests_that_only_gloo_passes() -> None:
     assert page.shortfalls(RUN) == ["test_b", "test_c"]
 
 

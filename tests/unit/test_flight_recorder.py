@@ -80,7 +80,7 @@ def test_the_last_operations_are_remembered(calls: int) -> None:
     assert (last.number, last.sequence) == (calls - 1, calls)
 
 
-def test_what_the_ring_has_dropped_is_gone() -> None:
+def test_operations_that_the_ring_has_dropped_are_absent() -> None:
     group = group_of()
     numbers = [note(group, str(number)).number for number in range(RING + 1)]
     assert [each.name for each in flight_recorder.recorded()] == [str(number) for number in numbers[1:]]
@@ -130,7 +130,7 @@ def test_messages_are_not_counted() -> None:
     assert note(group).sequence == 1
 
 
-def test_a_group_that_was_closed_is_still_told() -> None:
+def test_a_closed_group_is_still_reported() -> None:
     """Other ranks may wait in the group, and rank 0 must know whether this rank has reached their operation."""
     note(group_of("1")).finish()
     flight_recorder._groups["1"].is_closed = True
@@ -143,9 +143,9 @@ def test_groups_that_were_closed_long_ago_are_forgotten() -> None:
     for number in range(1, 1000):
         group_of(str(number)).is_closed = True
     group_of("1000")
-    told = flight_recorder.sequences()
-    assert len(told) <= flight_recorder._CLOSED_GROUPS + 2
-    assert {"0", "999", "1000"} <= told.keys()
+    by_group = flight_recorder.sequences()
+    assert len(by_group) <= flight_recorder._CLOSED_GROUPS + 2
+    assert {"0", "999", "1000"} <= by_group.keys()
     assert not world.is_closed
 
 
@@ -158,7 +158,7 @@ def test_a_group_of_the_same_name_takes_the_place_of_the_former() -> None:
     assert (former.broken, again.broken) == ("", "rank 2 gave up")
 
 
-def test_nothing_happens_to_a_group_that_nobody_knows() -> None:
+def test_unknown_groups_are_ignored() -> None:
     group = group_of()
     flight_recorder.break_group("1", "rank 2 gave up")
     assert group.broken == ""
@@ -171,7 +171,7 @@ def test_the_first_cause_stays() -> None:
     assert group.broken == "first"
 
 
-def test_the_job_itself_is_told_however_many_groups_there_are() -> None:
+def test_the_default_group_is_reported_with_any_number_of_groups() -> None:
     world = group_of()
     note(world).finish()
     others = [group_of(str(number)) for number in range(1, 1000)]
@@ -220,7 +220,7 @@ def test_an_operation_may_begin_at_once() -> None:
     assert flight_recorder.running() == [operation]
 
 
-def test_nobody_waits_for_an_operation_that_is_paused() -> None:
+def test_no_rank_waits_for_a_paused_operation() -> None:
     operation = note(group_of())
     operation.pause()
     assert (flight_recorder.running(), operation.end) == ([], None)
@@ -237,7 +237,7 @@ def test_only_collectives_keep_a_program_from_its_end(is_message: bool) -> None:
     assert not flight_recorder.has_open_collectives()
 
 
-def test_what_an_operation_needs() -> None:
+def test_the_ranks_that_an_operation_needs() -> None:
     group = group_of("1", (4, 2, 9), is_world=False)
     assert note(group).needs == [4, 2, 9]
     assert note(group, "broadcast", 1).needs == [4, 2, 9]
@@ -272,7 +272,7 @@ def test_an_operation_of_the_whole_job_names_no_members() -> None:
     assert note(group_of()).describe(0.0).members == ""
 
 
-def test_an_operation_that_is_over_says_how_long_it_took() -> None:
+def test_a_completed_operation_has_its_duration() -> None:
     operation = note(group_of())
     operation.finish()
     assert operation.end is not None
@@ -513,7 +513,7 @@ def test_the_wait_for_earlier_operations_of_a_stream_does_not_count(monkeypatch:
     assert [each.sequence for each in operations] == [1, 2, 3]
 
 
-def test_an_operation_that_is_over_says_so_of_all_before_it() -> None:
+def test_a_completed_operation_completes_all_before_it() -> None:
     stream, works = StreamQueue(group_of()), list[Work]()
     operations = start(stream, works, 100)
     works[-1].is_over = True
@@ -552,7 +552,7 @@ def test_few_works_of_a_stream_are_kept() -> None:
     assert len(alive) == 0
 
 
-def test_a_stream_that_nobody_looks_at_does_not_grow() -> None:
+def test_a_stream_that_is_not_read_does_not_grow() -> None:
     stream, works = StreamQueue(group_of()), list[Work]()
     operations = start(stream, works, RING + 10)
     assert flight_recorder.running() == operations[10:11]
@@ -575,7 +575,7 @@ def test_a_stream_that_is_closed_is_forgotten_with_all_that_was_open() -> None:
     flight_recorder.refresh_streams()
 
 
-def test_operations_start_while_the_watchdog_looks() -> None:
+def test_operations_start_while_the_watchdog_reads() -> None:
     stream, may_end = StreamQueue(group_of()), threading.Event()
 
     def look() -> None:
@@ -626,7 +626,7 @@ def test_files_are_written_anew(tmp_path: Path) -> None:
         assert len(json.loads(path.read_text())["operations"]) == calls
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=f"file{os.sep}folder"):
         dump.write(tmp_path / "file" / "folder", 0, {})

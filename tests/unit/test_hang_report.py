@@ -15,7 +15,7 @@ from mpicomm.watchdog.protocol import NotResponding, OperationInfo, RankStatus
 HOSTS = ["alpha", "alpha", "beta", "beta"]
 
 
-def what(**changes: Any) -> OperationInfo:
+def operation_text(**changes: Any) -> OperationInfo:
     """Return an operation as `flight_recorder.Operation.describe` does."""
     fields = {
         "number": 7,
@@ -37,7 +37,7 @@ def what(**changes: Any) -> OperationInfo:
 
 def inside(**changes: Any) -> RankStatus:
     """Return the status of a rank inside one operation."""
-    return status_of(what(**changes), last=what(**changes), main="train.py:88")
+    return status_of(operation_text(**changes), last=operation_text(**changes), main="train.py:88")
 
 
 def outside(main: str = "train.py:90", last: OperationInfo | None = None) -> RankStatus:
@@ -120,7 +120,7 @@ def test_ranks_are_called(ranks: list[int], text: str) -> None:
     ],
 )
 def test_an_operation_is_described(changes: dict[str, Any], text: str) -> None:
-    assert hang_report.operation(what(**changes)) == text
+    assert hang_report.operation(operation_text(**changes)) == text
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_answer_is_shown_with_its_host() -> None:
     )
 
 
-def test_what_the_system_knows_of_a_rank_is_shown() -> None:
+def test_the_process_state_of_a_rank_is_shown() -> None:
     state = "process 77 is stopped by a signal (SIGSTOP); resume it with SIGCONT"
     assert hang_report.table({2: NotResponding(33.4, state)}, HOSTS) == (
         f"  rank 2  not responding for 33 s on beta: {state}"
@@ -170,7 +170,7 @@ def test_how_a_rank_left(leave_status: int | None, text: str) -> None:
 
 
 def test_of_several_operations_the_longest_is_shown() -> None:
-    first, second = what(seconds=5.0), what(name="broadcast", sequence=41, peer=0, seconds=50.0)
+    first, second = operation_text(seconds=5.0), operation_text(name="broadcast", sequence=41, peer=0, seconds=50.0)
     assert table_of(status_of(first, second, last=second, main="train.py:88")) == [
         "  rank 0  in broadcast #41, root rank 0, float32[1024], at train.py:88, for 50 s (and 1 more operation)"
     ]
@@ -179,7 +179,7 @@ def test_of_several_operations_the_longest_is_shown() -> None:
 
 
 def test_a_rank_in_no_operation_is_shown_with_its_last() -> None:
-    assert table_of(outside(last=what(name="barrier", dtype="", called=12.4))) == [
+    assert table_of(outside(last=operation_text(name="barrier", dtype="", called=12.4))) == [
         "  rank 0  in no operation; at train.py:90; last called 12 s ago: barrier #42, at train.py:88"
     ]
 
@@ -200,12 +200,12 @@ def test_a_row_shows_the_longest_of_its_ranks() -> None:
     ]
 
 
-def test_rows_of_more_ranks_come_first() -> None:
+def test_rows_of_more_ranks_are_first() -> None:
     rows = table_of(inside(where="a.py:1"), inside(where="b.py:1"), inside(where="b.py:1"), inside(where="c.py:1"))
     assert [row.split("  ")[1] for row in rows] == ["ranks 1, 2", "rank 0", "rank 3"]
 
 
-def test_columns_stand_below_each_other() -> None:
+def test_columns_are_aligned() -> None:
     rows = table_of(*[inside(where=f"{rank // 3}.py:1") for rank in range(31)])
     assert len({row.index("in all_reduce") for row in rows}) == 1
 
@@ -222,7 +222,7 @@ def test_a_row_of_many_ranks_is_cut() -> None:
     assert second.startswith("  ranks 1, 3, ")
 
 
-def test_a_table_of_nobody_is_empty() -> None:
+def test_a_table_of_no_ranks_is_empty() -> None:
     assert hang_report.table({}, HOSTS) == ""
 
 

@@ -64,7 +64,7 @@ def test_births_differ(process: subprocess.Popen[bytes]) -> None:
     assert introduced(process).start_time.endswith(place)
 
 
-def test_a_stopped_process_is_said_to_be(process: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_is_reported_as_stopped(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
     end = time.monotonic() + 10
     while not local_processes.is_stopped(process.pid) and time.monotonic() < end:

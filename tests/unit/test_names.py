@@ -111,6 +111,13 @@ OLD_WORDS = [
     r"(?i)\bthe verbs?\b",
     r"(?i)\bback ends?\b",
 ]
+# Idioms in the names of functions, classes, parameters and variables, tests included, as words of the name.
+IDIOMS = (
+    r"who|whoever|whatever|said|says?|told|tells?|everywhere|meets?|nobodys?|somebodys?|everybodys?|anybodys?|comes?|"
+    r"came|coming|wish(es)?|hears?|heard|speaks?|leavers?|verbs?|back_ends?|fell|left_behind|leaves_nothing|go(es)?_on|"
+    r"stands?_still|judged?"
+)
+IDIOM = re.compile(rf"(^|_)({IDIOMS})(?=_|$)|^test_what_|_what_(is|was|comes|does)(?=_|$)", re.IGNORECASE)
 TEXT = {".py", ".md", ".toml", ".sh", ".sbatch", ".pbs", ".yml", ".yaml", ".cff", ""}
 
 
@@ -131,6 +138,12 @@ def test_no_old_name_is_left_in_the_package(path: Path) -> None:
     modules = {part.removesuffix(".py") for part in path.relative_to(ROOT).parts}
     assert not modules & set(OLD_MODULES)
     assert not {name.strip("_") for name in identifiers(path)} & set(OLD_IDENTIFIERS)
+
+
+@pytest.mark.parametrize("package", ["mpicomm", "benchmarks", "examples", "tests"])
+def test_names_are_plain_technical_english(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert [f"{path}: {name}" for path in paths for name in identifiers(path) if IDIOM.search(name)] == []
 
 
 def test_no_old_setting_or_word_is_left_in_any_text() -> None:

@@ -19,7 +19,7 @@ STEP_LR = lr_scheduler.StepLR(SGD, 1)  # replaces SGD.step by a function of its 
 @pytest.mark.parametrize(
     "optimizer", [SGD, torch.optim.AdamW(MODEL.parameters()), torch.optim.Rprop([*MODEL.parameters()])]
 )
-def test_optimizers_whose_step_needs_nothing(optimizer: torch.optim.Optimizer) -> None:
+def test_optimizers_whose_step_has_no_required_argument(optimizer: torch.optim.Optimizer) -> None:
     optimizers.check_optimizer(MODEL, optimizer)
 
 
@@ -85,7 +85,7 @@ OTHER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         (lr_scheduler.ReduceLROnPlateau(OTHER), None, None, ValueError, "belongs to another optimizer"),
     ],
 )
-def test_what_cannot_be_stepped_is_refused(
+def test_unsupported_schedulers_are_refused(
     scheduler: Any, schedule: str | None, monitor: str | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -96,7 +96,7 @@ def test_what_cannot_be_stepped_is_refused(
     ("monitor", "is_evaluated", "expected"),
     [(None, False, "loss"), (None, True, "eval_loss"), ("loss", True, "loss"), ("accuracy", True, "accuracy")],
 )
-def test_the_figure_that_a_plateau_is_seen_in(monitor: str | None, is_evaluated: bool, expected: str) -> None:
+def test_the_metric_that_a_plateau_monitors(monitor: str | None, is_evaluated: bool, expected: str) -> None:
     assert optimizers.monitored(monitor, ["accuracy"], is_evaluated=is_evaluated) == expected
 
 

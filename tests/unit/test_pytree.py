@@ -64,7 +64,7 @@ def sent(data: pytree.Data) -> Any:
 
 @settings(max_examples=300)
 @given(CONTAINERS)
-def test_what_is_sent_is_what_is_received(data: Any) -> None:
+def test_received_data_equal_the_sent_data(data: Any) -> None:
     assert same(sent(pytree.take(data, "send")), data)
 
 
@@ -114,7 +114,7 @@ JSON = st.recursive(
 
 @settings(max_examples=500)
 @given(JSON)
-def test_what_looks_like_a_description_is_one_or_an_error(plain: Any) -> None:
+def test_similar_text_is_a_description_or_an_error(plain: Any) -> None:
     try:
         found = wire_format.decode(json.dumps(plain).encode())
     except MpicommError:
@@ -170,7 +170,7 @@ def test_the_numbers_of_a_head_are_within_their_bounds(number: int, length: int)
 
 
 @given(st.binary(min_size=512, max_size=512))
-def test_what_begins_otherwise_is_no_head(raw: bytes) -> None:
+def test_a_header_without_the_magic_number_is_refused(raw: bytes) -> None:
     with pytest.raises(MpicommError, match="its header has no magic number"):
         messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 

@@ -50,7 +50,7 @@ def test_every_sample_is_in_one_batch_of_one_rank(
 
 
 @given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), st.integers(1, 4), st.integers(0, 30))
-def test_another_number_of_ranks_goes_on(
+def test_another_number_of_ranks_resumes(
     length: int, batch_size: int, grad_accum_steps: int, before: int, after: int, steps: int
 ) -> None:
     first, second = (EpochPartition(length, batch_size, grad_accum_steps, size) for size in (before, after))
@@ -80,7 +80,7 @@ def test_steps_are_whole_where_the_last_is_dropped(
 
 
 @pytest.fixture(autouse=True)
-def workers_are_gone() -> Iterator[None]:
+def workers_have_ended() -> Iterator[None]:
     """Wait for the threads that feed workers: they end shortly after the workers."""
     yield
     end = time.monotonic() + 5
@@ -124,7 +124,7 @@ def test_a_loader_of_the_usual_kind_is_shared() -> None:
     assert sorted(taken(steps)) == list(range(20))
 
 
-def test_the_last_is_dropped_as_the_loader_says() -> None:
+def test_drop_last_of_the_loader_is_respected() -> None:
     loader = DataLoader(numbers(20), batch_size=3, drop_last=True)
     shared = make_source(loader, LoaderOptions(), DataRank(0, 2))
     assert (shared.total(), len(list(shared.steps(0, 0, 0)))) == (18, 3)
@@ -207,7 +207,7 @@ def test_random_samples_of_workers_depend_on_seed_epoch_and_sample_alone() -> No
     assert torch.equal(content(0, 1, 0), drawn), "without workers they are the program's own"
 
 
-def test_what_is_no_data_is_refused() -> None:
+def test_unsupported_data_are_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a dataset .* or a DataLoader, got a generator"):
         make_source((each for each in range(3)), LoaderOptions(), DataRank(0, 1))
     with pytest.raises(ValueError, match="the dataset must have at least one sample, got 0"):

@@ -119,7 +119,7 @@ def test_three_chunks_of_memory_are_enough(chunks: int) -> None:
     assert mover.allocations == min(chunks, 3)
 
 
-def test_what_is_only_written_is_not_read() -> None:
+def test_outputs_are_not_copied_to_the_host() -> None:
     transport, _ = staged(size=1, chunk_bytes=64)
     seen = []
 
@@ -131,7 +131,7 @@ def test_what_is_only_written_is_not_read() -> None:
     assert seen == [[0xAB] * 64]
 
 
-def test_what_is_only_read_is_not_written() -> None:
+def test_inputs_are_not_copied_back() -> None:
     transport, _ = staged(size=1, chunk_bytes=8)
     tensor = torch.ones(16)
     transport.prepare(inverted, [tensor], [READ])()
@@ -195,7 +195,7 @@ def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None
 
 @pytest.mark.parametrize("seed", range(10))  # selects the copies that are late
 @pytest.mark.parametrize("is_dense", [True, False])
-def test_a_message_goes_out_and_comes_in(is_dense: bool, seed: int) -> None:
+def test_a_message_is_sent_and_received(is_dense: bool, seed: int) -> None:
     transport, mover = staged(2, 8, seed)
     tensor = torch.arange(5.0) if is_dense else torch.arange(10.0)[::2] / 2
     assert transport.fetch(tensor).tolist() == [0, 1, 2, 3, 4]

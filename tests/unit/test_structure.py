@@ -151,14 +151,14 @@ def test_the_ground_floor_needs_the_standard_library_alone(module: str) -> None:
 
 
 @each_module
-def test_mpi4py_is_imported_behind_one_door(module: str) -> None:
+def test_mpi4py_is_imported_by_one_module(module: str) -> None:
     if module == MPI_MODULE:
         return
     assert [each for each in imports_of(module) if each.is_run and within(each.target, "mpi4py")] == []
 
 
 @each_module
-def test_private_names_of_torch_are_behind_one_door(module: str) -> None:
+def test_private_names_of_torch_are_used_in_one_module(module: str) -> None:
     if module == PRIVATE_TORCH_MODULE:
         return
     imported = [each.target for each in imports_of(module) if within(each.target, "torch") and "._" in each.target]
@@ -174,7 +174,7 @@ def test_private_names_of_torch_are_behind_one_door(module: str) -> None:
 
 
 @each_module
-def test_what_is_unpickled_is_in_the_modules_that_security_md_names(module: str) -> None:
+def test_pickles_are_loaded_only_in_the_modules_that_security_md_names(module: str) -> None:
     """Operations exchange objects, and checkpoints contain them. The out-of-band channel and the store carry none."""
     pickles = {each.target for each in imports_of(module)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert not pickles or module in {"mpicomm.collective_ops.pytree", "mpicomm.training.checkpoint"}
@@ -230,7 +230,7 @@ def test_a_public_name_is_documented(name: str) -> None:
             assert f"    {parameter}: " in value.__doc__, f"{parameter} is not explained"
 
 
-def test_type_checkers_see_the_public_names() -> None:
+def test_type_checkers_find_the_public_names() -> None:
     blocks = [node for node in TREES["mpicomm"].body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     imports = [node for node in imports if node.module != "typing"]
@@ -243,7 +243,7 @@ def test_another_name_is_an_attribute_error() -> None:
 
 
 @each_module
-def test_every_module_says_what_it_is_for(module: str) -> None:
+def test_every_module_has_a_docstring(module: str) -> None:
     assert ast.get_docstring(TREES[module])
 
 
@@ -252,5 +252,5 @@ def test_examples_are_one_copy() -> None:
     assert (PACKAGE / "examples").readlink() == Path("../examples")
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").exists()

@@ -54,7 +54,7 @@ def test_any_placement(nodes: list[str]) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=12))
-def test_nodes_are_numbered_as_ranks_meet_them(nodes: list[int]) -> None:
+def test_nodes_are_numbered_in_the_order_of_the_ranks(nodes: list[int]) -> None:
     order = topology.node_order(nodes)
     assert list(order.values()) == list(range(len(set(nodes))))
     assert list(order) == sorted(set(nodes), key=nodes.index)
