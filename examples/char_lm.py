@@ -157,14 +157,14 @@ def train(text: Text, arguments: argparse.Namespace, strategy: str = "ddp") -> t
         max_grad_norm=1.0,
         strategy=strategy,
         checkpoint_dir=arguments.dir,
-        logger=tell_speed,
+        logger=report_speed,
     )
     known = len(text.codes) * 9 // 10
     history = trainer.fit(Windows(text.codes[:known]), arguments.epochs, eval_data=Windows(text.codes[known:]))
     return model, history[-1]["eval_loss"]
 
 
-def tell_speed(entry: dict[str, Any]) -> None:
+def report_speed(entry: dict[str, Any]) -> None:
     if entry["event"] == "end" and entry["samples_per_s"]:
         print(f"{entry['samples_per_s'] * CONTEXT:,.0f} characters per second", flush=True)
 

@@ -57,7 +57,7 @@ MANY = 2 * 1024 * 1024  # 8 MiB, which MPI and NCCL do not buffer: a send comple
 def main() -> None:
     world = mpicomm.bootstrap()
     if world.size == 1:
-        say(world, "needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.p2p`")
+        print_line(world, "needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.p2p`")
         return
     for count in (FEW, MANY):
         heading(world, "blocking send and recv in pairs", count)
@@ -75,21 +75,21 @@ def send_to_the_right(world: mpicomm.World, count: int) -> None:
     peer = partner(world)
     tensor = fill(world, count)
     if peer is None:
-        say(world, "idle, the number of ranks is odd")
+        print_line(world, "idle, the number of ranks is odd")
     elif world.rank < peer:
         dist.send(tensor, peer)
-        say(world, f"sent {world.rank} to rank {peer}")
+        print_line(world, f"sent {world.rank} to rank {peer}")
     else:
         dist.recv(tensor, peer)
         check(tensor, peer)
-        say(world, f"had {world.rank}, received {tensor[0]:.0f} from rank {peer}")
+        print_line(world, f"had {world.rank}, received {tensor[0]:.0f} from rank {peer}")
 
 
 def swap_in_pairs(world: mpicomm.World, count: int) -> None:
     """Exchange tensors within each pair, in both directions at once."""
     peer = partner(world)
     if peer is None:
-        say(world, "idle, the number of ranks is odd")
+        print_line(world, "idle, the number of ranks is odd")
     else:
         exchange(world, count, dst=peer, src=peer)
 
@@ -104,7 +104,7 @@ def pass_a_dict_around_the_ring(world: mpicomm.World, count: int) -> None:
     dst, src = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     got = mpicomm.sendrecv({"sender": world.rank, "tensor": fill(world, count)}, dst, src)
     check(got["tensor"], got["sender"])
-    say(world, f"had {world.rank}, received {got['sender']} from rank {src}")
+    print_line(world, f"had {world.rank}, received {got['sender']} from rank {src}")
 
 
 def exchange(world: mpicomm.World, count: int, dst: int, src: int) -> None:
@@ -123,7 +123,7 @@ def exchange(world: mpicomm.World, count: int, dst: int, src: int) -> None:
         assert work is not None  # it is None only on a rank outside the group
         work.wait()
     check(incoming, src)
-    say(world, f"had {world.rank}, received {incoming[0]:.0f} from rank {src}")
+    print_line(world, f"had {world.rank}, received {incoming[0]:.0f} from rank {src}")
 
 
 def partner(world: mpicomm.World) -> int | None:
@@ -149,7 +149,7 @@ def heading(world: mpicomm.World, title: str, count: int) -> None:
     dist.barrier()
 
 
-def say(world: mpicomm.World, what: str) -> None:
+def print_line(world: mpicomm.World, what: str) -> None:
     # One write, newline included, so that the lines of several ranks do not mix.
     print(f"rank {world.rank}: {what}\n", end="", flush=True)
 
