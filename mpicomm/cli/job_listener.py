@@ -7,36 +7,21 @@ program calls `shutdown()` and `bootstrap()` again, and several at a time with `
 from __future__ import annotations
 
 import contextlib
-import hmac
 import secrets
 import selectors
 import socket
-import time
 from collections.abc import Mapping
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import interfaces
-from mpicomm.watchdog import hang_report, local_processes
-from mpicomm.watchdog.channel import PARENT, proof_of
+from mpicomm.watchdog import hang_report
+from mpicomm.watchdog.authentication import Authenticator
+from mpicomm.watchdog.channel import PARENT
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
-from mpicomm.watchdog.protocol import (
-    Challenge,
-    JobFailed,
-    JobStarted,
-    Message,
-    Proof,
-    RankFinished,
-    StopAnswered,
-    StopAsked,
-    Welcome,
-)
+from mpicomm.watchdog.protocol import JobFailed, JobStarted, Message, RankFinished, StopAnswered, StopAsked
 
-_NONCE_BYTES = 16
-_AUTHENTICATION_SECONDS = 10.0  # time limit for a new connection to authenticate
-_ACCEPT_PAUSE = 0.01
 _TOKEN_BYTES = 16
-_MOST_CONNECTIONS = 64  # that have not authenticated; more are refused
 
 
 class Job:
@@ -99,14 +84,15 @@ class JobListener:
         """
         self.jobs: list[Job] = []
         self._selector = selector
-        self._host_timeout = host_timeout
         self._listener = _listen(is_local=is_local)
         self._listener.setblocking(False)
-        self._unauthenticated: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
         self._waiting: set[Connection] = set()  # authenticated, but no job has started
         self._of: dict[Connection, Job] = {}
         addresses = ("127.0.0.1",) if is_local else _addresses()
         self.parent = Parent(addresses, self._listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+        self._authenticator = Authenticator(
+            selector, self.parent.token, PARENT, is_expected=lambda rank: rank == 0, host_timeout=host_timeout
+        )
         selector.register(self._listener, selectors.EVENT_READ)
 
     @property
@@ -117,8 +103,8 @@ class JobListener:
     def handle(self, key: selectors.SelectorKey) -> None:
         """Handle an event of the selector; does nothing for a descriptor of the caller."""
         if key.fileobj is self._listener:
-            self._accept()
-        elif isinstance(key.fileobj, Connection):
+            self._authenticator.accept(self._listener)
+        elif isinstance(key.fileobj, Connection) and key.fileobj.fileno() >= 0:  # not closed by an event before
             self._receive(key.fileobj)
 
     def ask_to_stop(self, number: int) -> None:
@@ -128,40 +114,29 @@ class JobListener:
             with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
                 connection.send(StopAsked(number))
 
-    def drop_unauthenticated(self) -> None:
+    def close_expired(self) -> None:
         """Close the connections whose time for the authentication has passed; call it regularly."""
-        now = time.monotonic()
-        for connection in [each for each, (_, deadline) in self._unauthenticated.items() if deadline < now]:
-            self._drop(connection)
+        self._authenticator.close_expired()
 
     def close(self) -> None:
         """Stop listening, and close all connections: jobs that have not finished abort."""
-        for connection in [*self._unauthenticated, *self._waiting, *self._of]:
+        self._authenticator.close()
+        for connection in [*self._waiting, *self._of]:
             self._drop(connection)
         self._selector.unregister(self._listener)
         self._listener.close()
 
-    def _accept(self) -> None:
-        try:
-            connection = Connection(self._listener.accept()[0], self._host_timeout)
-        except OSError:  # the peer has closed the connection; or too many files are open, which may be temporary
-            time.sleep(_ACCEPT_PAUSE)
-            return
-        if len(self._unauthenticated) >= _MOST_CONNECTIONS:
-            connection.close()
-            return
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._unauthenticated[connection] = (nonce, time.monotonic() + _AUTHENTICATION_SECONDS)
-        self._selector.register(connection, selectors.EVENT_READ)
-        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
-            connection.send(Challenge(PARENT, local_processes.this_process(), nonce.hex()))
-
     def _receive(self, connection: Connection) -> None:
-        messages, lost = connection.receive()
+        lost = ""
+        if connection in self._authenticator:
+            proof, messages = self._authenticator.receive(connection)
+            if proof is None:
+                return
+            self._waiting.add(connection)
+        else:
+            messages, lost = connection.receive()
         for message in messages:
-            if connection in self._unauthenticated:
-                lost = lost or self._authenticate(connection, message)
-            elif isinstance(message, JobStarted) and connection in self._waiting:
+            if isinstance(message, JobStarted) and connection in self._waiting:
                 self._waiting.remove(connection)
                 self._of[connection] = Job(message.hosts)
                 self.jobs.append(self._of[connection])
@@ -170,23 +145,7 @@ class JobListener:
         if lost:
             self._drop(connection)
 
-    def _authenticate(self, connection: Connection, message: Message) -> str:
-        """Check the proof of a connection; return why it must be closed."""
-        nonce, _ = self._unauthenticated[connection]
-        expected = proof_of(self.parent.token, nonce, 0)
-        if not (isinstance(message, Proof) and message.proof.isascii()):
-            return "sent no proof"
-        if not hmac.compare_digest(message.proof, expected):
-            return "sent a wrong proof"
-        del self._unauthenticated[connection]
-        self._waiting.add(connection)
-        connection.is_trusted = True
-        with contextlib.suppress(OSError):
-            connection.send(Welcome())
-        return ""
-
     def _drop(self, connection: Connection) -> None:
-        self._unauthenticated.pop(connection, None)
         self._waiting.discard(connection)
         if (job := self._of.pop(connection, None)) is not None:
             job.is_connected = False

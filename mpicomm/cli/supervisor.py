@@ -233,7 +233,7 @@ class Supervisor:
     def _check(self) -> None:
         for number in list(self._questions):
             self._check_answers(number)
-        self._listener.drop_unauthenticated()
+        self._listener.close_expired()
         if any(job.has_failed for job in self._listener.jobs):
             self._end_within(_LAUNCHER_SECONDS, "the job has failed, but its launcher has not ended")
         if self._end_due is not None and self._end_due.left() <= 0:

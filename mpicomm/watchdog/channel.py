@@ -1,38 +1,29 @@
 """The out-of-band channel: TCP connections besides MPI, of every rank to a hub on its node, and of the hubs to rank 0.
 
 It is a tree of two levels: rank 0 has connections to the ranks of its own node and to one rank of every other node. A
-rank that connects authenticates itself with the job's token, which it received by MPI (HMAC, RFC 2104). The token
-itself is never sent over the channel. Rank 0 also has the connection to `mpicomm run` (`parent_link`). The channel has
-no thread of its own; calls of `poll` drive it.
+rank and its hub authenticate each other with the job's token, which they received by MPI (`authentication`). Rank 0
+also has the connection to `mpicomm run` (`parent_link`). The channel has no thread of its own; calls of `poll` drive
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
-import secrets
 import selectors
 import socket
-import time
 from collections.abc import Sequence
 
-from mpicomm.durations import Deadline
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
-from mpicomm.watchdog import local_processes
+from mpicomm.watchdog import authentication
+from mpicomm.watchdog.authentication import Authenticator
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import Challenge, LocalProcess, Message, Proof, Welcome
+from mpicomm.watchdog.protocol import LocalProcess, Message
 
-_NONCE_BYTES = 16
-_AUTHENTICATION_SECONDS = 10.0  # time limit for a new connection to authenticate
 _BACKLOG = 4096
-_ACCEPT_PAUSE = 0.01
-_LOOK_SECONDS = 0.5  # between two checks of the deadline while a rank waits for its hub
 PARENT = -1
 """Takes the place of a rank in the events of the connection to `mpicomm run`."""
-
-_MAX_UNAUTHENTICATED = 128  # connections that have not authenticated, besides those of the expected ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +72,12 @@ class Channel:
 
         self._token = token
         self._expected: set[int] = set()
-        self._unauthenticated: dict[Connection, tuple[bytes, float]] = {}  # the nonce sent to each, and its deadline
         self._up: Connection | None = None
         self._parent: Connection | None = None  # to `mpicomm run`, on rank 0
         self._unread: list[Message] = []  # messages received together with the hub's welcome
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
+        self._authenticator = Authenticator(self._selector, token, rank, self._is_expected, host_timeout)
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
@@ -118,21 +109,15 @@ class Channel:
 
         Raises:
             OSError: If the hub is unreachable, or does not accept this rank within `seconds`.
+            ValueError: If the other end is not the hub.
         """
-        deadline = Deadline(seconds)
         connection = Connection(socket.create_connection((address, port), timeout=seconds), self.host_timeout)
         try:
-            connection.is_trusted = True  # MPI transferred its port
-            challenge, *_ = next_messages(connection, deadline)
-            if not isinstance(challenge, Challenge):
-                raise ValueError(f"the hub sent {challenge}; expected a challenge")
-            self.processes[challenge.rank] = challenge.process
-            proof = proof_of(self._token, bytes.fromhex(challenge.nonce), self.rank)
-            connection.send(Proof(self.rank, local_processes.this_process(), proof))
-            _welcome, *self._unread = next_messages(connection, deadline)
+            challenge, self._unread = authentication.authenticate(connection, self._token, self.rank, seconds)
         except (OSError, ValueError):
             connection.close()
             raise
+        self.processes[challenge.rank] = challenge.process
         self._up = connection
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -179,19 +164,20 @@ class Channel:
             if key.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self.woken += self._woken.recv(4096)
-            elif key.fileobj is self._listener:
-                self._accept()
-            elif isinstance(key.fileobj, Connection):
+            elif key.fileobj is self._listener and self._listener is not None:
+                self._authenticator.accept(self._listener, len(self._expected))
+            elif isinstance(key.fileobj, Connection) and key.fileobj.fileno() >= 0:  # not closed by an event before
                 if mask & selectors.EVENT_WRITE:
                     self._send(key.fileobj)
                 if mask & selectors.EVENT_READ:
                     events += self._receive(key.fileobj)
-        self._drop_unauthenticated()
+        self._authenticator.close_expired()
         return events
 
     def close(self) -> None:
         """Close all connections."""
         self._stop_listening()
+        self._authenticator.close()
         for connection in self._connections():
             self._drop(connection)
         self._selector.close()
@@ -200,7 +186,7 @@ class Channel:
 
     def close_in_child(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
-        for connection in self._connections():
+        for connection in [*self._connections(), *self._authenticator.connections]:
             connection.close()
         if self._listener is not None:
             self._listener.close()
@@ -209,55 +195,33 @@ class Channel:
         self._woken.close()
 
     def _connections(self) -> list[Connection]:
-        return [*self.children.values(), *self._unauthenticated, *filter(None, [self._up, self._parent])]
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            connection = Connection(self._listener.accept()[0], self.host_timeout)
-        except OSError:  # the peer has closed the connection; or too many files are open, which may be temporary
-            time.sleep(_ACCEPT_PAUSE)
-        else:
-            # The job's own ranks authenticate quickly, so the oldest connection is dropped.
-            if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED + len(self._expected):
-                self._drop(next(iter(self._unauthenticated)))
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            self._unauthenticated[connection] = (nonce, time.monotonic() + _AUTHENTICATION_SECONDS)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._send(connection, Challenge(self.rank, local_processes.this_process(), nonce.hex()))
+        return [*self.children.values(), *filter(None, [self._up, self._parent])]
 
     def _receive(self, connection: Connection) -> list[ChannelEvent]:
+        if connection in self._authenticator:
+            return self._admit(connection)
         messages, lost = connection.receive()
-        if connection in self._unauthenticated:
-            if lost or (messages and not self._admit(connection, messages.pop(0))):
-                self._drop(connection)
-                return []
-            if connection in self._unauthenticated:
-                return []
         events = [ChannelEvent(connection.rank, message) for message in messages]
         if lost:
             self._drop(connection)
             events.append(ChannelEvent(connection.rank, lost=lost))
         return events
 
-    def _admit(self, connection: Connection, message: Message) -> bool:
-        """Accept a connection whose proof is valid, as that of the rank that the proof gives."""
-        if not (isinstance(message, Proof) and message.proof.isascii()):
-            return False
-        nonce, _ = self._unauthenticated[connection]
-        rank = message.rank
-        if not hmac.compare_digest(message.proof, proof_of(self._token, nonce, rank)) or rank not in self._expected:
-            return False
-        del self._unauthenticated[connection]
-        self._expected.remove(rank)
-        connection.is_trusted = True
-        connection.rank = rank
-        self.children[rank] = connection
-        self.processes[rank] = message.process
-        self._send(connection, Welcome())
+    def _admit(self, connection: Connection) -> list[ChannelEvent]:
+        """Make a connection that has authenticated that of a child."""
+        proof, messages = self._authenticator.receive(connection)
+        if proof is None:
+            return []
+        self._expected.remove(proof.rank)
+        connection.rank = proof.rank
+        self.children[proof.rank] = connection
+        self.processes[proof.rank] = proof.process
         if not self._expected:
             self._stop_listening()
-        return True
+        return [ChannelEvent(proof.rank, message) for message in messages]
+
+    def _is_expected(self, rank: int) -> bool:
+        return rank in self._expected
 
     def _send(self, connection: Connection, message: Message | None = None) -> None:
         """Send a message, or the rest of earlier messages, as far as the socket accepts it."""
@@ -275,43 +239,14 @@ class Channel:
             self._up = None
         elif connection is self._parent:
             self._parent = None
-        elif self._unauthenticated.pop(connection, None) is None and connection.rank is not None:
+        elif connection.rank is not None:
             del self.children[connection.rank]
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
         connection.close()
-
-    def _drop_unauthenticated(self) -> None:
-        now = time.monotonic()
-        for connection in [each for each, (_, deadline) in self._unauthenticated.items() if deadline < now]:
-            self._drop(connection)
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-
-
-def proof_of(token: bytes, nonce: bytes, rank: int) -> str:
-    """Return the proof that a rank has the token, in the answer to a challenge."""
-    return hmac.digest(token, nonce + str(rank).encode(), "sha256").hex()
-
-
-def next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
-    """Wait for at least one message on a connection that is not in a selector yet.
-
-    Raises:
-        OSError: If the connection is lost, or no message arrives before the deadline.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        while (left := deadline.left()) > 0:
-            if not selector.select(min(left, _LOOK_SECONDS)):
-                continue
-            messages, lost = connection.receive()
-            if messages:
-                return messages
-            if lost:
-                raise ConnectionError(f"the hub closed the connection: {lost}")
-    raise TimeoutError("timed out waiting for the answer of the hub")

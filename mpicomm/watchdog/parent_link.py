@@ -1,8 +1,8 @@
 """The connection between rank 0 of a job and `mpicomm run`, the parent of the launcher.
 
-`mpicomm run` puts its addresses and a token into the variable MPICOMM_PARENT. Only rank 0 reads it, connects, and
-authenticates itself with the token. It reports the start of the job and the end of every rank; `mpicomm run` asks for
-a stop. If `mpicomm run` ends, the connection ends, and rank 0 aborts the job.
+`mpicomm run` puts its addresses and a token into the variable MPICOMM_PARENT. Only rank 0 reads it and connects; both
+ends authenticate each other with the token (`authentication`). Rank 0 reports the start of the job and the end of every
+rank; `mpicomm run` asks for a stop. If `mpicomm run` ends, the connection ends, and rank 0 aborts the job.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import socket
 import threading
 from collections.abc import MutableMapping
 
-from mpicomm.durations import Deadline
 from mpicomm.settings import HOST_TIMEOUT, PARENT
-from mpicomm.watchdog import channel, local_processes
+from mpicomm.watchdog import authentication
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import Challenge, Proof, Welcome
 
 CONNECT_SECONDS = 5.0
 
@@ -28,7 +26,7 @@ _address: str | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Parent:
-    """Where `mpicomm run` listens, and the token with which rank 0 authenticates itself."""
+    """Where `mpicomm run` listens, and the token with which both ends authenticate each other."""
 
     addresses: tuple[str, ...]
     port: int
@@ -87,17 +85,8 @@ def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = C
 def _authenticated(parent: Parent, address: str, host_timeout: int, seconds: float) -> Connection:
     connection = Connection(socket.create_connection((address, parent.port), timeout=seconds), host_timeout)
     try:
-        deadline = Deadline(seconds)
-        challenge, *_ = channel.next_messages(connection, deadline)
-        if not isinstance(challenge, Challenge):
-            raise ValueError(f"{address} sent {challenge}; expected a challenge")
-        proof = channel.proof_of(parent.token, bytes.fromhex(challenge.nonce), 0)
-        connection.send(Proof(0, local_processes.this_process(), proof))
-        welcome, *_ = channel.next_messages(connection, deadline)
-        if not isinstance(welcome, Welcome):
-            raise ValueError(f"{address} sent {welcome}; expected a welcome")
+        authentication.authenticate(connection, parent.token, 0, seconds)
     except (OSError, ValueError):
         connection.close()
         raise
-    connection.is_trusted = True
     return connection

@@ -51,15 +51,19 @@ class Challenge(Message):
 
 @dataclass(frozen=True)
 class Proof(Message):
-    """The answer to a `Challenge`: the HMAC of nonce and rank with the job's token."""
+    """The answer to a `Challenge`: the HMAC of its nonce and the rank with the job's token."""
 
     rank: int
     process: LocalProcess
     proof: str
+    nonce: str
 
 
+@dataclass(frozen=True)
 class Welcome(Message):
-    """The hub has accepted a `Proof`."""
+    """The hub has accepted a `Proof`; `proof` is the HMAC of that message's nonce."""
+
+    proof: str
 
 
 class Heartbeat(Message):

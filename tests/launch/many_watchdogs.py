@@ -24,10 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpicomm.durations import Deadline
 from mpicomm.startup import open_files
-from mpicomm.watchdog import channel as channels
-from mpicomm.watchdog import flight_recorder, local_processes, protocol
+from mpicomm.watchdog import authentication, flight_recorder, protocol
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
@@ -159,14 +157,10 @@ class Children:
         self._selector = selectors.DefaultSelector()
 
     def connect(self, port: int) -> None:
-        deadline = Deadline(CONNECT_SECONDS)
         for rank in self.behind:
             connection = Connection(socket.create_connection((HOST, port)))
-            connection.is_trusted = True
-            (challenge,) = channels.next_messages(connection, deadline)
-            assert isinstance(challenge, protocol.Challenge)
-            proof = channels.proof_of(self.job.token, bytes.fromhex(challenge.nonce), rank)
-            connection.send(protocol.Proof(rank, local_processes.this_process(), proof))
+            _challenge, others = authentication.authenticate(connection, self.job.token, rank, CONNECT_SECONDS)
+            assert not others
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
 

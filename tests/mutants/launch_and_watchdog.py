@@ -23,9 +23,9 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "watchdog/channel.py",
-        old='hmac.digest(token, nonce + str(rank).encode(), "sha256")',
-        new='hmac.digest(token, str(rank).encode(), "sha256")',
+        "watchdog/authentication.py",
+        old='hmac.digest(token, nonce + name.encode(), "sha256")',
+        new='hmac.digest(token, name.encode(), "sha256")',
         fault="The proof of the token does not depend on the nonce, so an old proof is accepted again.",
         tests="tests/unit/test_channel.py -k repeats_an_old_proof",
         ranks=0,
@@ -92,11 +92,27 @@ MUTANTS = [
     ),
     # -- mpicomm run ----------------------------------------------------------------------------------------
     Mutant(
-        "cli/job_listener.py",
-        old="if not hmac.compare_digest(message.proof, expected):",
-        new="if not message.proof:",
+        "watchdog/authentication.py",
+        old="return hmac.compare_digest(message.proof, expected) and self._is_expected(message.rank)",
+        new="return self._is_expected(message.rank)",
         fault="Any process that reaches mpicomm run can report the end of a job.",
         tests="tests/unit/test_job_listener.py -k without_the_token",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/authentication.py",
+        old="if not hmac.compare_digest(welcome.proof, _proof_of(token, nonce, _WELCOME)):",
+        new="if not welcome.proof:",
+        fault="Any process that takes the port of mpicomm run can ask the job to stop.",
+        tests="tests/unit/test_channel.py -k without_the_token",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/authentication.py",
+        old="bytes.fromhex(challenge.nonce), str(rank))",
+        new="bytes.fromhex(challenge.nonce), _WELCOME)",
+        fault="A rank sends the proof of the other end.",
+        tests="tests/unit/test_channel.py -k sends_its_proof",
         ranks=0,
     ),
     Mutant(

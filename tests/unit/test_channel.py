@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from mpicomm.watchdog import channel as channels
+from mpicomm.watchdog import authentication, local_processes, protocol
 from mpicomm.watchdog import connection as connections
-from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, Message, RankFailed
 
 TOKEN = bytes(range(32))
+NONCE = b"o" * 16  # of the ranks
 HOST = "127.0.0.1"
 SECONDS = 10.0  # time limit of each wait in these tests
 LIMIT = connections._LIMIT
@@ -156,7 +156,7 @@ class Office:
         sock, challenge = self.stranger()
         sock.sendall(frame(credentials(bytes.fromhex(challenge["nonce"]), rank)))
         pump(lambda: rank in self.hub.children, self.hub)
-        assert read_frame(sock) == {"$class": "Welcome"}
+        assert read_frame(sock) == {"$class": "Welcome", "proof": proof_of(NONCE, "welcome")}
         return sock
 
     def refuses(self, sock: socket.socket) -> bool:
@@ -169,9 +169,18 @@ class Office:
             sock.close()
 
 
-def credentials(nonce: bytes, rank: int, token: bytes = TOKEN) -> bytes:
-    proof = channels.proof_of(token, nonce, rank)
-    return protocol.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof))
+def proof_of(nonce: bytes, name: str, token: bytes = TOKEN) -> str:
+    return hmac.digest(token, nonce + name.encode(), "sha256").hex()
+
+
+def credentials(nonce: bytes, rank: int, token: bytes = TOKEN, own: bytes = NONCE) -> bytes:
+    proof = proof_of(nonce, str(rank), token)
+    return protocol.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof, own.hex()))
+
+
+def welcome(proof: dict[str, Any], token: bytes = TOKEN) -> bytes:
+    """Return the frame with which a hub answers a proof."""
+    return frame(protocol.encode(protocol.Welcome(proof_of(bytes.fromhex(proof["nonce"]), "welcome", token))))
 
 
 def change(text: bytes, **values: Any) -> dict[str, Any]:
@@ -522,6 +531,10 @@ def has_a_proof_that_is_a_number(nonce: bytes) -> bytes:
     return json.dumps({**json.loads(credentials(nonce, 1)), "proof": 7}).encode()
 
 
+def has_a_nonce_that_is_no_number(nonce: bytes) -> bytes:
+    return json.dumps({**json.loads(credentials(nonce, 1)), "nonce": "nonce"}).encode()
+
+
 def has_a_proof_of_other_letters(nonce: bytes) -> bytes:
     return json.dumps({**json.loads(credentials(nonce, 1)), "proof": "é" * 64}, ensure_ascii=False).encode()
 
@@ -541,6 +554,7 @@ STRANGERS = [
     has_a_birth_that_is_a_number,
     has_a_rank_that_is_a_list,
     has_a_proof_that_is_a_number,
+    has_a_nonce_that_is_no_number,
     has_a_proof_of_other_letters,
     sends_too_much,
 ]
@@ -571,7 +585,7 @@ def test_every_caller_has_to_prove_something_else() -> None:
     with office(1, 2) as opened:
         nonces = {opened.stranger()[1]["nonce"] for _ in range(20)}
         assert len(nonces) == 20
-        assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {channels._NONCE_BYTES}
+        assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {len(NONCE)}
 
 
 def test_the_proof_of_another_rank_is_refused() -> None:
@@ -593,7 +607,7 @@ def test_the_hub_does_not_send_the_token() -> None:
 
 
 def test_a_rank_sends_its_proof_and_not_the_token() -> None:
-    nonce = b"n" * channels._NONCE_BYTES
+    nonce = b"n" * len(NONCE)
     challenge = protocol.Challenge(0, LocalProcess(1), nonce.hex())
     with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as rank:
         listener.settimeout(SECONDS)
@@ -604,12 +618,53 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
             hub.settimeout(SECONDS)
             hub.sendall(frame(protocol.encode(challenge)))
             sent = read_frame(hub)
-            hub.sendall(frame(protocol.encode(protocol.Welcome())))
+            hub.sendall(welcome(sent))
             connecting.join()
             rank.close()
             assert hub.recv(1) == b"", "something follows the proof"
-    assert sent == change(credentials(nonce, 1), start_time=local_processes.this_process().start_time)
-    assert sent["proof"] == hmac.digest(TOKEN, nonce + b"1", "sha256").hex()
+    own = bytes.fromhex(sent["nonce"])
+    assert len(own) == len(nonce)
+    assert sent == change(credentials(nonce, 1, own=own), start_time=local_processes.this_process().start_time)
+
+
+def lacks_the_token(proof: dict[str, Any]) -> bytes:
+    return welcome(proof, bytes(32))
+
+
+def returns_the_proof_of_the_rank(proof: dict[str, Any]) -> bytes:
+    return frame(protocol.encode(protocol.Welcome(proof["proof"])))
+
+
+def sends_something_else(_proof: dict[str, Any]) -> bytes:
+    return FRAME
+
+
+def sends_a_proof_of_other_letters(_proof: dict[str, Any]) -> bytes:
+    return frame(json.dumps({"$class": "Welcome", "proof": "é" * 64}, ensure_ascii=False).encode())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lacks_the_token, returns_the_proof_of_the_rank, sends_something_else, sends_a_proof_of_other_letters],
+    ids=lambda answer: answer.__name__,
+)
+def test_a_rank_refuses_a_hub_without_the_token(answer: Callable[[dict[str, Any]], bytes]) -> None:
+    with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as rank:
+
+        def pretend() -> None:
+            hub, _ = listener.accept()
+            with hub:
+                hub.settimeout(SECONDS)
+                hub.sendall(frame(protocol.encode(protocol.Challenge(0, LocalProcess(7), NONCE.hex()))))
+                hub.sendall(answer(read_frame(hub)))
+                assert hub.recv(1) == b"", "the rank stays connected"
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pretending = pool.submit(pretend)
+            with pytest.raises(ValueError, match=r"token of the job|expected a welcome"):
+                rank.connect(*listener.getsockname(), SECONDS)
+            pretending.result()
+        assert rank.poll(0) == []
 
 
 def test_a_rank_gets_in_once() -> None:
@@ -639,7 +694,7 @@ def test_a_rank_may_send_messages_right_after_its_proof() -> None:
 
 
 def test_a_silent_connection_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_AUTHENTICATION_SECONDS", 0.3)
+    monkeypatch.setattr(authentication, "_SECONDS", 0.3)
     with office(1) as opened:
         silent, _ = opened.stranger()
         slow, _ = opened.stranger()
@@ -648,7 +703,7 @@ def test_a_silent_connection_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch)
         assert opened.refuses(silent)
         assert opened.refuses(slow)
         assert time.monotonic() - start < 5
-        assert opened.hub._unauthenticated == {}
+        assert opened.hub._authenticator.connections == []
         real = opened.raw(1)
         time.sleep(0.5)
         assert opened.hub.poll(0.1) == []  # an authenticated rank stays connected
@@ -661,12 +716,13 @@ def test_a_connection_that_is_closed_at_once_is_forgotten() -> None:
             opened.call().close()
         listener = opened.hub._listener
         assert listener is not None
-        pump(lambda: not opened.hub._unauthenticated and not select.select([listener], [], [], 0)[0], opened.hub)
+        waiting = opened.hub._authenticator
+        pump(lambda: not waiting.connections and not select.select([listener], [], [], 0)[0], opened.hub)
         opened.raw(1)
 
 
 def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_AUTHENTICATION_SECONDS", 1.0)
+    monkeypatch.setattr(authentication, "_SECONDS", 1.0)
     ranks = list(range(1, 9))
     with office(*ranks) as opened, contextlib.ExitStack() as stack:
 
@@ -684,7 +740,7 @@ def test_real_ranks_get_in_among_many_strangers(monkeypatch: pytest.MonkeyPatch)
             if sock is not None:
                 stack.callback(sock.close)
         assert sorted(opened.hub.children) == ranks
-        pump(lambda: not opened.hub._unauthenticated, opened.hub)
+        pump(lambda: not opened.hub._authenticator.connections, opened.hub)
         for child in children.values():
             child.send_up(MESSAGE)
         assert sorted(event.rank or 0 for event in take(opened.hub, 8)) == ranks
@@ -711,7 +767,7 @@ def test_the_listening_socket_is_closed_after_the_last_rank() -> None:
 def test_a_hub_that_does_not_answer_is_not_waited_for_long() -> None:
     with socket.create_server((HOST, 0)) as listener, contextlib.closing(Channel(1, TOKEN)) as child:
         start = time.monotonic()
-        with pytest.raises(TimeoutError, match="timed out waiting for the answer of the hub"):
+        with pytest.raises(TimeoutError, match="timed out waiting for an answer"):
             child.connect(HOST, listener.getsockname()[1], 0.3)
         assert time.monotonic() - start < 5
 
@@ -721,7 +777,7 @@ def test_a_refused_rank_gets_an_error_at_once() -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             joining = pool.submit(child.connect, HOST, opened.port, SECONDS)
             pump(joining.done, opened.hub)
-            with pytest.raises(ConnectionError, match="the hub closed the connection"):
+            with pytest.raises(ConnectionError, match="the other end closed the connection"):
                 joining.result()
         child.send_up(MESSAGE)  # has no effect without a connection
 
@@ -739,8 +795,7 @@ def test_messages_right_after_the_welcome_are_received() -> None:
         def take_in() -> socket.socket:
             sock = listener.accept()[0]
             sock.sendall(frame(protocol.encode(protocol.Challenge(0, LocalProcess(7), "00" * 16))))
-            read_frame(sock)
-            sock.sendall(frame(protocol.encode(protocol.Welcome())) + FRAME)
+            sock.sendall(welcome(read_frame(sock)) + FRAME)
             return sock
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

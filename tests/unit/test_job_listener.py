@@ -14,9 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicomm.cli import job_listener
 from mpicomm.cli.job_listener import JobListener
-from mpicomm.watchdog import parent_link
+from mpicomm.watchdog import authentication, parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
@@ -119,13 +118,13 @@ def test_an_answer_belongs_to_the_last_question_about_its_signal(
 def test_a_connection_that_does_not_authenticate_is_closed(
     listener: tuple[JobListener, selectors.BaseSelector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_listener, "_AUTHENTICATION_SECONDS", 0.0)
+    monkeypatch.setattr(authentication, "_SECONDS", 0.0)
     parent = listener[0].parent
     with socket.create_connection((parent.addresses[0], parent.port), timeout=30.0) as stranger:
         while len(listener[1].get_map()) < 2:
             handle(listener)
         time.sleep(0.01)
-        listener[0].drop_unauthenticated()
+        listener[0].close_expired()
         while stranger.recv(4096):
             pass
 
