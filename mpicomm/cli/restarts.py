@@ -11,7 +11,7 @@ from mpicomm.cli import launch_plan
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.supervisor import End
 from mpicomm.errors import LaunchError
-from mpicomm.launch import node_range
+from mpicomm.launch import allocation, node_range
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange, TooFewHostsError
 from mpicomm.launch.request import Request
@@ -143,10 +143,10 @@ def _is_failure(end: End) -> bool:
 
 def _requeue(max_restarts: int) -> bool:
     """Requeue the Slurm batch job in which this process runs, unless Slurm has restarted it too often already."""
-    job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    job = os.environ.get("SLURM_JOB_ID")
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # the ID of the last job of an array is that of the array itself
         job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
-    if not job or restarts >= max_restarts:
+    if not job or allocation.requeues(os.environ) >= max_restarts:
         return False
     try:
         done = subprocess.run(

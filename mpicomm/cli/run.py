@@ -135,6 +135,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         hosts=_hosts(arguments),
         node=_node(arguments),
         log_dir=arguments.log_dir,
+        appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
         variables=request.variables(arguments.env, os.environ),
     )

@@ -194,6 +194,11 @@ def from_environ(environ: Mapping[str, str], read: Callable[[str], str]) -> Slur
     return HostAllocation.of_pbs(environ, text)
 
 
+def requeues(environ: Mapping[str, str]) -> int:
+    """Return how often Slurm has requeued this job."""
+    return _number(environ, "SLURM_RESTART_COUNT") or 0
+
+
 def assigned_gpus(environ: Mapping[str, str]) -> str | None:
     """Return the variable in which the scheduler or the user assigns GPUs to this process; None without one."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")

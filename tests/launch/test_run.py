@@ -193,6 +193,19 @@ def test_a_logged_rank_whose_first_process_is_killed_has_no_leftover_processes(t
     assert outcome.status == -signal.SIGKILL, outcome
 
 
+def test_the_logs_of_a_requeued_slurm_job_keep_the_earlier_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("show.py").write_text("import os; print('start', os.environ.get('SLURM_RESTART_COUNT'))")
+    for count in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "0"}):
+        outcome = run(["-n", "1", "--log-dir", "logs", "show.py"], env=count)
+        assert outcome.status == 0, outcome
+        if count.get("SLURM_RESTART_COUNT") == "1":
+            assert Path("logs/rank_000.log").read_text().splitlines() == ["start None", "start 1"]
+    assert Path("logs/rank_000.log").read_text().splitlines() == ["start 0"]
+
+
 def test_a_log_that_cannot_be_written_is_an_error(script: str) -> None:
     Path("logs").write_text("no directory")
     outcome = run(["-n", "2", "--log-dir", "logs", script])

@@ -92,6 +92,14 @@ MUTANTS = [
     ),
     # -- mpicomm run ----------------------------------------------------------------------------------------
     Mutant(
+        "cli/run.py",
+        old="appends_logs=allocation.requeues(os.environ) > 0,",
+        new="",
+        fault="A job that Slurm has requeued deletes the logs of its earlier start.",
+        tests="tests/launch/test_run.py -k keep_the_earlier_output",
+        ranks=0,
+    ),
+    Mutant(
         "watchdog/authentication.py",
         old="return hmac.compare_digest(message.proof, expected) and self._is_expected(message.rank)",
         new="return self._is_expected(message.rank)",
