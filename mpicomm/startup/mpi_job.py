@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import shutil
 import socket
+import subprocess
 import time
 import warnings
 from collections.abc import Callable
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from mpicomm import agreement, mpi
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
 from mpicomm.launch import allocation, detect
-from mpicomm.launch.allocation import Allocation
+from mpicomm.launch.allocation import Allocation, FluxAllocation
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
 from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
@@ -28,6 +30,7 @@ from mpicomm.startup.startup_barrier import Notice, startup_barrier
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_FLUX_SECONDS = 5.0  # time limit for Flux's answer
 _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
 
 
@@ -123,7 +126,7 @@ def join(
     comm = base.Dup()
     listeners: list[socket.socket] = []
     plan = _agree(comm, request, launch, settings.interface, listeners)
-    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler()):
+    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
         warnings.warn(warning, stacklevel=3)
     if plan.warning and comm.rank == 0:
         warnings.warn(plan.warning, stacklevel=3)
@@ -182,9 +185,14 @@ def _check_launch(launch: Launch) -> None:
         raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
 
 
-def _job_of_scheduler() -> Allocation | None:
-    """Return the scheduler's job, for a warning; None outside one, and where its hosts cannot be read."""
-    with contextlib.suppress(LaunchError):
+def _job_of_scheduler(launch: Launch) -> Allocation | None:
+    """Return the scheduler's job, for a warning; None outside one, and where its resources cannot be read."""
+    with contextlib.suppress(LaunchError, OSError, subprocess.SubprocessError):
+        if os.environ.get(allocation.FLUX) and shutil.which("flux") and launch.is_plain:
+            query = subprocess.run(
+                FluxAllocation.query, capture_output=True, text=True, timeout=_FLUX_SECONDS, check=True
+            )
+            return FluxAllocation.from_output(query.stdout)
         return allocation.from_environ(os.environ, lambda path: Path(path).read_text())
     return None
 

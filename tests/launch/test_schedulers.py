@@ -143,3 +143,14 @@ def test_flux_on_two_nodes(stand_ins: Path) -> None:
         assert "this Flux has no PMIx plugin.\nInstall flux-pmix beside Flux" in outcome.stderr, outcome
     else:
         check(outcome)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["Flux answers", "Flux does not answer"])
+def test_plain_python_in_a_flux_instance(stand_ins: Path, answers: bool) -> None:
+    if not answers:
+        (stand_ins / "flux").write_text("#!/bin/bash\nexit 1\n")
+    flux = {"FLUX_URI": "local:///run/flux/local", "PATH": f"{stand_ins}:{os.environ['PATH']}"}
+    outcome = run_command([sys.executable, "rank.py"], env={**flux, "A": ""})
+    assert outcome.status == 0, outcome
+    assert json.loads(outcome.stdout)["size"] == 1
+    assert ("this Flux job has 8 tasks" in outcome.stderr) is answers, outcome

@@ -90,6 +90,14 @@ MUTANTS = [
         tests="tests/launch/test_ends.py -k channel",
         ranks=0,
     ),
+    Mutant(
+        "startup/mpi_job.py",
+        old="return FluxAllocation.from_output(query.stdout)",
+        new="return None",
+        fault="Plain python in a Flux instance is a world of one without a warning.",
+        tests="tests/launch/test_schedulers.py -k plain_python",
+        ranks=0,
+    ),
     # -- mpicomm run ----------------------------------------------------------------------------------------
     Mutant(
         "cli/run.py",
