@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm.watchdog import hang_report
-from tests.launching import run_command
+from tests.launching import Outcome, run_command
 
 SIZE = 4
 TIMEOUT = 8
@@ -388,6 +388,14 @@ def mpi_of(programs: Path) -> str:
     """Return the name of the MPI library of an environment."""
     output = subprocess.run([programs / "mpiexec", "--version"], capture_output=True, text=True, timeout=30, check=True)
     return OPEN_MPI if "Open MPI" in output.stdout else MPICH
+
+
+def is_killed_by_launcher(outcome: Outcome) -> bool:
+    """Return whether MPICH's launcher, at the death of a rank, may have killed rank 0 before it named the dead rank.
+
+    The launcher's own message, which has the pid, is removed from the standard output.
+    """
+    return mpi_of(programs_of(None)) == MPICH and outcome.status == signal.SIGKILL
 
 
 def _of_failure(way: Way, rank: int, size: int, mpi: str, error: str) -> Result:
