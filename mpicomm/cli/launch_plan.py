@@ -17,15 +17,15 @@ from mpicomm.cli import operator_hosts
 from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, node_range
-from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
+from mpicomm.launch import allocation, commands, environment, node_range, scheduler_query
+from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
 
 GRACE_SECONDS = 120.0
 """The default time for the ranks to save a checkpoint and exit."""
 
-_ANSWER_SECONDS = 20.0  # timeout of each command that is queried
+_ANSWER_SECONDS = 20.0  # for a program to start on another host
 
 
 def build(request: Request, environ: Mapping[str, str]) -> Start:
@@ -46,7 +46,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
         return commands.torchrun(request, request.node, machine, environ)
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
-    library, job = mpi.library(), _allocation(environ)
+    library, job = mpi.library(), scheduler_query.current_allocation(environ)
     if machine.gpus or (job is not None and job.has_gpus):
         environ = {**library.gpu_environ(Path("/proc/self/maps").read_text()), **environ}
     if job is None:
@@ -70,7 +70,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
     Returns:
         No hosts if all ranks are on this host, or if the scheduler selects the hosts (`places_ranks`).
     """
-    job = _allocation(environ)
+    job = scheduler_query.current_allocation(environ)
     if job is None:
         request, _ = operator_hosts.apply(request, mpi.library(), environ)
     if request.hosts:
@@ -86,7 +86,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
 
 def places_ranks(environ: Mapping[str, str]) -> str | None:
     """Return the name of the jobs in which only the scheduler can select the hosts of ranks; None in others."""
-    job = _allocation(environ)
+    job = scheduler_query.current_allocation(environ)
     if isinstance(job, FluxAllocation):
         return "a Flux instance"
     return "a heterogeneous Slurm job" if isinstance(job, SlurmAllocation) and job.groups > 1 else None
@@ -112,7 +112,7 @@ def answers(request: Request, host: Host, environ: Mapping[str, str], *, is_step
 
 def build_torchrun(request: Request, environ: Mapping[str, str]) -> Start:
     """Return the equivalent launch with torchrun: on this host, or on the nodes of a Slurm allocation."""
-    machine, job, port = _machine(environ), _allocation(environ), _free_port()
+    machine, job, port = _machine(environ), scheduler_query.current_allocation(environ), _free_port()
     if isinstance(job, SlurmAllocation):
         return commands.torchrun_by_srun(request, job, port, machine, environ)
     return commands.torchrun(request, Node(0, 1, "127.0.0.1", port), machine, environ)
@@ -147,17 +147,6 @@ def _machine(environ: Mapping[str, str]) -> Machine:
     )
 
 
-def _allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of this job; None outside one.
-
-    Raises:
-        LaunchError: If the scheduler's list of hosts cannot be read.
-    """
-    if environ.get(allocation.FLUX) and shutil.which("flux"):  # SLURM_* may describe the job that contains the instance
-        return FluxAllocation.from_output(_output_of(list(FluxAllocation.query)))
-    return allocation.from_environ(environ, lambda path: Path(path).read_text())
-
-
 def _srun_type(library: Library, environ: Mapping[str, str]) -> str | None:
     """Return the type of PMI with which srun starts ranks of the library; None if srun cannot."""
     return library.srun_type_in(_answer_of("srun", "--mpi=list") if shutil.which("srun") else "", environ)
@@ -165,15 +154,14 @@ def _srun_type(library: Library, environ: Mapping[str, str]) -> str | None:
 
 def _flux_plugins() -> list[str]:
     """Return the names of the plugins of Flux's job shell."""
-    places = _output_of(["flux", "config", "builtin", "shell_pluginpath"]).strip().split(os.pathsep)
+    places = scheduler_query.output_of(["flux", "config", "builtin", "shell_pluginpath"]).strip().split(os.pathsep)
     return [path.stem for place in places if place for path in Path(place).glob("**/*.so")]
 
 
 def _nodes_of_slurm(environ: Mapping[str, str]) -> list[str]:
     """Return the nodes of the allocation; none if Slurm cannot list them."""
     listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    found = _output_of(["scontrol", "show", "hostnames", listed]) if listed else ""
-    return [] if "error" in found else found.split()
+    return scheduler_query.output_of(["scontrol", "show", "hostnames", listed]).split() if listed else []
 
 
 def _mpiexec(library: Library, environ: Mapping[str, str]) -> str:
@@ -232,25 +220,7 @@ def _read(path: str) -> str:
 @functools.cache
 def _answer_of(*command: str) -> str:
     """Return the output of a command that always prints the same: `--max-restarts` starts many programs."""
-    return _output_of(list(command))
-
-
-def _output_of(command: list[str]) -> str:
-    """Return the output of a command, both streams; empty if the command cannot be run or times out."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_ANSWER_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+    return scheduler_query.output_of(command, with_errors=True)
 
 
 def _free_port() -> int:

@@ -6,21 +6,18 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import shutil
 import socket
-import subprocess
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from mpicomm import agreement, mpi
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
-from mpicomm.launch import allocation, detect
-from mpicomm.launch.allocation import Allocation, FluxAllocation
+from mpicomm.launch import allocation, detect, scheduler_query
+from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
 from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
@@ -30,7 +27,6 @@ from mpicomm.startup.startup_barrier import Notice, startup_barrier
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_FLUX_SECONDS = 5.0  # time limit for Flux's answer
 _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
 
 
@@ -187,13 +183,8 @@ def _check_launch(launch: Launch) -> None:
 
 def _job_of_scheduler(launch: Launch) -> Allocation | None:
     """Return the scheduler's job, for a warning; None outside one, and where its resources cannot be read."""
-    with contextlib.suppress(LaunchError, OSError, subprocess.SubprocessError):
-        if os.environ.get(allocation.FLUX) and shutil.which("flux") and launch.is_plain:
-            query = subprocess.run(
-                FluxAllocation.query, capture_output=True, text=True, timeout=_FLUX_SECONDS, check=True
-            )
-            return FluxAllocation.from_output(query.stdout)
-        return allocation.from_environ(os.environ, lambda path: Path(path).read_text())
+    with contextlib.suppress(LaunchError):
+        return scheduler_query.current_allocation(os.environ) if launch.is_plain else None
     return None
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 
-_QUERY_SECONDS = 20.0  # timeout of a scheduler command
+from mpicomm.launch.scheduler_query import output_of
+
 _UNLIMITED_IN_FLUX = 2**32 - 1
 
 
@@ -24,15 +23,15 @@ def clock(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
     flux, slurm = environ.get("FLUX_JOB_ID"), environ.get("SLURM_JOB_ID")
     pbs, lsf = environ.get("PBS_JOBID"), environ.get("LSB_JOBID")
     if flux and shutil.which("flux"):  # SLURM_* may describe the job that contains the instance
-        return lambda: seconds_of_flux(_output_of(["flux", "job", "timeleft"]))
+        return lambda: seconds_of_flux(output_of(["flux", "job", "timeleft"]))
     if slurm and shutil.which("squeue"):
-        return lambda: seconds_of_slurm(_output_of(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
+        return lambda: seconds_of_slurm(output_of(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
     if pbs and shutil.which("qstat"):
-        return lambda: seconds_of_pbs(_output_of(["qstat", "-f", "-F", "json", pbs]), pbs, time.time())
+        return lambda: seconds_of_pbs(output_of(["qstat", "-f", "-F", "json", pbs]), pbs, time.time())
     if lsf and shutil.which("bjobs"):
         index = environ.get("LSB_JOBINDEX", "0")
         job = lsf if index == "0" else f"{lsf}[{index}]"
-        return lambda: seconds_of_lsf(_output_of(["bjobs", "-noheader", "-o", "time_left", job]))
+        return lambda: seconds_of_lsf(output_of(["bjobs", "-noheader", "-o", "time_left", job]))
     return None
 
 
@@ -72,13 +71,3 @@ def seconds_of_flux(text: str) -> float | None:
     """Return the seconds that `flux job timeleft` prints; None without a limit, for which it prints 2^32 - 1."""
     seconds = int(text) if text.strip().isdigit() else _UNLIMITED_IN_FLUX
     return float(seconds) if seconds < _UNLIMITED_IN_FLUX else None
-
-
-def _output_of(command: list[str]) -> str:
-    """Return the output of a scheduler command, or "" if it fails: that must not end a run."""
-    environ = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, env=environ, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout

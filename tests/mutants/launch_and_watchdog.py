@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         "startup/mpi_job.py",
-        old="return FluxAllocation.from_output(query.stdout)",
+        old="return scheduler_query.current_allocation(os.environ) if launch.is_plain else None",
         new="return None",
         fault="Plain python in a Flux instance is a world of one without a warning.",
         tests="tests/launch/test_schedulers.py -k plain_python",
