@@ -136,17 +136,34 @@ class Authenticator:
         connection.close()
 
 
-def authenticate(connection: Connection, token: bytes, rank: int, seconds: float) -> tuple[Challenge, list[Message]]:
-    """Authenticate both ends of a connection that this rank has opened.
+def connect(
+    address: str, port: int, token: bytes, rank: int, seconds: float, host_timeout: int = HOST_TIMEOUT
+) -> tuple[Connection, Challenge, list[Message]]:
+    """Open a connection, and authenticate both ends.
+
+    Args:
+        rank: The rank of this end.
+        seconds: The time limit for each of the two.
+        host_timeout: Seconds after which a connection to a host that does not answer is lost.
 
     Returns:
-        The challenge, and the messages that followed the welcome.
+        The connection, the challenge, and the messages that followed the welcome.
 
     Raises:
-        OSError: If the connection is lost, or an answer does not arrive within `seconds`.
+        OSError: If the other end is unreachable, the connection is lost, or an answer does not arrive in time.
         ValueError: If the other end does not have the token, or sends another message.
     """
-    deadline = Deadline(seconds)
+    connection = Connection(socket.create_connection((address, port), timeout=seconds), host_timeout)
+    try:
+        return connection, *_authenticate(connection, token, rank, Deadline(seconds))
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _authenticate(
+    connection: Connection, token: bytes, rank: int, deadline: Deadline
+) -> tuple[Challenge, list[Message]]:
     connection.is_trusted = True  # for the size of messages: long ones may follow the welcome at once
     challenge, *_ = _next_messages(connection, deadline)
     if not (isinstance(challenge, Challenge) and _is_hex(challenge.nonce)):

@@ -111,15 +111,11 @@ class Channel:
             OSError: If the hub is unreachable, or does not accept this rank within `seconds`.
             ValueError: If the other end is not the hub.
         """
-        connection = Connection(socket.create_connection((address, port), timeout=seconds), self.host_timeout)
-        try:
-            challenge, self._unread = authentication.authenticate(connection, self._token, self.rank, seconds)
-        except (OSError, ValueError):
-            connection.close()
-            raise
+        self._up, challenge, self._unread = authentication.connect(
+            address, port, self._token, self.rank, seconds, self.host_timeout
+        )
         self.processes[challenge.rank] = challenge.process
-        self._up = connection
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(self._up, selectors.EVENT_READ)
 
     def attach_parent(self, connection: Connection) -> None:
         """Take over rank 0's connection to `mpicomm run`."""

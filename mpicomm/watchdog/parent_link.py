@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
-import socket
 import threading
 from collections.abc import MutableMapping
 
@@ -66,7 +65,8 @@ def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = C
 
     def attempt(address: str) -> None:
         try:
-            answers.put(_authenticated(parent, address, host_timeout, seconds))
+            connection, *_ = authentication.connect(address, parent.port, parent.token, 0, seconds, host_timeout)
+            answers.put(connection)
         except (OSError, ValueError) as error:
             answers.put(error)
 
@@ -80,13 +80,3 @@ def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = C
                 return answer  # the other connections send no message, and `mpicomm run` ignores them
             errors.append(str(answer))
     raise OSError("; ".join(dict.fromkeys(errors)) or "timed out")
-
-
-def _authenticated(parent: Parent, address: str, host_timeout: int, seconds: float) -> Connection:
-    connection = Connection(socket.create_connection((address, parent.port), timeout=seconds), host_timeout)
-    try:
-        authentication.authenticate(connection, parent.token, 0, seconds)
-    except (OSError, ValueError):
-        connection.close()
-        raise
-    return connection

@@ -16,7 +16,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -158,8 +157,7 @@ class Children:
 
     def connect(self, port: int) -> None:
         for rank in self.behind:
-            connection = Connection(socket.create_connection((HOST, port)))
-            _challenge, others = authentication.authenticate(connection, self.job.token, rank, CONNECT_SECONDS)
+            connection, _challenge, others = authentication.connect(HOST, port, self.job.token, rank, CONNECT_SECONDS)
             assert not others
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
