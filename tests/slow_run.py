@@ -1,7 +1,8 @@
 """A training run with steps of half a second: `mpicomm run -n 2 -m tests.slow_run DIRECTORY [STEPS]`.
 
 With STEPS, the number of steps on two ranks, it saves every second step, and the first attempt blocks once it has
-begun. Rank 0 creates DIRECTORY/begun in its third step, and each rank writes its pid to DIRECTORY/pid-<rank>.
+begun. Rank 0 creates DIRECTORY/begun in its third step, and each rank writes its PID namespace and its pid to
+DIRECTORY/pid-<rank>.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Slow(nn.Module):
 def main() -> None:
     world = mpicomm.bootstrap(timeout=12)
     directory = Path(sys.argv[1])
-    (directory / f"pid-{world.rank}").write_text(str(os.getpid()))
+    (directory / f"pid-{world.rank}").write_text(f"{Path('/proc/self/ns/pid').readlink()} {os.getpid()}")
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else None
     begun = directory / "begun"
     is_restarted = begun.exists()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cluster import processes
@@ -30,6 +31,35 @@ def launcher(folder: Path) -> int:
     pid = processes.child_of(parent(folder))
     assert pid is not None
     return pid
+
+
+def rank_1(folder: Path) -> int:
+    """Return the pid of rank 1, which may be on a host of the cluster, in another PID namespace.
+
+    `tests.slow_run` has written the namespace and the pid there to a file of the folder.
+    """
+    written = (folder / "pid-1").read_text()
+    return next(pid for pid in _with(str(folder)) if _identity(pid) == written)
+
+
+KILLS: dict[str, tuple[int, Callable[[Path], int]]] = {
+    "TERM": (signal.SIGTERM, parent),
+    "INT": (signal.SIGINT, parent),
+    "USR1": (signal.SIGUSR1, parent),
+    "KILL of mpicomm run": (signal.SIGKILL, parent),
+    "KILL of the launcher": (signal.SIGKILL, launcher),
+    "KILL of a rank": (signal.SIGKILL, rank_1),
+}
+"""Signals for a run of `tests.slow_run`, and the process that receives each."""
+
+WARNINGS = [name for name in KILLS if "KILL" not in name]
+"""The signals after which there is time for a checkpoint."""
+
+
+def strike(folder: Path, name: str) -> None:
+    """Send one of the signals."""
+    number, target = KILLS[name]
+    os.kill(target(folder), number)
 
 
 def main(arguments: list[str]) -> int:
@@ -56,6 +86,17 @@ def _with(text: str) -> dict[int, str]:
             if text in line and "tests.struck" not in line:
                 found[int(path.parent.name)] = line
     return found
+
+
+def _identity(pid: int) -> str:
+    """Return the PID namespace of a process, and its pid there; empty if it has ended."""
+    try:
+        namespace = Path(f"/proc/{pid}/ns/pid").readlink()
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""
+    pids = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return f"{namespace} {pids.split()[-1]}"
 
 
 if __name__ == "__main__":

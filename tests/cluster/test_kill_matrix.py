@@ -1,7 +1,8 @@
 """`mpicomm run` of a training on two hosts, with srun and mpirun: it is signalled or killed, or loses a host.
 
-No case may leave a process on any host, or end with status 0: Open MPI's mpirun does when a host dies. All jobs run at
-the same time, since they mostly wait. `tests/launch/test_supervisor.py` has the other signals, on one host.
+No case may leave a process on any host, or end with status 0: Open MPI's mpirun does when a host dies. The jobs that
+receive a signal run at the same time, since they mostly wait, and so do those that lose a host.
+`tests/launch/test_supervisor.py` has the other signals with mpirun, on one host.
 """
 
 from __future__ import annotations
@@ -9,10 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import os
 import re
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from tests.cluster import hosts, processes
 from tests.cluster.layout import ROOT
 from tests.cluster.running import Cluster, Flavour
 from tests.launching import Outcome
-from tests.struck import LEFT, launcher, parent
+from tests.struck import KILLS, LEFT, WARNINGS, strike
 
 SLOW = "tests.slow_run"
 BEGUN_SECONDS = 300.0
@@ -32,11 +30,7 @@ PARTNERS = {hosts.kill: "node3", hosts.cut: "node4"}
 
 
 STEPS = 10  # of a run that is restarted
-SIGNALS: dict[str, tuple[int, Callable[[Path], int]]] = {
-    "TERM": (signal.SIGTERM, parent),
-    "KILL of mpicomm run": (signal.SIGKILL, parent),
-    "KILL of the launcher": (signal.SIGKILL, launcher),
-}
+WITH_SRUN = ("INT", "USR1", "KILL of a rank")
 RESTARTED = "host killed, restarted"
 HOST_FAULTS = {"host killed": hosts.kill, "host cut": hosts.cut, RESTARTED: hosts.kill}
 
@@ -62,7 +56,8 @@ CASES = [
     Case(launcher, vendor, fault)
     for launcher in ("srun", "mpirun")
     for vendor in ("Open MPI", "MPICH")
-    for fault in (*SIGNALS, *HOST_FAULTS)
+    for fault in (*KILLS, *HOST_FAULTS)
+    if launcher == "srun" or fault not in WITH_SRUN
 ]
 each_failure = pytest.mark.parametrize("case", [case for case in CASES if case.fault != RESTARTED], ids=str)
 
@@ -104,25 +99,30 @@ def start(cluster: Cluster, case: Case, python: Path, folder: Path, slurm: dict[
     return cluster.run("env", "--unset=TESTS_JOB", f"--chdir={ROOT}", *settings, *wait, *run, timeout=LIMIT)
 
 
-@pytest.fixture(name="ends", scope="module")
-def _ends(cluster: Cluster, open_mpi: Flavour, mpich: Flavour) -> dict[Case, tuple[Path, Outcome]]:
-    python = {flavour.vendor: flavour.python for flavour in (open_mpi, mpich)}
-    slurm = {names: allocate(cluster, names) for names in {case.hosts for case in CASES}}
-    with concurrent.futures.ThreadPoolExecutor(len(CASES)) as pool:
+def run_cases(cluster: Cluster, cases: list[Case], python: dict[str, Path]) -> dict[Case, tuple[Path, Outcome]]:
+    """Start jobs at the same time; signal them, or kill or cut their second host, once they all train."""
+    slurm = {names: allocate(cluster, names) for names in {case.hosts for case in cases}}
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
         jobs = []
-        for case in CASES:
+        for case in cases:
             folder = cluster.folder()
             result = pool.submit(start, cluster, case, python[case.vendor], folder, slurm[case.hosts])
             jobs.append(Job(case, folder, result))
         for job in jobs:
             job.wait_until_begun()
         for job in jobs:
-            if job.case.fault in SIGNALS:
-                number, target = SIGNALS[job.case.fault]
-                os.kill(target(job.folder), number)
-        for fault, name in PARTNERS.items():
-            fault(cluster.layout, name)
-        found = {job.case: (job.folder, job.result.result()) for job in jobs}
+            if job.case.fault in KILLS:
+                strike(job.folder, job.case.fault)
+        for fault in {HOST_FAULTS[case.fault] for case in cases if case.fault in HOST_FAULTS}:
+            fault(cluster.layout, PARTNERS[fault])
+        return {job.case: (job.folder, job.result.result()) for job in jobs}
+
+
+@pytest.fixture(name="ends", scope="module")
+def _ends(cluster: Cluster, open_mpi: Flavour, mpich: Flavour) -> dict[Case, tuple[Path, Outcome]]:
+    python = {flavour.vendor: flavour.python for flavour in (open_mpi, mpich)}
+    found = run_cases(cluster, [case for case in CASES if case.fault in KILLS], python)
+    found |= run_cases(cluster, [case for case in CASES if case.fault in HOST_FAULTS], python)
     hosts.kill(cluster.layout, PARTNERS[hosts.cut])  # there, Slurm's own processes wait for the network
     return found
 
@@ -135,15 +135,17 @@ def test_nothing_is_left_and_it_is_no_success(ends: dict[Case, tuple[Path, Outco
     assert "came through" not in outcome.stdout, outcome
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.fault == "TERM"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.fault in WARNINGS], ids=str)
 def test_there_is_time_for_a_checkpoint(ends: dict[Case, tuple[Path, Outcome]], case: Case) -> None:
     folder, outcome = ends[case]
     assert outcome.status == 85, outcome
     assert list(folder.glob("checkpoints/step-*/COMPLETE")), outcome
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.fault in ("host killed", "host cut")], ids=str)
-def test_the_lost_host_is_named(ends: dict[Case, tuple[Path, Outcome]], case: Case) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.fault in ("host killed", "host cut", "KILL of a rank")], ids=str
+)
+def test_the_lost_rank_is_named(ends: dict[Case, tuple[Path, Outcome]], case: Case) -> None:
     outcome = ends[case][1]
     lines = [line for line in outcome.stderr.splitlines() if "mpicomm run: rank" in line]
     assert any(re.search(rf"ranks? .*\b1\b.* on .*{case.hosts[1]}", line) for line in lines), outcome

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,12 @@ import pytest
 from tests.cluster import processes
 from tests.failures import ways
 from tests.launching import Outcome, run_command
-from tests.struck import LEFT, launcher, parent
+from tests.struck import KILLS, LEFT, WARNINGS, strike
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
 SLOW = "tests.slow_run"
 BEGUN_SECONDS = 150.0
 GONE_SECONDS = 40.0
-
-
-def rank_1(folder: Path) -> int:
-    return int((folder / "pid-1").read_text())
-
-
-KILLS: dict[str, tuple[int, Callable[[Path], int]]] = {
-    "TERM": (signal.SIGTERM, parent),
-    "INT": (signal.SIGINT, parent),
-    "USR1": (signal.SIGUSR1, parent),
-    "KILL of mpicomm run": (signal.SIGKILL, parent),
-    "KILL of the launcher": (signal.SIGKILL, launcher),
-    "KILL of a rank": (signal.SIGKILL, rank_1),
-}
-WARNINGS = [name for name in KILLS if "KILL" not in name]
 
 
 def struck(folder: Path, name: str) -> Outcome:
@@ -49,8 +32,7 @@ def struck(folder: Path, name: str) -> Outcome:
         begun = folder / "begun"
         processes.wait_until(lambda: begun.exists() or job.done(), BEGUN_SECONDS, "the training has begun")
         assert not job.done(), job.result()
-        number, target = KILLS[name]
-        os.kill(target(folder), number)
+        strike(folder, name)
         return job.result()
 
 
