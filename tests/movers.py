@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from mpicomm import agreement
+from mpicomm.backend.fast_path import FastPath
 from mpicomm.backend.staging import DeviceEvent, HostMover, Staged, Use
 
 Copy = Callable[[], None]
@@ -32,6 +36,14 @@ class FewChunks(Staged):
         chunks = super()._cut(tensor, use, num_blocks)
         starts = [chunk.start for chunk in chunks[:: len(chunks) // _MOST_CHUNKS + 1]]
         return [slice(start, end) for start, end in itertools.pairwise([*starts, chunks[-1].stop])]
+
+
+def stage(handle: Any, *, is_on_gpu: bool = True) -> None:
+    """Let a new group treat this rank's tensors as GPU tensors, or as host tensors beside others' GPU tensors."""
+    operations = handle._operations
+    all_ranks = functools.partial(agreement.all_true, operations.comm)
+    operations.transport = FewChunks(handle.size(), all_ranks, is_on_gpu=is_on_gpu)
+    handle._fast_path = FastPath(operations)
 
 
 class Stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,11 +14,11 @@ from tests import nodes
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-BY_MPI = ("world", "alone", "parity", "staged", "debug")
-"""The groups whose tensors are sent by MPI: sufficient for operations other than reductions, all_gather, broadcast."""
+GENERAL = ("world", "mpi", "alone", "parity", "staged", "debug")
+"""The groups that differ in the path of all operations."""
 
-KINDS = [*BY_MPI, *nodes.KINDS]
-"""The groups on which the tests of the backend run."""
+KINDS = [*GENERAL, *nodes.KINDS]
+"""The groups on which the tests of the backend run; `nodes.KINDS` differ in reductions, all_gather and broadcast."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +49,13 @@ def groups() -> Iterator[dict[str, Group]]:
     """Create one group of each kind.
 
     `world` is the default group, as `bootstrap()` creates it. `copy` has the same ranks; `alone` one rank; `parity` the
-    even or the odd ranks. The ranks of `debug` compare their calls (MPICOMM_DEBUG=1). Tensors of `staged` are staged
-    like GPU tensors; those of `nodes.KINDS` use the shared memory of a node.
+    even or the odd ranks. `mpi` uses MPI only, as between nodes (MPICOMM_SHARED_MEMORY=0). The ranks of `debug` compare
+    their calls (MPICOMM_DEBUG=1). Tensors of `staged` are staged like GPU tensors; those of `nodes.KINDS` use the
+    shared memory of a node at all sizes.
     """
     import torch.distributed as dist
+
+    from tests.movers import stage
 
     with mpicomm.bootstrap("mpi", abort_on_error=False) as world:
         everyone = list(range(world.size))
@@ -65,8 +67,9 @@ def groups() -> Iterator[dict[str, Group]]:
             "parity": dist.new_subgroups_by_enumeration([ranks for ranks in parity if ranks])[0],
         }
         handles["staged"] = dist.new_group(everyone)
-        _stage(handles["staged"])
-        handles["debug"] = _in_debug_mode(lambda: dist.new_group(everyone))
+        stage(handles["staged"])
+        handles["mpi"] = _with_setting("MPICOMM_SHARED_MEMORY", "0", lambda: dist.new_group(everyone))
+        handles["debug"] = _with_setting("MPICOMM_DEBUG", "1", lambda: dist.new_group(everyone))
         for kind in nodes.KINDS:
             handles[kind] = dist.new_group(everyone)
             nodes.lead_by(kind, handles[kind])
@@ -84,20 +87,10 @@ def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
     return groups[request.param]
 
 
-def _in_debug_mode(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Create a group whose ranks compare their calls."""
+def _with_setting(name: str, value: str, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPICOMM_DEBUG", "1")
+        patch.setenv(name, value)
         return make()
-
-
-def _stage(handle: dist.ProcessGroup) -> None:
-    """Stage a group's tensors like GPU tensors."""
-    from mpicomm import agreement
-    from tests.movers import FewChunks
-
-    operations = handle._operations  # type: ignore[attr-defined]
-    operations.transport = FewChunks(handle.size(), functools.partial(agreement.all_true, operations.comm))
 
 
 def _describe(handle: dist.ProcessGroup) -> Group:

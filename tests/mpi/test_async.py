@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import mpi
 from mpicomm.backend import worker_thread
+from mpicomm.backend.callbacks import OrderedFuture
 from mpicomm.backend.work import QueuedWork
 from mpicomm.backend.worker_thread import Worker
 from mpicomm.watchdog import flight_recorder
@@ -464,18 +465,21 @@ def test_the_lists_of_a_queued_operation_may_change_before_it_runs(group: Group)
 
 
 @on_groups("world")
-def test_the_value_of_a_future_is_there_after_wait(group: Group) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads alternate within the completion
-    try:
-        for _ in range(300):
-            work = dist.all_reduce(torch.ones(3), group=group.handle, async_op=True)
-            assert work is not None
-            future = work.get_future()
-            work.wait()
-            assert torch.equal(future.value()[0], torch.full((3,), float(group.size)))
-    finally:
-        sys.setswitchinterval(interval)
+def test_a_completed_work_has_the_value_of_its_future(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = QueuedWork._complete
+
+    def slowly(work: QueuedWork, future: OrderedFuture) -> None:
+        time.sleep(0.05)
+        complete(work, future)
+
+    monkeypatch.setattr(QueuedWork, "_complete", slowly)
+    for _ in range(3):
+        work = dist.all_reduce(torch.ones(3), group=group.handle, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        while not work.is_completed():
+            time.sleep(0.001)
+        assert torch.equal(future.value()[0], torch.full((3,), float(group.size)))
 
 
 @on_groups("world", "staged")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from mpicomm.backend import dtypes
 from tests import nodes
 from tests.mpi.sweep import FEW, sweep
 from tests.torches import all_gather_single, reduce_scatter_single
-from tests.worlds import BY_MPI, Group, on_groups
+from tests.worlds import GENERAL, Group, on_groups
 
 pytestmark = pytest.mark.each_torch("collectives")
 
@@ -96,7 +98,7 @@ def test_average(group: Group, dtype: torch.dtype) -> None:
     assert torch.equal(tensor, torch.full((5,), int(mean) if dtype == torch.int32 else mean).to(dtype))
 
 
-@sweep([torch.float16, torch.bfloat16, torch.float32, torch.float64], kinds=BY_MPI)
+@sweep([torch.float16, torch.bfloat16, torch.float32, torch.float64], kinds=GENERAL)
 def test_premultiplied_sum(group: Group, dtype: torch.dtype) -> None:
     source = of_rank(group.rank, dtype)
     tensor, block = source.clone(), torch.empty(5, dtype=dtype)
@@ -196,13 +198,14 @@ def test_all_gather(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
-@on_groups(*BY_MPI)
-def test_all_gather_of_uneven_sizes(group: Group, is_async: bool) -> None:
-    source = torch.full((group.rank, 2), float(group.rank))
-    outputs = [torch.empty(rank, 2) for rank in range(group.size)]
+@on_groups(*GENERAL)
+@pytest.mark.parametrize("rows", [1, 2**17])  # 8 bytes or 1 MiB times the rank
+def test_all_gather_of_uneven_sizes(group: Group, is_async: bool, rows: int) -> None:
+    source = torch.full((rows * group.rank, 2), float(group.rank))
+    outputs = [torch.empty(rows * rank, 2) for rank in range(group.size)]
     finish(dist.all_gather(outputs, source, group=group.handle, async_op=is_async))
     for rank, output in enumerate(outputs):
-        assert torch.equal(output, torch.full((rank, 2), float(rank)))
+        assert torch.equal(output, torch.full((rows * rank, 2), float(rank)))
 
 
 @WHEN
@@ -220,7 +223,7 @@ def test_reduce_scatter(group: Group, dtype: torch.dtype, is_async: bool) -> Non
 
 
 @WHEN
-@on_groups(*BY_MPI)
+@on_groups(*GENERAL)
 def test_gather_and_scatter_with_every_root(group: Group, is_async: bool) -> None:
     for root in range(group.size):
         is_root = group.rank == root
@@ -263,7 +266,7 @@ def test_the_input_of_all_gather_may_overlap_its_block_of_the_output(group: Grou
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtypes.short)
-@on_groups("world", "staged", *nodes.KINDS)
+@on_groups("world", "mpi", "staged", *nodes.KINDS)
 def test_the_output_may_overlap_two_blocks_of_the_input(group: Group, dtype: torch.dtype) -> None:
     """The output starts in the middle of the rank's own block; on the last rank it ends after the input.
 
@@ -323,19 +326,21 @@ def test_views_that_torch_conjugates_or_negates_when_they_are_read(group: Group,
         work.wait()
 
 
-def test_a_tensor_that_a_functional_collective_still_fills(group: Group) -> None:
+def test_a_tensor_that_a_functional_collective_still_fills(group: Group, groups: dict[str, Group]) -> None:
+    """Another group fills it, in which rank 0 is late."""
     from torch.distributed._functional_collectives import all_reduce
 
-    pending = all_reduce(torch.ones(3), "sum", group.handle)
+    filling = groups["copy"]
+    if filling.rank == 0:
+        time.sleep(0.1)
+    pending = all_reduce(torch.ones(3), "sum", filling.handle)
     result = torch.empty(3)
     dist.reduce_scatter(result, [pending] * group.size, group=group.handle)
-    assert torch.equal(result, torch.full((3,), float(group.size**2)))
+    assert torch.equal(result, torch.full((3,), float(filling.size * group.size)))
 
 
 @on_groups("world", "parity", "debug")
 def test_barrier_waits_for_the_last(group: Group, world: object) -> None:
-    import time
-
     last = group.size - 1
     arrived = torch.zeros(1, dtype=torch.float64)
     if group.rank == last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm.watchdog import flight_recorder
 
 SECONDS = 2.5  # the watchdog checks in the second half, and has nothing to report
 
@@ -34,6 +36,26 @@ def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
     assert left >= max(mpicomm.all_gather_object(arrived))
     mpicomm.barrier(timeout=20.0)
     mpicomm.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_watchdog_has_no_deadline_for_a_barrier(world: mpicomm.World) -> None:
+    """The barrier raises TimeoutError itself, also if a stopped rank delays the list of missing ranks."""
+    limits: list[float | None] = []
+
+    def observe() -> None:
+        time.sleep(0.1)
+        limits.extend(each.limit for each in flight_recorder.running())
+
+    if world.rank == 0:
+        time.sleep(0.4)
+        mpicomm.barrier(timeout=20)
+        return
+    thread = threading.Thread(target=observe)
+    thread.start()
+    mpicomm.barrier(timeout=20)
+    thread.join()
+    assert limits == [None]
 
 
 @pytest.mark.mpi(min_size=2)

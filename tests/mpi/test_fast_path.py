@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm.backend.algorithms import Algorithm
 
 pytestmark = [pytest.mark.each_mpi, pytest.mark.mpi(min_size=2)]
 
@@ -134,12 +135,24 @@ OPERATIONS: dict[str, Operation] = {
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("slow_ranks", [(), (0,), (1,)], ids=["fast", "rank 0 general", "rank 1 general"])
+@pytest.mark.parametrize(
+    ("slow_ranks", "is_by_mpi"),
+    [((), False), ((), True), ((0,), False), ((1,), False)],
+    ids=["fast", "fast by MPI", "rank 0 general", "rank 1 general"],
+)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_results_do_not_depend_on_the_path(
-    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, slow_ranks: tuple[int, ...], dtype: torch.dtype
+    world: mpicomm.World,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    slow_ranks: tuple[int, ...],
+    is_by_mpi: bool,
+    dtype: torch.dtype,
 ) -> None:
-    executor, prepared = dist.group.WORLD._operations.executor, []  # type: ignore[union-attr]
+    operations = dist.group.WORLD._operations  # type: ignore[union-attr]
+    executor, prepared = operations.executor, []
+    if is_by_mpi:
+        monkeypatch.setattr(operations.node, "select", lambda *_: Algorithm.MPI)
     submit = executor.submit
     monkeypatch.setattr(executor, "submit", lambda *args: prepared.append(args[0]) or submit(*args))
     is_general = world.rank in slow_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import SimpleNamespace
 
@@ -11,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import agreement, mpi
+from mpicomm import mpi
 from mpicomm.backend import gpu_probe, gpu_transport, mpi_calls
 from mpicomm.backend.gpu_transport import GPUDirect
 from mpicomm.backend.staging import Staged
 from mpicomm.settings import Settings
-from tests.movers import FewChunks
+from tests.movers import stage
 from tests.torches import all_gather_single, reduce_scatter_single
 
 HOST = torch.device("cpu")
@@ -142,9 +141,7 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
 def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mpicomm.World, count: int) -> None:
     """Rank 0's tensors are treated as GPU tensors; chunks have 24 bytes."""
     handle = dist.new_group()
-    operations = handle._operations
-    all_ranks = functools.partial(agreement.all_true, operations.comm)
-    operations.transport = FewChunks(world.size, all_ranks, is_on_gpu=world.rank == 0)
+    stage(handle, is_on_gpu=world.rank == 0)
     size, total = world.size, world.size * (world.size + 1) / 2
     mine = torch.full((count,), 1.0 + world.rank)
     for is_async in (False, True):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.each_torch("bf16")
 
 COUNT = 100_003
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-ALL_WAYS = on_groups("world", *nodes.KINDS)  # four implementations of the reduction
+ALL_WAYS = on_groups("world", "mpi", *nodes.KINDS)
 
 
 def inputs(group: Group, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @NARROW
-@on_groups("world", "staged", *nodes.KINDS)
+@on_groups("world", "mpi", "staged", *nodes.KINDS)
 def test_all_reduce(group: Group, dtype: torch.dtype) -> None:
     values = inputs(group, dtype, seed=3)
     tensor = values[group.rank].clone()
