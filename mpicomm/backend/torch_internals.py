@@ -19,10 +19,7 @@ import torch.distributed as dist
 
 from mpicomm.backend import compatibility, versions
 
-__all__ = [
-    "CAN_SPLIT",
-    "KERNELS_CALL_BACKENDS",
-    "RENAMED",
+__all__ = [  # of torch
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -33,44 +30,12 @@ __all__ = [
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
-    "active_modes",
-    "add_kernel",
-    "arrived",
-    "coalesce_batches_of",
-    "completed_future",
-    "end_event",
-    "future_of",
-    "gpus_of",
-    "hide_from_compiler",
-    "is_alive",
-    "is_capturing",
-    "is_dispatch_disabled",
-    "is_profiling",
-    "let_gloo_finish",
-    "make_group",
-    "make_nccl",
-    "next_node",
-    "operator_call",
-    "options",
-    "overrides_dispatch",
-    "own_name",
-    "premul_factor",
-    "put_node",
-    "reduce_op_name",
-    "reduce_ops",
-    "register_backend",
-    "set_inner_timeout",
-    "set_timeouts_of",
-    "start_event",
-    "tag_of",
-    "takes_host_tensors",
-    "with_extra_timeout",
 ]
 
 # Checked before use: a torch without one of these raises an error that names it, also in a group's constructor.
 compatibility.require(
     "_C._distributed_c10d.Backend",
-    *(f"_C._distributed_c10d.{name}" for name in __all__ if name.endswith("Options")),
+    *(f"_C._distributed_c10d.{name}" for name in __all__),
     "_C._autograd._record_function_with_args_enter",
     "_C._autograd._record_function_with_args_exit",
     "_C._dynamo.eval_frame._FrameAction.SKIP",

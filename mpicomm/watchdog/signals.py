@@ -1,8 +1,7 @@
 """Handles SIGTERM even while the main thread is inside a blocking MPI call.
 
 Python runs a handler only between two instructions of the main thread. The interpreter's C handler, however, writes the
-signal's number to a descriptor at once (`signal.set_wakeup_fd`). The watchdog reads it there and calls the registered
-callbacks on its own thread.
+signal's number to a descriptor at once (`signal.set_wakeup_fd`). The watchdog reads it there, on its own thread.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable
 
-_callbacks: list[Callable[[], None]] = []
 _is_watching = False
 _wake_fd = -1
 """A duplicate of the watchdog's descriptor. It stays open as long as Python may write to it: only the main thread can
@@ -23,17 +20,6 @@ reset the wakeup descriptor, and code that has set a descriptor of its own may r
 
 _previous_fd = -1
 _previous_file: tuple[int, int] | None = None  # device and inode of `_previous_fd`
-
-
-def register(callback: Callable[[], None]) -> None:
-    """Call `callback` on the watchdog's thread when SIGTERM arrives; the signal does not end the process then."""
-    _callbacks.append(callback)
-
-
-def unregister(callback: Callable[[], None]) -> None:
-    """Remove a callback that `register` has added."""
-    with contextlib.suppress(ValueError):
-        _callbacks.remove(callback)
 
 
 def watch(wake_fd: int) -> None:
@@ -102,11 +88,10 @@ def _is_handled_by_program(number: int) -> bool:
 
 
 def deliver(numbers: bytes) -> bool:
-    """Call the registered callbacks for SIGTERM, and write all numbers to the descriptor that was set before.
+    """Write the numbers of signals that have arrived to the descriptor that was set before.
 
     Returns:
-        Whether SIGTERM has arrived and neither a callback nor a handler of the program is set, so that the signal must
-        end the process.
+        Whether SIGTERM has arrived and the program has no handler for it, so that it must end the process.
     """
     numbers = numbers.replace(b"\0", b"")  # a zero byte only wakes the watchdog
     if not numbers:
@@ -114,11 +99,7 @@ def deliver(numbers: bytes) -> bool:
     if _is_previous_open():
         with contextlib.suppress(OSError):
             os.write(_previous_fd, numbers)
-    if signal.SIGTERM not in numbers:
-        return False
-    for callback in _callbacks:
-        callback()
-    return not _callbacks and signal.getsignal(signal.SIGTERM) is _on_sigterm
+    return signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _on_sigterm
 
 
 def end_by_sigterm() -> None:

@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/signals.py",
-        old="if signal.SIGTERM not in numbers:",
-        new="if numbers[0] != signal.SIGTERM:",
+        old="return signal.SIGTERM in numbers and",
+        new="return signal.SIGTERM == numbers[0] and",
         fault="SIGTERM is lost if another signal arrived before it.",
         tests="tests/unit/test_signals.py -k test_a_process_without_a_handler_ends_by_sigterm",
         ranks=0,

@@ -110,7 +110,7 @@ def test_the_reader_of_imports_reads_them_all() -> None:
 
 
 @each_module
-def test_every_module_has_a_floor(module: str) -> None:
+def test_every_module_has_a_layer(module: str) -> None:
     assert not layer_of(module) or layer_of(module) in LAYERS
 
 
