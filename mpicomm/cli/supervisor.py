@@ -43,7 +43,7 @@ _SENT: dict[str, dict[int, tuple[signal.Signals, ...]]] = {
 }
 """The signals that some launchers need to end their tasks, by the signal that `mpicomm run` has received."""
 
-_BETWEEN_SECONDS = 0.2  # between two of them: a pending signal is delivered once
+_BETWEEN_SECONDS = 0.5  # between two of them: a pending signal is delivered once
 _ANSWER_SECONDS = 5.0  # for rank 0, whose main thread need not run, to answer whether the program handles a signal
 _LAUNCHER_SECONDS = 15.0  # from the failure of a job to the end of its launcher; mpirun may wait for a lost host
 _KILL_SECONDS = 5.0  # from SIGTERM for the launcher to SIGKILL
