@@ -17,7 +17,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 IN_A_CHILD = (
-    "bootstrap() was called in a child process of a rank (a DataLoader worker?), where MPI must not be used.\n"
-    "Call it in the rank itself, under `if __name__ == '__main__':` if workers import the module."
+    "MPI cannot be used in a child process of a rank (a DataLoader worker?).\n"
+    "Call bootstrap() or init_process_group() in the rank itself, under "
+    "`if __name__ == '__main__':` if workers import the module."
 )
 
 # 4.0 is the first version with large counts, for messages of more than 2 GiB.
@@ -68,6 +69,8 @@ def api() -> types.ModuleType:
         from mpi4py import MPI
     except MPINotFoundError:
         raise
+    except ModuleNotFoundError as error:
+        raise MPINotFoundError(f"{error}.\nInstall mpi4py: pip install 'mpi4py>={_version(_OLDEST_MPI4PY)}'") from error
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it cannot find a library
         raise MPINotFoundError(
             f"mpi4py cannot load MPI: {error}\n"
@@ -79,9 +82,13 @@ def api() -> types.ModuleType:
 def _check_mpi4py_version(version: str) -> None:
     if tuple(map(int, version.split(".")[:2])) < _OLDEST_MPI4PY:
         raise MPINotFoundError(
-            f"mpi4py {version} is too old: mpicomm needs {'.'.join(map(str, _OLDEST_MPI4PY))} or newer.\n"
+            f"mpi4py {version} is too old: mpicomm needs {_version(_OLDEST_MPI4PY)} or newer.\n"
             f"Build one with the MPI that you use: pip install --no-cache-dir --no-binary mpi4py --upgrade mpi4py"
         )
+
+
+def _version(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def library() -> Library:
@@ -90,7 +97,7 @@ def library() -> Library:
     vendor, version = mpi.get_vendor()
     found = Library(
         vendor=vendor,
-        version=".".join(map(str, version)),
+        version=_version(version),
         path=_path_of("libmpi"),
         description=mpi.Get_library_version(),
     )

@@ -318,7 +318,8 @@ class MessageWork(_Work):
         partner = f"rank {partners[0]}" if len(partners) == 1 else "any other rank"
         return TimeoutError(
             f"{self._what()} timed out after {seconds:g} s, waiting for {partner}.\n"
-            f"Wait longer (the message remains in flight), or see its last operations: mpicomm.dump_flight_recorder()."
+            f"Wait longer (the message remains in flight), or call mpicomm.dump_flight_recorder() on "
+            f"{partner} to see its last operations."
         )
 
     def _what(self) -> str:

@@ -102,7 +102,7 @@ def by_torch(group: Any) -> Backend:
 def _by_torch_and_wait(group: Any) -> Backend:
     def call(operation: MeasuredOperation, starts: bool) -> Callable[[], Any]:
         if starts:
-            raise NotImplementedError(f"{ASYNCHRONOUS} waits; use {OURS} with --async")
+            raise NotImplementedError(f"{ASYNCHRONOUS} waits in each call; use {OURS} with --async")
         return lambda: operation.by_torch(group, starts=True).wait()
 
     return call

@@ -127,7 +127,7 @@ class MeasuredOperation:
             NotImplementedError: If MPI has no such call, cannot reduce this dtype, or the tensors are not on the CPU.
         """
         if self.averages:
-            raise NotImplementedError("MPI has no average")
+            raise NotImplementedError("MPI defines no averaging reduction")
         dtype = self.case.dtype
         datatype = dtypes.arithmetic(dtype) if self.reduces else dtypes.carrier(dtype)
         if datatype is None or self.case.device.type != "cpu":

@@ -130,8 +130,8 @@ def _end(job: subprocess.Popen[str]) -> None:
 def _failure(
     start: Start, ranks: int, reported: dict[str, Any] | None, status: int, seconds: float, errors: str
 ) -> str:
-    what = f"status {status}" if reported is None or status else f"{reported['size']} ranks, expected {ranks},"
+    what = f"exit status {status}" if reported is None or status else f"got {reported['size']} ranks"
     return (
-        f"a start of {ranks} ranks ended with {what} after {seconds:.0f} s.\n"
+        f"starting {ranks} ranks failed after {seconds:.0f} s: {what}.\n"
         f"Reproduce it with: {start.shown(os.environ)}\n{errors[-_ERROR_TAIL:]}"
     )

@@ -69,7 +69,7 @@ class _Placement:
             left = tuple(host for host, is_up in zip(self.hosts, pool.map(answers, self.hosts), strict=True) if is_up)
         if len(left) < len(self.hosts):
             lost = ", ".join(host.name for host in self.hosts if host not in left)
-            print_message("run", f"{lost} does not answer; {len(left)} of {len(self.hosts)} hosts are left")
+            print_message("run", f"no response from {lost}; {len(left)} of {len(self.hosts)} hosts are left")
             self.policy.nodes.check(len(left))
         return dataclasses.replace(self, hosts=left)
 
@@ -104,7 +104,7 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
             return end.status
         end = launch_plan.execute(start, "run", grace)
     if _is_failure(end) and policy.max_restarts:
-        why = "--max-restarts has been reached" if has_formed_job else "no job of mpicomm.bootstrap() has connected"
+        why = "--max-restarts has been reached" if has_formed_job else "the ranks did not complete mpicomm.bootstrap()"
         print_message("run", f"not restarted: {why}")
     return end.status
 

@@ -26,9 +26,10 @@ _PORT = 29500  # torchrun's default
 _DESCRIPTION = """\
 Start a program on several ranks, with the launcher that belongs to the MPI that mpi4py loads.
 
-In the allocation of a scheduler the program uses all of it. The command prints the launch command and runs it. On
-SIGTERM or Ctrl-C a program that handles SIGTERM, as mpicomm.Trainer does, has the grace period to save a checkpoint
-and exit. The exit status is that of the launcher, but not 0 if a rank that called bootstrap() did not reach its end."""
+In the allocation of a scheduler it starts ranks on all allocated hosts. The command prints the launch command and runs
+it. On SIGTERM or Ctrl-C, a program that handles SIGTERM, as mpicomm.Trainer with a checkpoint_dir does, has the grace
+period to save a checkpoint and exit. The exit status is that of the launcher, but not 0 if a rank that called
+bootstrap() did not reach the end of the program."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,8 +86,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     # 3. launch without MPI
     by_hand = parser.add_argument_group(
-        "by hand, one command on each node",
-        "torchrun's agent, without MPI: -n is the number of ranks on this node, --nnodes that of all nodes",
+        "launch without MPI, one command on each node",
+        "starts torchrun: -n is the number of ranks on this node, --nnodes the number of nodes",
     )
     by_hand.add_argument("--node-rank", metavar="K", type=int, help="rank of this node, from 0")
     by_hand.add_argument("--master-addr", metavar="HOST", help="address of node 0 that all nodes can reach")
@@ -201,13 +202,21 @@ def _node(arguments: argparse.Namespace) -> Node | None:
     nodes, rank, addr, port = arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.master_port
     if not any(given is not None for given in (rank, addr, port)):
         return None
-    if None in (nodes, rank, addr) or nodes.least != nodes.most:
+    if nodes is not None and nodes.least != nodes.most:
+        raise LaunchError(f"--nnodes must be one number with --node-rank, got {nodes}.\nPass --nnodes N.")
+    if None in (nodes, rank, addr):
         raise LaunchError(
             "--nnodes, --node-rank and --master-addr must be given together.\n"
             "On each node: mpicomm run --nnodes 2 --node-rank 0 --master-addr HOST train.py, with its own --node-rank"
         )
     if arguments.hosts is not None or arguments.hostfile is not None:
-        raise LaunchError("--nnodes is for one command on each node: remove --hosts and --hostfile, or --nnodes.")
+        raise LaunchError(
+            "--node-rank cannot be combined with --hosts or --hostfile.\n"
+            "Remove --hosts and --hostfile, or remove --node-rank, --master-addr and --master-port."
+        )
     if not 0 <= rank < nodes.least:
-        raise LaunchError(f"--node-rank {rank}: expected 0 to {nodes.least - 1}, since --nnodes is {nodes}")
+        raise LaunchError(
+            f"--node-rank must be from 0 to {nodes.least - 1} with --nnodes {nodes}, got {rank}.\n"
+            f"Pass the index of this node."
+        )
     return Node(rank, nodes.least, addr, port or _PORT)

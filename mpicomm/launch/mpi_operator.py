@@ -66,7 +66,7 @@ def parse(text: str, path: str, ranks: int | None) -> tuple[Host, ...]:
         shown = ",".join(map(str, hosts[: -len(idle)]))
         raise LaunchError(
             f"-n {ranks} leaves {len(idle)} of {len(hosts)} hosts in {path} without a rank: {', '.join(idle)}\n"
-            f"Use all of them: -n {sum(slots)}, or no -n. Use only the others: --hosts {shown}"
+            f"To use all hosts, pass -n {sum(slots)} or omit -n. To use the other hosts only, pass --hosts {shown}"
         )
     return hosts
 

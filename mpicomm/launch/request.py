@@ -17,7 +17,7 @@ _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """This node in a launch by hand, with one command on each node."""
+    """This node in a launch without MPI, with one command on each node."""
 
     rank: int
     nodes: int

@@ -99,9 +99,12 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], waiting_ranks
         return lines
     missing = waiting.local_size - len(seen)
     if missing and waiting.local_size == waiting.size:
-        lines.append(f"{_listed(set(range(waiting.size)) - seen)}: no process on {waiting.host}; exited early")
+        absent = _listed(set(range(waiting.size)) - seen)
+        lines.append(f"{absent}: no process on {waiting.host}, exited before bootstrap()")
     elif missing:
-        lines.append(f"{missing} of the {waiting.local_size} ranks on {waiting.host}: no process; exited early")
+        lines.append(
+            f"{missing} of the {waiting.local_size} ranks on {waiting.host}: no process, exited before bootstrap()"
+        )
     elif not others and waiting.local_size == waiting.size:
         lines.append("every rank has called bootstrap(): MPI itself is slow or blocked")
     elif not others:

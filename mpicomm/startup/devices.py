@@ -170,7 +170,8 @@ def refuse_shared(uuids: Sequence[str | None], hosts: Sequence[str], why: Sequen
         rank = without[0]
         remedy = (why[rank] if why else None) or "Ask the scheduler for one GPU per task."
         raise DeviceError(
-            f"NCCL needs a GPU on every rank, but {len(without)} have none, first rank {rank} on {hosts[rank]}.\n"
+            f"NCCL needs one GPU per rank, but {len(without)} of {len(uuids)} ranks have no GPU (first: rank {rank} on "
+            f"{hosts[rank]}).\n"
             f"{remedy} Or use backend='mpi'."
         )
     users = collections.defaultdict(list)

@@ -56,7 +56,7 @@ def _check(request: StartRequest, launch: Launch) -> None:
         raise raised_on_all_ranks(
             LaunchError(
                 f"{argument} needs MPI, but this process was started by {launch.title}, without MPI.\n"
-                f"Start with MPI, or call bootstrap() without backend= and comm=:\n"
+                f"Call bootstrap() without backend= and comm=, or start with MPI:\n"
                 f"  mpirun -n {launch.size} {this_command()}"
             )
         )

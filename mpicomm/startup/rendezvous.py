@@ -155,7 +155,7 @@ def _given_addresses(environ: Mapping[str, str], interface: str | None, num_node
             have = ", ".join(f"{name} ({address})" for name, address in interfaces.listed())
             raise LaunchError(
                 f"MPICOMM_INTERFACE={interface} is not an interface of rank 0's host {socket.gethostname()}.\n"
-                f"It has {have}. Set one of these, or unset it."
+                f"Set it to one of {have}, or unset it."
             )
         return found
     return []

@@ -151,7 +151,7 @@ class Coordinator:
     def receive_parent_loss(self, reason: str, now: float) -> None:
         """Abort the job, since its launcher is about to end or has ended, unless all ranks have exited."""
         if len(self._exits) < self.size:
-            self._abort(f"mpicomm run, the parent of the launcher, has ended ({reason})", _LAUNCHER_SECONDS, now)
+            self._abort(f"rank 0 has lost the connection to mpicomm run ({reason})", _LAUNCHER_SECONDS, now)
 
     def _warn_of_files(self, message: protocol.DumpFailed) -> None:
         """Print why files cannot be written: once, since the reason is usually the same on all ranks."""

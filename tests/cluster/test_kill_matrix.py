@@ -157,6 +157,6 @@ def test_the_run_continues_on_the_hosts_that_are_left(ends: dict[Case, tuple[Pat
     assert outcome.status == 0, outcome
     assert re.findall("came through.*", outcome.stdout) == ["came through on 1"], outcome
     assert LEFT not in outcome.stdout, outcome
-    assert f"{case.hosts[1]} does not answer; 1 of 2 hosts are left" in outcome.stderr, outcome
+    assert f"no response from {case.hosts[1]}; 1 of 2 hosts are left" in outcome.stderr, outcome
     events = [json.loads(line) for line in (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] >= 2 for each in events if each["event"] == "resume"] == [True], outcome

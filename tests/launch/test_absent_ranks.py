@@ -62,7 +62,7 @@ bootstrap_together([1, 2])
         r"\[mpicomm\] rank 1 of 4 on (\S+) has waited 2 s in bootstrap\(\) \(MPI_Init\) for other ranks\.\n"
         r"  waiting on \1: ranks 1, 2\n"
         rf"  rank 3 on \1 has not called bootstrap\(\): process \d+, {sys.executable} .*\n"
-        r"  rank 0: no process on \1; exited early\n"
+        r"  rank 0: no process on \1, exited before bootstrap\(\)\n"
         r"The job is aborted after 600 s; bootstrap\(timeout=\.\.\.\) changes this limit\.\n"
         r"Check that every rank runs this program, and that no rank exits or blocks before mpicomm\.bootstrap\(\)\.",
         notice,

@@ -35,7 +35,7 @@ def test_starts_beside_torchrun(tmp_path: Path) -> None:
 def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
     outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"}, timeout=150)
     assert outcome.status == 2, outcome
-    assert "mpicomm bench startup: a start of 2 ranks ended with status" in outcome.stderr, outcome
+    assert "mpicomm bench startup: starting 2 ranks failed after" in outcome.stderr, outcome
     assert f"{LIBRARY.mpiexec} -n 2" in outcome.stderr, outcome
     assert "MPICOMM_LAUNCHER must be one of single, mpi, torchrun, slurm, got nobody" in outcome.stderr, outcome
 
@@ -44,7 +44,7 @@ def test_a_start_that_takes_too_long_is_ended() -> None:
     """`run_alone` fails if a process of the benchmark is still running."""
     outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"], timeout=150)
     assert outcome.status == 2, outcome
-    assert "a start of 2 ranks ended with status" in outcome.stderr, outcome
+    assert "starting 2 ranks failed after" in outcome.stderr, outcome
 
 
 def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:

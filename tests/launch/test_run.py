@@ -326,7 +326,7 @@ def test_hosts_that_are_named(script: str, bin_of_pbs: Path) -> None:
     assert sorted(outcome.stdout.splitlines()) == expected_lines(2, per_node=1, arguments=[]), outcome
 
 
-# -- by hand, one command on each node -------------------------------------------------------------------------------
+# -- without MPI, one command on each node ---------------------------------------------------------------------------
 
 WORLD = """
 import os, sys
@@ -416,13 +416,13 @@ def test_variables_of_ranks_alone_are_no_job(script: str) -> None:
         ("--hostfile gone places.py", "No such file or directory: 'gone'"),
         ("--nnodes 2 places.py", "--nnodes 2: expected at least 2 hosts, got 1"),
         ("--nnodes 3:2 places.py", "expected N or MIN:MAX, such as 4 or 2:4, got 3:2"),
-        ("--nnodes 1:2 --node-rank 0 --master-addr a places.py", "must be given together"),
+        ("--nnodes 1:2 --node-rank 0 --master-addr a places.py", "--nnodes must be one number with --node-rank"),
         ("--node-rank 0 --nnodes 1 --master-addr a --max-restarts 1 places.py", "Use torchrun --max-restarts"),
         ("--max-restarts -1 places.py", "expected a positive integer, got -1"),
         ("--grace-period 0 places.py", "expected a positive number of seconds, got 0"),
         ("--master-port 5 places.py", "--nnodes, --node-rank and --master-addr must be given together"),
-        ("--nnodes 2 --node-rank 2 --master-addr a places.py", "expected 0 to 1, since --nnodes is 2"),
-        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b places.py", "remove --hosts"),
+        ("--nnodes 2 --node-rank 2 --master-addr a places.py", "must be from 0 to 1 with --nnodes 2, got 2"),
+        ("--nnodes 2 --node-rank 0 --master-addr a --hosts b places.py", "cannot be combined with --hosts"),
     ],
 )
 def test_a_mistake_is_an_error_and_starts_nothing(arguments: str, text: str, script: str) -> None:

@@ -326,7 +326,7 @@ def test_failed_ranks_are_restarted_and_their_logs_are_kept(tmp_path: Path, monk
     ("code", "status", "reason"),
     [
         ("import mpicomm, sys; mpicomm.bootstrap(); sys.exit(85)", 85, ""),
-        ("import sys; sys.exit(3)", 3, "not restarted: no job of mpicomm.bootstrap() has connected"),
+        ("import sys; sys.exit(3)", 3, "not restarted: the ranks did not complete mpicomm.bootstrap()"),
     ],
     ids=["stopped with a checkpoint", "without bootstrap"],
 )

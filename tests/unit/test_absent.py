@@ -39,7 +39,7 @@ def test_it_names_ranks_by_the_state_of_their_processes() -> None:
         "[mpicomm] rank 0 of 4 on node1 has waited 30 s in bootstrap() (MPI_Init) for other ranks.",
         "  waiting on node1: ranks 0, 3",
         "  rank 1 on node1 has not called bootstrap(): process 98, sh wrap.sh",
-        "  rank 2: no process on node1; exited early",
+        "  rank 2: no process on node1, exited before bootstrap()",
         "  hosts of the job: node1 (SLURM_STEP_NODELIST)",
         "The job is aborted after 600 s; bootstrap(timeout=...) changes this limit.",
         "Check that every rank runs this program, and that no rank exits or blocks before mpicomm.bootstrap().",
@@ -49,7 +49,7 @@ def test_it_names_ranks_by_the_state_of_their_processes() -> None:
 @pytest.mark.parametrize(
     ("changes", "ranks", "line"),
     [
-        ({"size": 8}, [0, 1], "  2 of the 4 ranks on node1: no process; exited early"),
+        ({"size": 8}, [0, 1], "  2 of the 4 ranks on node1: no process, exited before bootstrap()"),
         ({"size": 8}, [0, 1, 2, 3], "  all 4 ranks on node1 are waiting: the absent ranks are on other hosts"),
         ({}, [0, 1, 2, 3], "  every rank has called bootstrap(): MPI itself is slow or blocked"),
         (

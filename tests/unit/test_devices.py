@@ -181,6 +181,6 @@ def test_why_an_assigned_gpu_cannot_be_used(cuda: str | None, reason: str, monke
 
 
 def test_a_rank_without_a_gpu_is_named() -> None:
-    with pytest.raises(DeviceError, match="2 have none, first rank 1 on x") as caught:
+    with pytest.raises(DeviceError, match=r"2 of \d ranks have no GPU \(first: rank 1 on x\)") as caught:
         devices.refuse_shared(["GPU-0", None, None], ["x", "x", "y"])
     assert "backend='mpi'" in str(caught.value)

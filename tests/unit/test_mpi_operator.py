@@ -66,7 +66,7 @@ def test_a_host_without_a_rank_is_an_error(ranks: int, idle: list[str]) -> None:
     first, last = str(caught.value).splitlines()
     assert first == f"-n {ranks} leaves {len(idle)} of 3 hosts in /etc/mpi/hostfile without a rank: {', '.join(idle)}"
     used = ",".join(f"{name}:2" for name in NAMES if name not in idle)
-    assert last == f"Use all of them: -n 6, or no -n. Use only the others: --hosts {used}"
+    assert last == f"To use all hosts, pass -n 6 or omit -n. To use the other hosts only, pass --hosts {used}"
 
 
 def test_ranks_on_fewer_hosts_than_an_ignored_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class KubernetesJob:
     gpus_per_node: int = option("GPUs, nvidia.com/gpu (default: %(default)s)", "N", default=0, least=0)
     cpus_per_rank: int = option("cores and threads (default: %(default)s)", "N", default=1, least=1)
     mem: str | None = option("memory per worker, /dev/shm included", "4G", options.MEMORY)
-    time: str = option("time limit, also in minutes or 1-00:00:00 (default: %(default)s)", "1:00:00", default="1:00:00")
+    time: str = option("limit, H:MM:SS, minutes or D-HH:MM:SS (default: %(default)s)", "1:00:00", default="1:00:00")
 
     # 2. job
     kind: str = option(

@@ -51,7 +51,9 @@ class JobSpec:
     mem_per_gpu: str | None = option("memory of the node per GPU", "4G", options.MEMORY, only=_NO_MEMORY)
     exclusive: bool = option("do not share the nodes with other jobs", default=False)
     time: str = option(
-        "time limit, also in minutes; Slurm also 1-00:00:00 (default: %(default)s)", "1:00:00", default="1:00:00"
+        "time limit, H:MM:SS or minutes; for Slurm also D-HH:MM:SS (default: %(default)s)",
+        "1:00:00",
+        default="1:00:00",
     )
     array: str | None = option(
         "indices of a job array; its variable, such as $SLURM_ARRAY_TASK_ID, may stand in the command and in --chdir",
