@@ -84,19 +84,19 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before_looking, self.before_thinking = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.looks = nn.Linear(WIDTH, 3 * WIDTH)
-        self.seen = nn.Linear(WIDTH, WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input plus both residuals; the shape (batch, length, width) is kept."""
-        parts = self.looks(self.before_looking(x)).unflatten(-1, (3, HEADS, -1))  # (batch, length, 3, heads, each)
+        parts = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, -1))  # (batch, length, 3, heads, each)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.seen(seen.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.widen(self.before_thinking(x))))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class Model(nn.Module):

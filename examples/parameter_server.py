@@ -1,9 +1,9 @@
 """A parameter server: rank 0 holds the parameters, the workers push gradients and pull parameters at their own pace.
 
 No worker waits for the slowest rank, as with all_reduce. Rank 0 receives from any rank (`dist.recv` without `src`
-returns the sender), takes a step at once, and sends the parameters back. So a gradient is computed from parameters that
-are some steps old when it arrives: as many as the other workers caused meanwhile. Small steps tolerate that. The
-workers differ in speed on purpose: rank r pauses 3 r milliseconds before each push.
+returns the sender), takes a step at once, and sends the parameters back. This is asynchronous SGD: a gradient is stale
+by the number of steps that the other workers triggered in the meantime. Small steps tolerate that. The workers differ
+in speed on purpose: rank r pauses 3 r milliseconds before each push.
 
 The problem is linear least squares: find the weights of noisy sums.
 

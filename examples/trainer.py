@@ -61,7 +61,7 @@ def main() -> None:
         checkpoint_dir=arguments.dir,
         seed=0,
     )
-    history = trainer.fit(train_set, arguments.epochs, eval_data=test_set, metrics={"accuracy": is_right})
+    history = trainer.fit(train_set, arguments.epochs, eval_data=test_set, metrics={"accuracy": is_correct})
     last = history[-1]
     if world.rank == 0:
         print(f"test accuracy {last['accuracy']:.1%} of {last['eval_samples']} images", flush=True)
@@ -92,7 +92,7 @@ def make_model() -> nn.Module:
     )
 
 
-def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def is_correct(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return for each image whether the prediction is correct."""
     return outputs.argmax(dim=1) == labels
 

@@ -1,7 +1,7 @@
 """The exceptions of mpicomm.
 
 MpicommError
-|-- LaunchError        the processes were launched wrongly; the message holds the correct command
+|-- LaunchError        the launcher or the environment prevents one job; the message ends with the next step
 |-- MPINotFoundError   mpi4py or the MPI library that it loads is missing
 |-- DeviceError        the requested GPU does not exist or cannot be used
 |-- RendezvousError    the rendezvous timed out, or ranks cannot reach rank 0
@@ -25,9 +25,9 @@ class MpicommError(RuntimeError):
 
 
 class LaunchError(MpicommError):
-    """The processes were launched in a way that cannot form one job; the message holds the correct command.
+    """The launcher, the environment or an earlier process group prevents one job.
 
-    The first line of the message states the problem, the last indented line is the command.
+    The first line of the message states the problem. If a command solves it, that is the last indented line.
     """
 
     @property
@@ -43,7 +43,7 @@ class MPINotFoundError(MpicommError, ImportError):
 
 
 class DeviceError(MpicommError):
-    """The requested device does not exist, or two ranks would share one GPU under NCCL."""
+    """The requested device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank."""
 
 
 class RendezvousError(MpicommError, TimeoutError):

@@ -137,11 +137,13 @@ def bootstrap(
         The World: rank, size, topology, device and backend.
 
     Raises:
-        LaunchError: If the processes were launched in a way that cannot form one job.
+        LaunchError: If the launcher, the environment (also MPICOMM_* variables) or an earlier init_process_group()
+            prevents one job.
         MPINotFoundError: If MPI is needed, and mpi4py or an MPI library is missing.
-        DeviceError: If a device does not exist, or two ranks would share one GPU under NCCL.
+        DeviceError: If a device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank.
         RendezvousError: If ranks do not arrive within the timeout, or cannot reach rank 0.
-        MpicommError: If this is a child process of a rank, or the ranks pass different backends.
+        MpicommError: If this is a child process of a rank, the ranks pass different backends, or this version of torch
+            is not supported.
         ValueError: If the backend is unknown, the timeout is out of range, or an argument of a second call differs
             from that of the first one.
         TypeError: If an argument is of a wrong type.
@@ -229,9 +231,11 @@ def _restore_environ(session: _Session) -> None:
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Path:
     """Write this rank's last operations (the flight recorder) and the stacks of its threads to files.
 
+    It does not communicate.
+
     Args:
         directory: The directory to write to; by default a directory of the job, below MPICOMM_DUMP_DIR or
-            `mpicomm-dumps`.
+            `mpicomm-dumps`. Without MPI, or with MPICOMM_DUMP_DIR=none, it is `mpicomm-dumps` itself.
 
     Returns:
         The path of `rank-<rank>.json`; the file with the stacks is in the same directory.

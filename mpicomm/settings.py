@@ -30,7 +30,7 @@ class Settings:
     """The settings in the environment; each field is the variable `MPICOMM_<FIELD>`."""
 
     launcher: str | None = None
-    """The source of the ranks, if the environment is ambiguous: single, mpi, torchrun or slurm."""
+    """The launcher to assume instead of detecting it: single, mpi, torchrun or slurm."""
 
     interface: str | None = None
     """The network interface, by name or address, on which rank 0 listens, such as ib0 or 10.1.0.7."""
@@ -50,10 +50,11 @@ class Settings:
 
     debug: str | None = None
     """1: the ranks compare the operation, dtype, shape, root and sequence number of each collective before they start
-    it."""
+    it; default 0."""
 
     dump_dir: str | None = None
-    """The directory to which the ranks write their flight recorders and stacks when the job fails; none: no files."""
+    """The directory to which the ranks write their flight recorders and stacks when the job fails; none: no
+    files; default mpicomm-dumps."""
 
     gpu_aware: str | None = None
     """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI). 1: even if the library does not report
@@ -65,13 +66,13 @@ class Settings:
     default 4096."""
 
     shared_memory: str | None = None
-    """0: tensors are sent by MPI only, not through shared memory of the ranks of a node."""
+    """0: tensors are sent by MPI only, not through shared memory of the ranks of a node; default 1."""
 
     native: str | None = None
-    """0: the inner loops of shared memory are computed by torch, not by the package's C library."""
+    """0: torch computes the reductions in shared memory, instead of the package's C library; default 1."""
 
     parent: str | None = None
-    """Where `mpicomm run` listens for rank 0 of the job that it has started; `mpicomm run` sets it."""
+    """The addresses of `mpicomm run`, to which rank 0 connects; `mpicomm run` sets it."""
 
     @property
     def raises_timeouts(self) -> bool:

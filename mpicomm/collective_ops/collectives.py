@@ -3,8 +3,12 @@
 Unlike the functions of `torch.distributed`, they return their results in new memory and do not modify `data`, except
 with `inplace` or `out`. Every operation takes `group` (a torch `ProcessGroup`, an mpi4py communicator, "node" for the
 ranks of this node, "leaders" for the first rank of each node; all ranks by default) and `async_op`, which makes it
-return a `Handle` at once. Ranks are numbered within the group. The operations compare the ranks' calls before they
-start: a mismatch raises `MismatchError` on every rank.
+return a `Handle` at once. Ranks are numbered within the group.
+
+`data` is a torch tensor, a NumPy or CuPy array, a number (bool, int, float or complex), or a dict, list, tuple,
+namedtuple or dataclass of these. all_reduce, reduce, reduce_scatter, gather, all_gather, scatter and broadcast with
+`out` compare the ranks' calls before they start: a mismatch raises `MismatchError` on every rank. barrier, broadcast
+without `out`, and all_to_all do not. If this rank is not in the group, all of them raise ValueError.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ def barrier(group: Any = None, *, timeout: Timeout = None, async_op: bool = Fals
         TimeoutError: If a rank does not arrive within the timeout. The message names the missing ranks and where they
             are. The group is unusable afterwards.
         RuntimeError: If a rank does not arrive within the timeout, and the group uses another backend.
-        ValueError: If the timeout is not positive, or is given with `async_op=True`.
+        ValueError: If the timeout is not between 0.001 and 1e9 seconds, or is given with `async_op=True`.
         TypeError: If the timeout is neither seconds nor a timedelta.
     """
     members = resolve(group, "barrier")
@@ -207,9 +211,10 @@ def broadcast(data: Any = None, src: int = 0, *, group: Any = None, async_op: bo
         The data of `src` on every rank; a copy on `src` too.
 
     Raises:
-        ValueError: If `src` is not a rank of the group, or (on `src`) `data` and `out` are both None.
-        TypeError: If `data` holds a leaf of an unsupported type; on `src` only.
-        MpicommError: On the other ranks, if `src` cannot send its data.
+        ValueError: If `src` is not a rank of the group, (on `src`) `data` and `out` are both None, or a leaf of `out`
+            is a number, is read-only or requires a gradient.
+        TypeError: If `data` (on `src` only) or `out` holds a leaf of an unsupported type.
+        MpicommError: On the other ranks, if `src` cannot send its data; with `out`, they wait for `src` instead.
         MismatchError: On every rank, if `out` differs between the ranks, or does not match `data`.
     """
     members = resolve(group, "broadcast", src=src)

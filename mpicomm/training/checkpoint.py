@@ -102,7 +102,7 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = (self.directory / _LOCK).open("w")  # the kernel releases the lock however this process ends
         if not mpi.poll(lambda: _is_locked(self._lock), _LOCK_SECONDS, longest_pause=0.1):
-            raise OSError("another job is using it")
+            raise OSError("another running job has locked it")
         self._remove_unmarked()
 
     def _agree(self, act: Callable[[], object]) -> None:
@@ -111,7 +111,8 @@ class Checkpoints:
         def failed(rank: int, why: str) -> CheckpointError:
             return CheckpointError(
                 f"rank {rank} cannot use {self.directory} for checkpoints: {why}.\n"
-                f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
+                f"Pass a checkpoint_dir that no other job uses, on a file system that all hosts share, to which this "
+                f"user can write."
             )
 
         agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, failed)

@@ -68,10 +68,8 @@ def schedule_of(scheduler: Any, optimizer: torch.optim.Optimizer, schedule: str 
         _check_plateau(scheduler, schedule, monitor)
         return ON_METRIC
     if monitor is not None:
-        raise ValueError(
-            f"monitor={monitor!r} requires a ReduceLROnPlateau scheduler, got {type(scheduler).__name__}.\n"
-            f"Omit monitor."
-        )
+        got = None if scheduler is None else type(scheduler).__name__
+        raise ValueError(f"monitor={monitor!r} requires a ReduceLROnPlateau scheduler, got {got}.\nOmit monitor.")
     if scheduler is not None:
         _check_scheduler(scheduler)
         _check_owner(scheduler, optimizer)

@@ -155,14 +155,16 @@ class Trainer:
                 checkpoints.
             save_every: Steps between checkpoints; None saves after each epoch. The end of a run is always saved.
             keep_checkpoints: The number of checkpoints to keep.
-            log_every: Steps between entries of the metrics file. Each entry costs one all-reduce of two numbers.
+            log_every: Steps between entries of the metrics file, `metrics.jsonl` in checkpoint_dir. Each entry costs
+                one all-reduce of two numbers.
             seed: The seed of the order of samples and of all random number generators.
             num_workers: Data-loading worker processes per rank.
             on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
                 "skip" skips such steps, at the cost of one all-reduce of one number in each step.
             check_every: Steps between comparisons of the parameters of all ranks (DDP). None disables them.
-            stop_margin: Seconds before the end of the allocation (Slurm, PBS) at which to save and exit, or half of the
-                remaining time at the start if that is less. None ignores the end of the allocation.
+            stop_margin: Seconds before the end of the allocation (Slurm, PBS, LSF, Flux) at which to save and exit, or
+                half of the remaining time at the start if that is less. None ignores the end of the allocation.
+                Requires checkpoint_dir.
             progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
             logger: A function that is called on rank 0 with each entry of the metrics file (a dict), or "tensorboard".
             rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
@@ -258,10 +260,11 @@ class Trainer:
             `eval_samples` and the metrics. Means are over all samples of all ranks.
 
         Raises:
-            Preempted: A SystemExit with status 85, on every rank: a rank received SIGTERM, SIGUSR1 or SIGUSR2, or the
-                end of the allocation is near. The run has saved a checkpoint.
+            Preempted: A SystemExit with status 85, on every rank: a rank received SIGTERM, SIGUSR1 or SIGUSR2 (under
+                Flux also SIGALRM), or the end of the allocation is near. The run has saved a checkpoint. Without
+                checkpoint_dir, it is not raised.
             CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model.
-            TrainingError: If a loss is not finite, or the parameters of the ranks differ.
+            TrainingError: On a rank whose loss is not finite, or on every rank if the parameters of the ranks differ.
             TypeError: If the data or a batch have an unsupported type or structure.
             ValueError: If epochs is not positive, a dataset is empty, or a metric has a wrong shape.
         """
