@@ -370,9 +370,10 @@ def test_the_launcher_receives_the_signals_that_end_its_tasks(
     launcher.write_text(STAND_IN.replace("EXPECTED", str(len(received))))
     launcher.chmod(0o755)
     code = f"""
-import os, sys
+import os, signal, sys
 from mpicomm.cli import launch_plan
 from mpicomm.launch.request import Start
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets commands in the background ignore it
 sys.exit(launch_plan.execute(Start(({str(launcher)!r},), dict(os.environ), True), "run").status)
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
