@@ -2,7 +2,7 @@
 
 Each mutant of the table (backend.py and the other modules in this directory) is one fault. It is applied alone to a
 copy of the checkout, and the tests that the table names run there: at least one of them must fail. Without the fault
-they must pass. Needs the MPI of this environment; docs/results/mutants.json has the results.
+they must pass. Needs the MPI of this environment. docs/results/mutants.json has the last result of each mutant.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import json
 import queue
 import sys
 import tempfile
@@ -28,7 +29,7 @@ _RESULTS = ROOT / "docs" / "results" / "mutants.json"
 
 def main() -> None:
     arguments = _arguments()
-    chosen = [each for each in MUTANTS if arguments.only in f"{each.file}: {each.fault}"]
+    chosen = [each for each in MUTANTS if any(text in f"{each.file}: {each.fault}" for text in arguments.only or [""])]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         rows = _run_all(chosen, Path(directory), arguments.jobs)
@@ -36,7 +37,7 @@ def main() -> None:
     seconds = time.monotonic() - start
     print(f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} in {seconds:.0f} s")
     if arguments.write:
-        result_files.write(_RESULTS, _results(rows, seconds))
+        result_files.write(_RESULTS, _results(rows))
     sys.exit(bool(counts["missed"] or counts["invalid"]))
 
 
@@ -62,19 +63,21 @@ def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mu
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Run mutants of the package.")
-    parser.add_argument("only", nargs="?", default="", help="run the mutants whose file or fault contains this text")
+    parser.add_argument("only", nargs="*", help="run the mutants whose file or fault contains one of these texts")
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants to run at a time (%(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(ROOT)}")
     return parser.parse_args()
 
 
-def _results(rows: list[tuple[Mutant, Verdict]], seconds: float) -> dict[str, object]:
-    table = [
-        {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
-        for mutant, verdict in rows
-    ]
+def _results(rows: list[tuple[Mutant, Verdict]]) -> dict[str, object]:
+    """Return the results of these mutants, and the earlier results of the others."""
     head = job_info.description("for each fault, the first test that failed with it", "python -m tests.mutants --write")
-    return {**head, "seconds": round(seconds), "mutants": table}
+    found = {(row["file"], row["fault"]): row for row in json.loads(_RESULTS.read_text())["mutants"]}
+    for mutant, verdict in rows:
+        row = {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
+        found[mutant.file, mutant.fault] = {**row, "date": head["date"]}
+    keys = [(mutant.file, mutant.fault) for mutant in MUTANTS]
+    return {**head, "mutants": [found[key] for key in keys if key in found]}
 
 
 if __name__ == "__main__":
