@@ -57,15 +57,15 @@ def _print(text: str) -> None:
 _INTRODUCTION = f"""\
 # Rank failures and early exits
 
-If a rank fails, exits early or hangs, the other ranks must not wait for it forever. With mpicomm
+If a rank fails, exits early or hangs, the other ranks must not wait for it forever. With mpicomm:
 
 - an uncaught exception, on any thread, is printed once, with its rank, and ends the job immediately;
 - rank 0 reports a rank that is killed, crashes or calls `os._exit` as soon as its connection breaks
   (MPICH's launcher also ends the other ranks when a rank is killed, on a busy machine before rank 0 prints the report);
 - a rank that exits normally, by `sys.exit` or at the end of its program, ends the job after another rank has waited for
   it for 5 s;
-- any other hang is reported after `MPICOMM_HANG_SECONDS`, in a table of the position of every rank, and ends the job at
-  the timeout of the operation;
+- any other hang is reported after `MPICOMM_HANG_SECONDS`, in a table of the operation and source line of every rank,
+  and ends the job at the timeout of the operation;
 - a slow rank does not end the job.
 
 The tables show measurements: the fault occurs on rank {_RANK} of {ways.SIZE} while the others are in `all_reduce`,
