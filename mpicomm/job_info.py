@@ -161,7 +161,7 @@ def _software(world: World) -> dict[str, str]:
     found = _packages()
     if world.comm is not None:
         found["MPI"] = mpi.library().title
-        found["MPI's threads"] = _THREADS[mpi.api().Query_thread()]
+        found["MPI thread level"] = _THREADS[mpi.api().Query_thread()]
         found["shared memory"] = _shared_memory(Settings.from_environ(os.environ))
     else:
         found["MPI"] = "not in use"
@@ -170,7 +170,9 @@ def _software(world: World) -> dict[str, str]:
         if torch.distributed.is_nccl_available():
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if world.comm is not None:
-            found["MPI and GPUs' memory"] = "GPU-aware" if gpu_probe.is_claimed(os.environ) else "host staging"
+            found["GPU tensors"] = (
+                "CUDA-aware MPI" if gpu_probe.is_claimed(os.environ) else "staged through host memory"
+            )
     found["backend"] = world.backend or "none"
     return found | _variables_of_torch("OMP_NUM_THREADS", _THP)
 

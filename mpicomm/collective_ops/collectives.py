@@ -87,7 +87,8 @@ def all_reduce(
 
     Args:
         data: A tensor, an array, a number, or a container of them; of the same structure on all ranks.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        op: "sum", "mean" (truncated to an integer for tensors and arrays of integers), "product", "min", "max", "band",
+            "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the result.
         inplace: Write the result into the tensors and arrays of `data`, and return them.
@@ -119,10 +120,13 @@ def reduce(
 def reduce(data: Any, dst: int = 0, op: OpName = "sum", *, group: Any = None, async_op: bool = False) -> Any:
     """Reduce all ranks' data and return the result on `dst`; unlike torch's reduce, not in place (collective).
 
+    Not differentiable: the result has no gradient.
+
     Args:
         data: A tensor, an array, a number, or a container of them; of the same structure on all ranks.
         dst: The rank in the group that receives the result.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        op: "sum", "mean" (truncated to an integer for tensors and arrays of integers), "product", "min", "max", "band",
+            "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the result.
 
@@ -151,7 +155,8 @@ def reduce_scatter(data: Any, op: OpName = "sum", *, group: Any = None, async_op
 
     Args:
         data: A tensor, an array, or a container of them; every leaf has at least one dimension.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        op: "sum", "mean" (truncated to an integer for tensors and arrays of integers), "product", "min", "max", "band",
+            "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the result.
 

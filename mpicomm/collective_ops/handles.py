@@ -108,8 +108,8 @@ class Handle(Generic[T_co]):
         elif not mpi.poll(self.done, deadline):
             raise TimeoutError(
                 f"{self._what} from {self._where} timed out after {deadline.seconds:g} s.\n"
-                f"Wait longer (the operation continues), or write each rank's last operations to files: "
-                f"mpicomm.dump_flight_recorder()."
+                f"Wait longer (the operation continues), or call mpicomm.dump_flight_recorder() on each rank "
+                f"to see its last operations."
             )
         if self._error is not None:
             raise self._error
@@ -219,12 +219,14 @@ def wait_all(handles: Iterable[Handle[Any]], timeout: float | datetime.timedelta
 
     Args:
         handles: The handles that operations returned with `async_op=True`.
-        timeout: The longest wait for all handles together, in seconds or as a timedelta.
+        timeout: The longest wait for all handles together, in seconds or as a timedelta; by default only the groups'
+            timeouts limit it.
 
     Raises:
         TimeoutError: If an operation has not completed within the timeout.
         ValueError: If the timeout is negative or NaN.
         TypeError: If `handles` is not an iterable of handles, or the timeout is neither seconds nor a timedelta.
+        Exception: The error of the first failed operation, in the order of the handles.
     """
     handles = _checked(handles, "wait_all")
     deadline = _deadline(timeout)
@@ -232,7 +234,7 @@ def wait_all(handles: Iterable[Handle[Any]], timeout: float | datetime.timedelta
 
 
 def as_completed(handles: Iterable[Handle[T]]) -> Iterator[Handle[T]]:
-    """Yield the handles in the order in which their operations complete.
+    """Yield the handles in the order in which their operations complete or fail.
 
     Args:
         handles: The handles that operations returned with `async_op=True`.

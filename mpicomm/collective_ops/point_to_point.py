@@ -38,7 +38,7 @@ def send(data: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool
     Args:
         data: A tensor, an array, a number, or a container of them.
         dst: The rank in the group that receives; another rank than this one, unless with `async_op`.
-        tag: Matches the tag of `recv`. Messages with the same tag arrive in the order in which they were sent.
+        tag: Matches the tag of `recv`; an integer from 0. Messages with the same tag arrive in the order of sending.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; do not change the data before its `wait()` has returned.
 
@@ -60,7 +60,7 @@ def isend(data: Any, dst: int, *, tag: int = 0, group: Any = None) -> Handle[tor
         data: A tensor, an array, a number, or a container of them. Do not change it before the handle's `wait()` has
             returned.
         dst: The rank in the group that receives.
-        tag: Matches the tag of `recv`. Messages with the same tag arrive in the order in which they were sent.
+        tag: Matches the tag of `recv`; an integer from 0. Messages with the same tag arrive in the order of sending.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
 
     Returns:
@@ -93,12 +93,14 @@ def recv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = 
     Args:
         src: The rank in the group that sends; the rank whose message arrives first by default.
         out: Tensors or arrays to write the data into, and to return.
-        tag: Matches the tag of `send`. Messages with the same tag arrive in the order in which they were sent.
+        tag: Matches the tag of `send`; an integer from 0. Messages with the same tag arrive in the order of sending.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the data.
 
     Raises:
-        ValueError: If `src` or `tag` is out of range, or the message does not match `out`.
+        ValueError: If `src` or `tag` is out of range, the message does not match `out`, or a leaf of `out` is a number,
+            is read-only or requires a gradient.
+        TypeError: If `out` holds a leaf of an unsupported type.
         MpicommError: If the message was not sent by an operation of mpicomm, or needs a GPU that this rank lacks.
     """
     return _recv(group, src, out, tag, async_op, "recv")
@@ -110,11 +112,13 @@ def irecv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any =
     Args:
         src: The rank in the group that sends; the rank whose message arrives first by default.
         out: Tensors or arrays to write the data into, and to return.
-        tag: Matches the tag of `send`. Messages with the same tag arrive in the order in which they were sent.
+        tag: Matches the tag of `send`; an integer from 0. Messages with the same tag arrive in the order of sending.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
 
     Raises:
-        ValueError: If `src` or `tag` is out of range. `wait()` raises the errors of the message, as `recv` does.
+        ValueError: If `src` or `tag` is out of range, or a leaf of `out` is a number, is read-only or requires a
+            gradient. `wait()` raises the errors of the message, as `recv` does.
+        TypeError: If `out` holds a leaf of an unsupported type.
     """
     return _recv(group, src, out, tag, True, "irecv")
 
@@ -143,7 +147,8 @@ def sendrecv(
     Raises:
         ValueError: If `dst`, `src` or `tag` is out of range.
         TypeError: If `data` holds a leaf of an unsupported type.
-        MpicommError: If the received message was not sent by an operation of mpicomm.
+        MpicommError: If the received message was not sent by an operation of mpicomm, or needs a GPU that this rank
+            lacks.
     """
     source = dst if src is None else src
     members = resolve(group, "sendrecv", dst=dst, src=source)

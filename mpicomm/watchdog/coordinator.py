@@ -158,7 +158,9 @@ class Coordinator:
         if not self._has_warned_of_files:
             self._has_warned_of_files = True
             name = f"rank {message.rank} on {self._hosts[message.rank]}"
-            self._actions.print_report(f"[mpicomm] {name} cannot write its operations and stacks: {message.reason}")
+            self._actions.print_report(
+                f"[mpicomm] {name} cannot write its flight recorder and stacks: {message.reason}"
+            )
 
     # -- ranks that have exited ----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class OperationMonitor:
         """
         self._rank = rank
         self._hang_seconds = hang_seconds
-        self._files = "" if directory is None else f"  operations and stacks of every rank: {directory}"
+        self._files = "" if directory is None else f"  flight recorder and stacks of every rank: {directory}"
         self._report = report
         self._reported: dict[int, set[Callable[..., Message]]] = {}  # by operation number: the messages sent to rank 0
 

@@ -145,7 +145,7 @@ def test_all_ranks_write_files_when_the_job_hangs(tmp_path: Path) -> None:
     assert outcome.status == 0, outcome
     assert outcome.stderr.count("[mpicomm] possible hang: rank ") == 1, outcome
     (folder,) = dumps.iterdir()
-    assert f"operations and stacks of every rank: {folder}\n" in outcome.stderr, outcome
+    assert f"flight recorder and stacks of every rank: {folder}\n" in outcome.stderr, outcome
     files = {path.name for path in folder.iterdir()}
     assert files == {f"rank-{rank}.{kind}" for rank in range(3) for kind in ("json", "stacks.txt")}, outcome
     assert _last(folder / "rank-0.json")["name"] == "all_reduce"
@@ -161,7 +161,7 @@ def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> Non
     env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
     outcome = _run(tmp_path, BEGINNING + LINK + ONE_WAITS, size=2, env=env)
     assert outcome.status == 0, outcome
-    assert outcome.stderr.count(" cannot write its operations and stacks: ") == 1, outcome
+    assert outcome.stderr.count(" cannot write its flight recorder and stacks: ") == 1, outcome
     assert outcome.stderr.count("is a symbolic link, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a ") == 1, (
         outcome
     )
