@@ -183,7 +183,7 @@ for _ in range(2):
         pass
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR2)
-print("done")
+print("done", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
