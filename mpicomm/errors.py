@@ -1,13 +1,13 @@
 """The exceptions of mpicomm.
 
 MpicommError
-|-- LaunchError        the launcher or the environment prevents one job; the message ends with the next step
+|-- LaunchError        the launcher, the environment or an earlier init_process_group() prevents one job
 |-- MPINotFoundError   mpi4py or the MPI library that it loads is missing
-|-- DeviceError        the requested GPU does not exist or cannot be used
+|-- DeviceError        the requested device does not exist, or, with NCCL, a rank has no GPU or shares one
 |-- RendezvousError    the rendezvous timed out, or ranks cannot reach rank 0
 |-- CheckpointError    a checkpoint cannot be written or read, or belongs to another model
 |-- TrainingError      a loss is not finite, or the parameters differ between ranks
-`-- MismatchError      ranks called different collectives (those of torch.distributed: only with MPICOMM_DEBUG=1)
+`-- MismatchError      ranks called different collectives, or one collective with different arguments
 
 Invalid arguments raise `ValueError`, `TypeError` or `NotImplementedError`.
 """
@@ -25,9 +25,10 @@ class MpicommError(RuntimeError):
 
 
 class LaunchError(MpicommError):
-    """The launcher, the environment or an earlier process group prevents one job.
+    """The launcher, the environment (with MPICOMM_* variables) or an earlier init_process_group() prevents one job.
 
-    The first line of the message states the problem. If a command solves it, that is the last indented line.
+    The first line of the message states the problem; the message ends with the next step, usually a command. A command
+    is the last indented line.
     """
 
     @property
@@ -51,7 +52,11 @@ class RendezvousError(MpicommError, TimeoutError):
 
 
 class MismatchError(MpicommError):
-    """Ranks of a group called different collectives, or one collective with different arguments; none was started."""
+    """Ranks of a group called different collectives, or one collective with different arguments; none was started.
+
+    all_reduce, reduce, reduce_scatter, gather, all_gather, scatter, their `_object` forms, and broadcast with `out`
+    always compare the ranks' calls. The other operations, and those of torch.distributed, do with MPICOMM_DEBUG=1 only.
+    """
 
 
 class CheckpointError(MpicommError):

@@ -137,15 +137,15 @@ def bootstrap(
         The World: rank, size, topology, device and backend.
 
     Raises:
-        LaunchError: If the launcher, the environment (also MPICOMM_* variables) or an earlier init_process_group()
-            prevents one job.
+        LaunchError: If the launcher, the environment (including MPICOMM_* variables) or an earlier
+            init_process_group() prevents one job.
         MPINotFoundError: If MPI is needed, and mpi4py or an MPI library is missing.
         DeviceError: If a device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank.
         RendezvousError: If ranks do not arrive within the timeout, or cannot reach rank 0.
         MpicommError: If this is a child process of a rank, the ranks pass different backends, or this version of torch
             is not supported.
-        ValueError: If the backend is unknown, the timeout is out of range, or an argument of a second call differs
-            from that of the first one.
+        ValueError: If the backend is unknown, the timeout is not between 1 and 1e9 seconds, or an argument of a second
+            call differs from that of the first one.
         TypeError: If an argument is of a wrong type.
     """
     global _session  # noqa: PLW0603  a process is in one job at a time, as in torch.distributed
@@ -231,7 +231,7 @@ def _restore_environ(session: _Session) -> None:
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Path:
     """Write this rank's last operations (the flight recorder) and the stacks of its threads to files.
 
-    It does not communicate.
+    Does not communicate.
 
     Args:
         directory: The directory to write to; by default a directory of the job, below MPICOMM_DUMP_DIR or
@@ -256,7 +256,7 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Pat
 
 
 def current_world() -> World:
-    """Return the World that `bootstrap` returned.
+    """Return the World that `bootstrap` returned. Does not communicate.
 
     Raises:
         MpicommError: If `bootstrap` has not been called, or `shutdown` has been called since.

@@ -5,10 +5,16 @@ with `inplace` or `out`. Every operation takes `group` (a torch `ProcessGroup`, 
 ranks of this node, "leaders" for the first rank of each node; all ranks by default) and `async_op`, which makes it
 return a `Handle` at once. Ranks are numbered within the group.
 
-`data` is a torch tensor, a NumPy or CuPy array, a number (bool, int, float or complex), or a dict, list, tuple,
-namedtuple or dataclass of these. all_reduce, reduce, reduce_scatter, gather, all_gather, scatter and broadcast with
-`out` compare the ranks' calls before they start: a mismatch raises `MismatchError` on every rank. barrier, broadcast
-without `out`, and all_to_all do not. If this rank is not in the group, all of them raise ValueError.
+`data` is a torch tensor, a NumPy or CuPy array, a NumPy scalar, a number (bool, int, float or complex), or a dict,
+OrderedDict, list, tuple, namedtuple or dataclass of these and of None; the keys of a dict are str, int or None.
+
+all_reduce, reduce, reduce_scatter, gather, all_gather, scatter and broadcast with `out` compare the ranks' calls before
+they start: a mismatch raises `MismatchError` on every rank. So do the `_object` forms of gather, all_gather and
+scatter. barrier, broadcast without `out`, all_to_all, and the `_object` forms of the last two do not.
+
+Besides the errors that each operation documents, `group` raises ValueError if this rank is not in it, its name is
+unknown or torch.distributed is not initialized; TypeError if it is not a group; and MpicommError if it is a name and
+`bootstrap` has not been called. With MPICOMM_ON_TIMEOUT=raise, an operation that times out raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -87,8 +93,8 @@ def all_reduce(
 
     Args:
         data: A tensor, an array, a number, or a container of them; of the same structure on all ranks.
-        op: "sum", "mean" (truncated to an integer for tensors and arrays of integers), "product", "min", "max", "band",
-            "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        op: "sum", "mean" or "avg" (of integers: truncated in tensors and arrays, a float for Python numbers),
+            "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the result.
         inplace: Write the result into the tensors and arrays of `data`, and return them.
@@ -125,8 +131,8 @@ def reduce(data: Any, dst: int = 0, op: OpName = "sum", *, group: Any = None, as
     Args:
         data: A tensor, an array, a number, or a container of them; of the same structure on all ranks.
         dst: The rank in the group that receives the result.
-        op: "sum", "mean" (truncated to an integer for tensors and arrays of integers), "product", "min", "max", "band",
-            "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        op: "sum", "mean" or "avg" (of integers: truncated in tensors and arrays, a float for Python numbers),
+            "product", "min", "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the result.
 
@@ -155,8 +161,8 @@ def reduce_scatter(data: Any, op: OpName = "sum", *, group: Any = None, async_op
 
     Args:
         data: A tensor, an array, or a container of them; every leaf has at least one dimension.
-        op: "sum", "mean" (truncated to an integer for tensors and arrays of integers), "product", "min", "max", "band",
-            "bor", "bxor", or a `torch.distributed.ReduceOp`.
+        op: "sum", "mean" or "avg" (truncated to an integer for tensors and arrays of integers), "product", "min",
+            "max", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the result.
 
@@ -219,13 +225,14 @@ def broadcast(data: Any = None, src: int = 0, *, group: Any = None, async_op: bo
         ValueError: If `src` is not a rank of the group, (on `src`) `data` and `out` are both None, or a leaf of `out`
             is a number, is read-only or requires a gradient.
         TypeError: If `data` (on `src` only) or `out` holds a leaf of an unsupported type.
-        MpicommError: On the other ranks, if `src` cannot send its data; with `out`, they wait for `src` instead.
+        MpicommError: On the other ranks, if `src` cannot send its data, the data are on a GPU and this rank has none,
+            or this rank cannot import a class of the data.
         MismatchError: On every rank, if `out` differs between the ranks, or does not match `data`.
     """
     members = resolve(group, "broadcast", src=src)
     if out is not None:
         return _broadcast_into(members, data, out, src, async_op)
-    return _broadcast(members, partial(_to_send, data), src, async_op)
+    return _broadcast(members, partial(_to_send, data), src, async_op, "broadcast")
 
 
 @overload
@@ -235,7 +242,8 @@ def gather(data: T, dst: int = ..., *, group: Any = ..., async_op: Literal[True]
 def gather(data: Any, dst: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
     """Return a list of all ranks' data on `dst`; unlike torch's, without a `gather_list` to fill (collective).
 
-    The length of a leaf's first dimension may differ between the ranks.
+    The length of a leaf's first dimension may differ between the ranks. Not differentiable: the result
+    has no gradient.
 
     Args:
         data: A tensor, an array, a number, or a container of them.
@@ -252,7 +260,7 @@ def gather(data: Any, dst: int = 0, *, group: Any = None, async_op: bool = False
         MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
     members = resolve(group, "gather", dst=dst)
-    return _gather(members, pytree.take(data, "gather"), dst, async_op)
+    return _gather(members, pytree.take(data, "gather"), dst, async_op, "gather")
 
 
 @overload
@@ -276,7 +284,7 @@ def all_gather(data: Any, *, group: Any = None, async_op: bool = False) -> Any:
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
-    return _gather(resolve(group, "all_gather"), pytree.take(data, "all_gather"), None, async_op)
+    return _gather(resolve(group, "all_gather"), pytree.take(data, "all_gather"), None, async_op, "all_gather")
 
 
 @overload
@@ -299,10 +307,11 @@ def all_to_all(items: Sequence[Any], *, group: Any = None, async_op: bool = Fals
     Raises:
         ValueError: If the number of items is not the number of ranks.
         TypeError: If `items` is not a list or tuple, or holds a leaf of an unsupported type.
+        MpicommError: If this rank cannot import a class of the received items.
     """
     members = resolve(group, "all_to_all")
     check_one_each(items, members, "all_to_all")
-    return _all_to_all(members, [pytree.take(item, "all_to_all") for item in items], async_op)
+    return _all_to_all(members, [pytree.take(item, "all_to_all") for item in items], async_op, "all_to_all")
 
 
 # -- objects -----------------------------------------------------------------------------------------------------------
@@ -333,7 +342,8 @@ def broadcast_object(thing: Any = None, src: int = 0, *, group: Any = None, asyn
         MpicommError: On the other ranks, if `src` cannot pickle its object.
     """
     members = resolve(group, "broadcast_object", src=src)
-    return _broadcast(members, partial(pytree.pickled, thing), src, async_op)
+    take = partial(pytree.pickled, thing, "broadcast_object")
+    return _broadcast(members, take, src, async_op, "broadcast_object")
 
 
 @overload
@@ -359,7 +369,7 @@ def gather_object(thing: Any, dst: int = 0, *, group: Any = None, async_op: bool
         TypeError: If the object cannot be pickled.
     """
     members = resolve(group, "gather_object", dst=dst)
-    return _gather(members, pytree.pickled(thing), dst, async_op)
+    return _gather(members, pytree.pickled(thing, "gather_object"), dst, async_op, "gather_object")
 
 
 @overload
@@ -379,7 +389,8 @@ def all_gather_object(thing: Any, *, group: Any = None, async_op: bool = False) 
     Raises:
         TypeError: If the object cannot be pickled.
     """
-    return _gather(resolve(group, "all_gather_object"), pytree.pickled(thing), None, async_op)
+    members = resolve(group, "all_gather_object")
+    return _gather(members, pytree.pickled(thing, "all_gather_object"), None, async_op, "all_gather_object")
 
 
 @overload
@@ -400,7 +411,8 @@ def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool
     """
     members = resolve(group, "all_to_all_object")
     check_one_each(items, members, "all_to_all_object")
-    return _all_to_all(members, [pytree.pickled(item) for item in items], async_op)
+    taken = [pytree.pickled(item, "all_to_all_object") for item in items]
+    return _all_to_all(members, taken, async_op, "all_to_all_object")
 
 
 # -- shared by the tensor and object forms -----------------------------------------------------------------------------
@@ -421,25 +433,24 @@ def _to_send(data: Any) -> Data:
     return pytree.take(data, "broadcast")
 
 
-def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool) -> Any:
+def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool, what: str) -> Any:
     taken = pytree.or_error(take) if members.rank == src else None
     steps = partial(data_movement.send_to_all, members, taken, src)
-    return start(steps, "broadcast", members, async_op, taken.tensors if isinstance(taken, Data) else None)
+    return start(steps, what, members, async_op, taken.tensors if isinstance(taken, Data) else None)
 
 
 def _broadcast_into(members: GroupArgument, data: Any, out: Any, src: int, async_op: bool) -> Any:
     output_buffer = pytree.take(out, "broadcast", is_output=True)
     is_source = members.rank == src
-    taken = pytree.take(data, "broadcast") if is_source and data is not None else None
+    taken = pytree.or_error(partial(pytree.take, data, "broadcast")) if is_source and data is not None else None
     steps = partial(data_movement.send_to_all_into, members, taken, output_buffer, out, src)
     return start(steps, "broadcast", members, async_op, output_buffer.tensors)
 
 
-def _gather(members: GroupArgument, taken: Data, dst: int | None, async_op: bool) -> Any:
-    what = "all_gather" if dst is None else "gather"
-    return start(partial(data_movement.gather, members, taken, dst), what, members, async_op, taken.tensors)
+def _gather(members: GroupArgument, taken: Data, dst: int | None, async_op: bool, what: str) -> Any:
+    return start(partial(data_movement.gather, members, taken, dst, what), what, members, async_op, taken.tensors)
 
 
-def _all_to_all(members: GroupArgument, taken: list[Data], async_op: bool) -> Any:
+def _all_to_all(members: GroupArgument, taken: list[Data], async_op: bool, what: str) -> Any:
     tensors = [each for item in taken for each in item.tensors]
-    return start(partial(data_movement.exchange, members, taken), "all_to_all", members, async_op, tensors)
+    return start(partial(data_movement.exchange, members, taken), what, members, async_op, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from mpicomm.collective_ops import autograd, call_check, pytree, wire_format
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps, Works, run
 from mpicomm.collective_ops.pytree import Data, Description
+from mpicomm.errors import MismatchError
 
 _LENGTHS = 14  # leaves whose lengths are sent in the same message as the digest
 
@@ -36,8 +38,11 @@ def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int,
     """
     description = yield from _describe_to_all(members, data, src, mode)
     tensors = data.tensors if isinstance(data, Data) else None
-    buffers = wire_format.pack(data) if isinstance(data, Data) else wire_format.output_buffers(description)
     source = members.ranks[src]
+    if isinstance(data, Data):
+        buffers = wire_format.pack(data)
+    else:
+        buffers = wire_format.output_buffers(description, f"rank {source}")
     yield [dist.broadcast(each, source, members.handle, async_op=mode.last) for each in buffers.values() if len(each)]
     results = (
         wire_format.unpack(description, buffers) if tensors is None else [each.detach().clone() for each in tensors]
@@ -52,9 +57,19 @@ def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int,
     return description.rebuilt(autograd.attach(results, tensors or [], backward, is_needed=description.has_gradient))
 
 
-def send_to_all_into(members: GroupArgument, data: Data | None, out: Data, target: Any, src: int, mode: Mode) -> Steps:
-    """Run broadcast into memory that every rank passes, and return `target`, the container of that memory."""
+def send_to_all_into(
+    members: GroupArgument, data: Data | Exception | None, out: Data, target: Any, src: int, mode: Mode
+) -> Steps:
+    """Run broadcast into memory that every rank passes, and return `target`, the container of that memory.
+
+    If `data` is an error or differs from `out`, the calls differ, and the comparison raises an error on every rank.
+    """
     operation = f"broadcast with out= from rank {src}"
+    if isinstance(data, Exception):
+        signature = (f"{operation}, with data that cannot be sent: {str(data).splitlines()[0]}", out.description)
+        with contextlib.suppress(MismatchError):  # the other ranks raise it
+            yield from call_check.reached(members, signature, mode)
+        raise data
     fits = data is None or data.description == out.description
     signature = (operation if fits else f"{operation}, with data that differ from out=", out.description)
     yield from call_check.reached(members, signature, mode)
@@ -86,15 +101,23 @@ def _describe_to_all(
         start = wire_format.to_bytes(whole)
     if isinstance(data, Exception):
         raise data
-    return wire_format.decode(start[:length])
+    return wire_format.decode(start[:length], f"rank {source}")
 
 
 # -- gather and all_gather ---------------------------------------------------------------------------------------------
 
 
-def gather(members: GroupArgument, data: Data, dst: int | None, mode: Mode) -> Steps:
-    """Run gather, or all_gather if `dst` is None; return every rank's data in a list on `dst` (or on all ranks)."""
-    described = yield from _lengths(members, data, "all_gather" if dst is None else f"gather to rank {dst}", mode)
+def gather(members: GroupArgument, data: Data, dst: int | None, what: str, mode: Mode) -> Steps:
+    """Run gather, or all_gather if `dst` is None; return every rank's data in a list on `dst` (or on all ranks).
+
+    Args:
+        members: The group.
+        data: The data of this rank.
+        dst: The rank in the group that receives the list; None for all ranks.
+        what: The name of the operation, which the ranks compare.
+        mode: Which calls of torch.distributed are asynchronous.
+    """
+    described = yield from _lengths(members, data, what if dst is None else f"{what} to rank {dst}", mode)
     is_target = dst in (None, members.rank)
     received: dict[str, list[torch.Tensor]] = {}
     works = []
@@ -115,7 +138,7 @@ def gather(members: GroupArgument, data: Data, dst: int | None, mode: Mode) -> S
         return None
     is_differentiable = dst is None and data.description.has_gradient
     inputs = data.tensors if is_differentiable else None
-    return _rebuilt(members, described, received, inputs, _summed, "all_gather")
+    return _rebuilt(members, described, received, inputs, _summed, what)
 
 
 def _lengths(

@@ -35,7 +35,7 @@ Works = list[Any]
 
 Steps = Generator[Works, None, Any]
 _LONGEST_PAUSE = 1e-3  # seconds between two polls of a handle that is awaited
-_DEFAULT_WAIT = "no limit but the group's timeout"
+_DEFAULT_WAIT = "the group's timeout"
 
 
 def run(steps: Steps) -> Any:
@@ -82,7 +82,7 @@ class Handle(Generic[T_co]):
         self._was_asked = False
 
     def wait(self, timeout: float | datetime.timedelta | None = None) -> T_co:
-        """Block until the operation has completed, and return its result.
+        """Block until the operation has completed, and return its result. Not collective.
 
         Args:
             timeout: The longest wait, in seconds or as a timedelta; by default only the group's timeout limits it.
@@ -93,7 +93,7 @@ class Handle(Generic[T_co]):
         Raises:
             TimeoutError: If the operation has not completed within the timeout. It continues, and `wait()` can be
                 called again.
-            ValueError: If the timeout is negative or NaN.
+            ValueError: If the timeout is not between 0 and 1e9 seconds.
             TypeError: If the timeout is neither seconds nor a timedelta.
             Exception: Any error of the operation itself.
         """
@@ -118,7 +118,7 @@ class Handle(Generic[T_co]):
         return self._result
 
     def done(self) -> bool:
-        """Return whether the operation has completed or failed; the call also advances it."""
+        """Return whether the operation has completed or failed; the call also advances it. Not collective."""
         if not self._in_callbacks:
             self._finish_elsewhere()
         while not self._ended.is_set():
@@ -215,16 +215,19 @@ class Handle(Generic[T_co]):
 
 
 def wait_all(handles: Iterable[Handle[Any]], timeout: float | datetime.timedelta | None = None) -> list[Any]:
-    """Wait for all handles, and return their results in the order of the handles.
+    """Wait for the operations of all handles, and return their results. Not collective.
 
     Args:
         handles: The handles that operations returned with `async_op=True`.
         timeout: The longest wait for all handles together, in seconds or as a timedelta; by default only the groups'
             timeouts limit it.
 
+    Returns:
+        The results, in the order of the handles.
+
     Raises:
         TimeoutError: If an operation has not completed within the timeout.
-        ValueError: If the timeout is negative or NaN.
+        ValueError: If the timeout is not between 0 and 1e9 seconds.
         TypeError: If `handles` is not an iterable of handles, or the timeout is neither seconds nor a timedelta.
         Exception: The error of the first failed operation, in the order of the handles.
     """
@@ -234,7 +237,7 @@ def wait_all(handles: Iterable[Handle[Any]], timeout: float | datetime.timedelta
 
 
 def as_completed(handles: Iterable[Handle[T]]) -> Iterator[Handle[T]]:
-    """Yield the handles in the order in which their operations complete or fail.
+    """Yield the handles in the order in which their operations complete or fail. Not collective.
 
     Args:
         handles: The handles that operations returned with `async_op=True`.

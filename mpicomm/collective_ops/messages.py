@@ -78,9 +78,9 @@ def _content(
         whole = torch.empty(length, dtype=torch.uint8, device=members.control)
         yield [dist.irecv(whole, source, members.handle, number)]
         raw = wire_format.to_bytes(whole)
-    description = wire_format.decode(raw[:length])
+    description = wire_format.decode(raw[:length], f"rank {source}")
     # 3. the content, one message per device type
-    buffers = wire_format.output_buffers(description)
+    buffers = wire_format.output_buffers(description, f"rank {source}")
     yield [dist.irecv(each, source, members.handle, number) for each in buffers.values() if each.numel()]
     return description, wire_format.unpack(description, buffers), sender
 

@@ -2,7 +2,16 @@
 
 They pair with each other only: `mpicomm.send` does not pair with `torch.distributed.recv`, nor `mpicomm.recv` with
 `torch.distributed.send`. The receiver need not know the structure, dtypes or shapes of the data. `scatter` sends one
-message to each rank. `group` and `async_op` are as for the collective operations.
+message to each rank.
+
+`data` is a torch tensor, a NumPy or CuPy array, a NumPy scalar, a number (bool, int, float or complex), or a dict,
+OrderedDict, list, tuple, namedtuple or dataclass of these and of None; the keys of a dict are str, int or None. A tag
+is an integer from 0; for a tag out of range, the message of the ValueError states the range. `async_op` is as for the
+collective operations.
+
+Besides the errors that each operation documents, `group` raises ValueError if this rank is not in it, its name is
+unknown or torch.distributed is not initialized; TypeError if it is not a group; and MpicommError if it is a name and
+`bootstrap` has not been called. With MPICOMM_ON_TIMEOUT=raise, an operation that times out raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -35,6 +44,8 @@ def send(
 def send(data: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
     """Send data to a rank that calls `mpicomm.recv` or `irecv`; does not pair with `torch.distributed.recv`.
 
+    Not collective.
+
     Args:
         data: A tensor, an array, a number, or a container of them.
         dst: The rank in the group that receives; another rank than this one, unless with `async_op`.
@@ -55,6 +66,8 @@ def send(data: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool
 
 def isend(data: Any, dst: int, *, tag: int = 0, group: Any = None) -> Handle[torch.Tensor | None]:
     """Start to send data to a rank that calls `mpicomm.recv` or `irecv`; does not pair with `torch.distributed.recv`.
+
+    Not collective.
 
     Args:
         data: A tensor, an array, a number, or a container of them. Do not change it before the handle's `wait()` has
@@ -88,7 +101,7 @@ def recv(
 def recv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
     """Return the data that a rank sends with `mpicomm.send`; does not pair with `torch.distributed.send`.
 
-    No buffer is needed: structure, dtypes and shapes are sent before the content.
+    Not collective. No buffer is needed: structure, dtypes and shapes are sent before the content.
 
     Args:
         src: The rank in the group that sends; the rank whose message arrives first by default.
@@ -101,13 +114,16 @@ def recv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = 
         ValueError: If `src` or `tag` is out of range, the message does not match `out`, or a leaf of `out` is a number,
             is read-only or requires a gradient.
         TypeError: If `out` holds a leaf of an unsupported type.
-        MpicommError: If the message was not sent by an operation of mpicomm, or needs a GPU that this rank lacks.
+        MpicommError: If the message was not sent by an operation of mpicomm, its data are on a GPU and this rank has
+            none, or this rank cannot import a class of the data.
     """
     return _recv(group, src, out, tag, async_op, "recv")
 
 
 def irecv(src: int | None = None, *, out: Any = None, tag: int = 0, group: Any = None) -> Handle[Any]:
     """Start to receive data of `mpicomm.send`; the handle's `wait()` returns them. Does not pair with torch's send.
+
+    Not collective.
 
     Args:
         src: The rank in the group that sends; the rank whose message arrives first by default.
@@ -140,15 +156,15 @@ def sendrecv(
         data: A tensor, an array, a number, or a container of them.
         dst: The rank in the group that receives this rank's data.
         src: The rank in the group whose data this rank receives; `dst` by default.
-        tag: Matches the tag of the other ranks' call. Messages with the same tag arrive in the order of sending.
+        tag: Matches the tag of the other ranks' call; an integer from 0. Messages with the same tag arrive in order.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the received data.
 
     Raises:
         ValueError: If `dst`, `src` or `tag` is out of range.
         TypeError: If `data` holds a leaf of an unsupported type.
-        MpicommError: If the received message was not sent by an operation of mpicomm, or needs a GPU that this rank
-            lacks.
+        MpicommError: If the received message was not sent by an operation of mpicomm, its data are on a GPU and this
+            rank has none, or this rank cannot import a class of the data.
     """
     source = dst if src is None else src
     members = resolve(group, "sendrecv", dst=dst, src=source)
@@ -168,6 +184,8 @@ def scatter(items: Sequence[T], src: int = ..., *, group: Any = ..., async_op: L
 def scatter(items: Sequence[Any] | None = None, src: int = 0, *, group: Any = None, async_op: bool = False) -> Any:
     """Return this rank's item of `src`'s list; unlike torch's scatter, without an output buffer (collective).
 
+    Not differentiable: the result has no gradient.
+
     Args:
         items: On `src`, one item for each rank, of any structure and length. Ignored on the other ranks.
         src: The rank in the group that sends.
@@ -177,7 +195,8 @@ def scatter(items: Sequence[Any] | None = None, src: int = 0, *, group: Any = No
     Raises:
         ValueError: If `src` is not a rank of the group, or, on `src`, the number of items is not the number of ranks.
         TypeError: On `src`, if `items` is not a list or tuple, or holds a leaf of an unsupported type.
-        MpicommError: On the other ranks, if `src` cannot send the items.
+        MpicommError: On the other ranks, if `src` cannot send the items, an item is on a GPU and this rank has none, or
+            this rank cannot import a class of its item.
     """
     members = resolve(group, "scatter", src=src)
     return _scatter(members, items, src, async_op, "scatter", pytree.take)
@@ -190,10 +209,12 @@ def send_object(thing: Any, dst: int, *, tag: int = ..., group: Any = ..., async
 def send_object(thing: Any, dst: int, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
     """Send an object, pickled, to a rank that calls `mpicomm.recv_object`.
 
+    Not collective.
+
     Args:
         thing: Any object that can be pickled.
         dst: The rank in the group that receives; another rank than this one, unless with `async_op`.
-        tag: Matches the tag of `recv_object`. Messages with the same tag arrive in the order in which they were sent.
+        tag: Matches the tag of `recv_object`; an integer from 0. Messages with the same tag arrive in order.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once.
 
@@ -201,7 +222,8 @@ def send_object(thing: Any, dst: int, *, tag: int = 0, group: Any = None, async_
         ValueError: If `dst` or `tag` is out of range, or `dst` is this rank.
         TypeError: If the object cannot be pickled.
     """
-    return _send(resolve(group, "send_object", dst=dst), pytree.pickled(thing), dst, tag, async_op, "send_object")
+    members = resolve(group, "send_object", dst=dst)
+    return _send(members, pytree.pickled(thing, "send_object"), dst, tag, async_op, "send_object")
 
 
 @overload
@@ -211,9 +233,11 @@ def recv_object(src: int | None = ..., *, tag: int = ..., group: Any = ..., asyn
 def recv_object(src: int | None = None, *, tag: int = 0, group: Any = None, async_op: bool = False) -> Any:
     """Return the object that a rank sends with `mpicomm.send_object`.
 
+    Not collective.
+
     Args:
         src: The rank in the group that sends; the rank whose message arrives first by default.
-        tag: Matches the tag of `send_object`. Messages with the same tag arrive in the order in which they were sent.
+        tag: Matches the tag of `send_object`; an integer from 0. Messages with the same tag arrive in order.
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
         async_op: Return a `Handle` at once; its `wait()` returns the object.
 
@@ -249,7 +273,7 @@ def scatter_object(
         MpicommError: On the other ranks, if `src` cannot send the objects.
     """
     members = resolve(group, "scatter_object", src=src)
-    return _scatter(members, items, src, async_op, "scatter_object", lambda item, _: pytree.pickled(item))
+    return _scatter(members, items, src, async_op, "scatter_object", pytree.pickled)
 
 
 def _send(members: GroupArgument, data: Data, dst: int, tag: int, async_op: bool, what: str) -> Any:

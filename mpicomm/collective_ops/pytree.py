@@ -118,7 +118,7 @@ def take(data: Any, what: str, *, is_output: bool = False) -> Data:
         pairs = [_as_tensor(leaf, what) for leaf in found]
         taken = Data.of(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs])
     if is_output:
-        _check_writable(found, taken.description)
+        _check_writable(found, taken.description, what)
     return taken
 
 
@@ -130,8 +130,12 @@ def or_error(taken: Callable[[], T]) -> T | Exception:
         return error
 
 
-def pickled(thing: Any) -> Data:
+def pickled(thing: Any, what: str) -> Data:
     """Return an object as data of one leaf, which holds its pickle.
+
+    Args:
+        thing: The object.
+        what: The name of the operation, for messages.
 
     Raises:
         TypeError: If the object cannot be pickled.
@@ -140,7 +144,8 @@ def pickled(thing: Any) -> Data:
         memory = bytearray(pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
     except Exception as error:  # the object's own methods may raise anything
         raise TypeError(
-            f"a {type(thing).__name__} cannot be pickled: {error}\nPass the picklable parts of it."
+            f"{what}: expected an object that can be pickled, got a {type(thing).__name__}: {error}\n"
+            f"Pass the picklable parts of it."
         ) from error
     return Data.of(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
 
@@ -218,24 +223,26 @@ _RESTORED: dict[str, Callable[[torch.Tensor], Any]] = {
 KINDS = tuple(_RESTORED)
 
 
-def _check_writable(leaves: Sequence[Any], description: Description) -> None:
+def _check_writable(leaves: Sequence[Any], description: Description, what: str) -> None:
     """Check that results can be written into the leaves.
 
     Raises:
         ValueError: If a leaf is a number, a scalar or a read-only array, or requires a gradient.
     """
-    if any(isinstance(leaf, np.ndarray) and not leaf.flags.writeable for leaf in leaves):
-        raise ValueError("an array is read-only: the result cannot be written into it.\nPass a writable copy of it.")
-    places = paths(description.structure)
-    for kind, has_gradient, path in zip(description.kinds, description.gradients, places, strict=True):
+    found = zip(leaves, description.kinds, description.gradients, paths(description.structure), strict=True)
+    for leaf, kind, has_gradient, path in found:
         if kind not in (TENSOR, ARRAY, CUPY):
             raise ValueError(
-                f"{path} is a {kind}, which cannot be modified in place.\n"
+                f"{what}: {path} is a {kind}, which cannot be modified in place.\n"
                 f"Pass a tensor or an array, or use the result that the operation returns."
+            )
+        if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+            raise ValueError(
+                f"{what}: {path} is read-only: the result cannot be written into it.\nPass a writable copy of it."
             )
         if has_gradient:
             raise ValueError(
-                f"{path} requires a gradient and cannot be modified in place.\n"
+                f"{what}: {path} requires a gradient and cannot be modified in place.\n"
                 f"Use the result that the operation returns, or call it under torch.no_grad()."
             )
 

@@ -131,7 +131,7 @@ def reduce_and_scatter(members: GroupArgument, data: Data, op: Op, mode: Mode) -
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         taken = pytree.take(grads, "reduce_scatter, backward")
-        gathered = handles.run(data_movement.gather(members, taken, None, IN_THE_CALL))
+        gathered = handles.run(data_movement.gather(members, taken, None, "reduce_scatter, backward", IN_THE_CALL))
         whole = [torch.cat(of_leaf) for of_leaf in zip(*gathered, strict=True)]
         return [each / members.size for each in whole] if op.name == "AVG" else whole
 

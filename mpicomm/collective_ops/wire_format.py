@@ -55,8 +55,12 @@ def encode(data: Data | Exception) -> bytes:
     return json.dumps([data.description.structure, leaves], separators=(",", ":")).encode()
 
 
-def decode(raw: bytes) -> Description:
+def decode(raw: bytes, sender: str = "the sender") -> Description:
     """Parse and validate a description.
+
+    Args:
+        raw: The description, as the sender encoded it.
+        sender: The sender's name for messages, such as `rank 3`.
 
     Raises:
         MpicommError: If it is not a description, or reports that the sender failed.
@@ -64,7 +68,7 @@ def decode(raw: bytes) -> Description:
     try:
         structure, leaves = json.loads(raw)
         if structure == _FAILED and isinstance(leaves, str):
-            raise MpicommError(f"the sender could not send its data: {leaves}")
+            raise MpicommError(f"{sender} could not send its data: {leaves}")
         columns: Iterable[Any] = zip(*map(_leaf, leaves), strict=True) if leaves else ((),) * 5
         description = Description(pytree.from_plain(structure), *columns)
         if len(list(pytree.paths(description.structure))) != len(leaves):
@@ -116,15 +120,19 @@ def nbytes(description: Description) -> dict[str, int]:
     return _layout(description)[1]
 
 
-def output_buffers(description: Description) -> dict[str, torch.Tensor]:
+def output_buffers(description: Description, sender: str) -> dict[str, torch.Tensor]:
     """Return uninitialised memory for the content, by device type.
+
+    Args:
+        description: The description of the data.
+        sender: The sender's name for messages, such as `rank 3`.
 
     Raises:
         MpicommError: If a part of the content is for a GPU and this rank has none.
     """
     if GPU in description.devices and not torch.cuda.is_available():
         raise MpicommError(
-            "the sender's data are on a GPU, but this rank has no GPU.\n"
+            f"the data of {sender} are on a GPU, but this rank has no GPU.\n"
             "Send CPU tensors (tensor.cpu()), or start every rank with a GPU."
         )
     sizes = nbytes(description)

@@ -41,6 +41,7 @@ _MARK = "COMPLETE"
 _TEMPORARY = ".partial"
 _PREFIX = "step-"
 _LOCK = ".lock"
+_IS_LOCKED = "another running job has locked it"
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
 _LAST_SAVE_SECONDS = 60.0  # that a rank whose exception ends the job waits for the save in progress
 _VISIBLE_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
@@ -102,17 +103,21 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = (self.directory / _LOCK).open("w")  # the kernel releases the lock however this process ends
         if not mpi.poll(lambda: _is_locked(self._lock), _LOCK_SECONDS, longest_pause=0.1):
-            raise OSError("another running job has locked it")
+            raise OSError(_IS_LOCKED)
         self._remove_unmarked()
 
     def _agree(self, act: Callable[[], object]) -> None:
         """Call `act`, and raise an error on every rank if it raises OSError on any rank (collective)."""
 
         def failed(rank: int, why: str) -> CheckpointError:
+            if why == _IS_LOCKED:
+                return CheckpointError(
+                    f"checkpoint_dir {self.directory} is locked by another running job.\n"
+                    f"Wait for that job to end, cancel it, or pass another checkpoint_dir."
+                )
             return CheckpointError(
                 f"rank {rank} cannot use {self.directory} for checkpoints: {why}.\n"
-                f"Pass a checkpoint_dir that no other job uses, on a file system that all hosts share, to which this "
-                f"user can write."
+                f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
             )
 
         agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, failed)

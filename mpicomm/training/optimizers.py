@@ -68,7 +68,7 @@ def schedule_of(scheduler: Any, optimizer: torch.optim.Optimizer, schedule: str 
         _check_plateau(scheduler, schedule, monitor)
         return ON_METRIC
     if monitor is not None:
-        got = None if scheduler is None else type(scheduler).__name__
+        got = "scheduler=None" if scheduler is None else type(scheduler).__name__
         raise ValueError(f"monitor={monitor!r} requires a ReduceLROnPlateau scheduler, got {got}.\nOmit monitor.")
     if scheduler is not None:
         _check_scheduler(scheduler)

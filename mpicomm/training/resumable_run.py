@@ -1,4 +1,4 @@
-"""What makes a run resumable: its checkpoints, and the stop of all ranks between two steps when a rank requests it."""
+"""Checkpoints, resumption and the stop vote of a training run."""
 
 from __future__ import annotations
 

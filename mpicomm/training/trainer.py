@@ -137,7 +137,7 @@ class Trainer:
                 ReduceLROnPlateau steps after each epoch and its evaluation.
             monitor: The metric of an epoch that ReduceLROnPlateau monitors: "loss", "eval_loss" or a name in
                 `metrics`. The default is "eval_loss", or "loss" without eval_data.
-            precision: "float32", "bfloat16" or "float16" (with loss scaling).
+            precision: "float32", "bfloat16" or "bf16", or "float16" or "fp16" (with loss scaling).
             batch_size: Samples per rank in one forward and backward pass. The batch size of a DataLoader takes
                 precedence.
             grad_accum_steps: Batches per optimizer step (gradient accumulation). A step takes `batch_size` x
@@ -164,7 +164,7 @@ class Trainer:
             check_every: Steps between comparisons of the parameters of all ranks (DDP). None disables them.
             stop_margin: Seconds before the end of the allocation (Slurm, PBS, LSF, Flux) at which to save and exit, or
                 half of the remaining time at the start if that is less. None ignores the end of the allocation.
-                Requires checkpoint_dir.
+                Without checkpoint_dir it has no effect.
             progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
             logger: A function that is called on rank 0 with each entry of the metrics file (a dict), or "tensorboard".
             rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
@@ -265,8 +265,10 @@ class Trainer:
                 checkpoint_dir, it is not raised.
             CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model.
             TrainingError: On a rank whose loss is not finite, or on every rank if the parameters of the ranks differ.
-            TypeError: If the data or a batch have an unsupported type or structure.
-            ValueError: If epochs is not positive, a dataset is empty, or a metric has a wrong shape.
+            TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
+                names.
+            ValueError: If epochs is not positive, a dataset is empty, a metric is not callable or has a wrong shape, or
+                `monitor` is not a metric of an epoch.
         """
         # 1. check the arguments
         POSITIVE.check(epochs, "epochs", "fit")
@@ -306,8 +308,9 @@ class Trainer:
             The means by name, `loss` and the metrics, and `samples`, the number of samples.
 
         Raises:
-            TypeError: If the data or a batch have an unsupported type or structure.
-            ValueError: If a dataset is empty, or a metric has a wrong shape.
+            TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
+                names.
+            ValueError: If a dataset is empty, or a metric is not callable or has a wrong shape.
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
         with contextlib.ExitStack() as stack:

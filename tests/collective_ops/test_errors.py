@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bool key": (lambda: mpicomm.all_reduce({True: 1}), TypeError, "dict keys must be .*, got True"),
     "masked": (lambda: mpicomm.all_gather(np.ma.masked_array([1, 2], [0, 1])), TypeError, "expected a plain numpy"),
     "read-only": (lambda: mpicomm.all_reduce(read_only(), inplace=True), ValueError, "is read-only"),
-    "unpicklable": (lambda: mpicomm.all_gather_object(lambda: 1), TypeError, "cannot be pickled"),
+    "unpicklable": (lambda: mpicomm.all_gather_object(lambda: 1), TypeError, "can be pickled, got a function"),
     "local class": (lambda: mpicomm.all_gather(in_a_function()), TypeError, "not within a function"),
     "object array": (lambda: mpicomm.all_reduce(np.array([object()])), TypeError, "cannot be converted"),
     "sparse": (lambda: mpicomm.all_reduce(torch.eye(3).to_sparse()), TypeError, "to_dense"),
@@ -204,11 +204,13 @@ def test_a_broadcast_of_nothing(world: mpicomm.World) -> None:
             mpicomm.broadcast(None, async_op=is_async).wait()
         with pytest.raises((TypeError, MpicommError), match="got a str"):
             mpicomm.broadcast("text" if world.rank == 0 else None, async_op=is_async).wait()
-        with pytest.raises((TypeError, MpicommError), match="cannot be pickled"):
+        with pytest.raises((TypeError, MpicommError), match="object that can be pickled, got a function"):
             mpicomm.broadcast_object((lambda: 1) if world.rank == 0 else None, async_op=is_async).wait()
         given = torch.ones(3) if world.rank == 0 else None
         with pytest.raises((ValueError, MpicommError), match=r"data and out= differ|different arguments"):
             mpicomm.broadcast(given, out=torch.ones(2), async_op=is_async).wait()
+        with pytest.raises((TypeError, MpicommError), match="got a str"):
+            mpicomm.broadcast("text" if world.rank == 0 else None, out=torch.ones(2), async_op=is_async).wait()
         with pytest.raises((ValueError, MpicommError), match="one item for each"):
             mpicomm.scatter([1] * (world.size + 1) if world.rank == 0 else None, async_op=is_async).wait()
     assert mpicomm.broadcast(3 if world.rank == 0 else None) == 3

@@ -462,6 +462,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
+        "collective_ops/collectives.py",
+        old='taken = pytree.or_error(partial(pytree.take, data, "broadcast")) if is_source',
+        new='taken = pytree.take(data, "broadcast") if is_source',
+        fault="The other ranks wait for a rank whose data cannot be broadcast into out=.",
+        tests="tests/collective_ops/test_errors.py -k test_a_broadcast_of_nothing",
+        ranks=4,
+    ),
+    Mutant(
         "collective_ops/data_movement.py",
         old="return [torch.stack(of_leaf).sum(0) for of_leaf in zip(*shares, strict=True)]",
         new="return [torch.stack(of_leaf).mean(0) for of_leaf in zip(*shares, strict=True)]",

@@ -77,7 +77,7 @@ OTHER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         (plateau(), "step", None, ValueError, r'schedule="step" cannot be used with ReduceLROnPlateau'),
         (plateau(mode="max"), None, None, ValueError, r"mode='max'.*\nPass the metric: Trainer\(..., monitor="),
         (STEP_LR, None, "loss", ValueError, "monitor='loss' requires a ReduceLROnPlateau scheduler, got StepLR"),
-        (None, None, "loss", ValueError, "monitor='loss' requires a ReduceLROnPlateau scheduler, got None"),
+        (None, None, "loss", ValueError, "monitor='loss' requires a ReduceLROnPlateau scheduler, got scheduler=None"),
         (lr_scheduler.StepLR, None, None, TypeError, r"scheduler must have step\(\), .*, got a class"),
         ("cosine", None, None, TypeError, r"got a str without step\(\)"),
         (OfTime(), None, None, TypeError, r"does not support OfTime: its step\(\) requires 'epoch'"),
