@@ -71,8 +71,13 @@ class Job:
     result: concurrent.futures.Future[Outcome]
 
     def wait_until_begun(self) -> None:
-        begun = self.folder / "begun"
-        processes.wait_until(lambda: begun.exists() or self.result.done(), BEGUN_SECONDS, f"{self.case} has begun")
+        """Wait until the run trains, and, if it is restarted, until it has saved a checkpoint."""
+        awaited = ["begun", *(["checkpoints/step-*/COMPLETE"] if self.case.fault == RESTARTED else [])]
+
+        def has_begun() -> bool:
+            return all(any(self.folder.glob(each)) for each in awaited) or self.result.done()
+
+        processes.wait_until(has_begun, BEGUN_SECONDS, f"{self.case} has begun")
         assert not self.result.done(), f"{self.case}: {self.result.result()}"
 
 
