@@ -473,12 +473,15 @@ def test_a_completed_work_has_the_value_of_its_future(group: Group, monkeypatch:
         complete(work, future)
 
     monkeypatch.setattr(QueuedWork, "_complete", slowly)
-    for _ in range(3):
+    for waits in (True, False, True, False):
         work = dist.all_reduce(torch.ones(3), group=group.handle, async_op=True)
         assert work is not None
         future = work.get_future()
-        while not work.is_completed():
-            time.sleep(0.001)
+        if waits:
+            work.wait()
+        else:
+            while not work.is_completed():
+                time.sleep(0.001)
         assert torch.equal(future.value()[0], torch.full((3,), float(group.size)))
 
 

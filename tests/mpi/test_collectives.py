@@ -327,16 +327,16 @@ def test_views_that_torch_conjugates_or_negates_when_they_are_read(group: Group,
 
 
 def test_a_tensor_that_a_functional_collective_still_fills(group: Group, groups: dict[str, Group]) -> None:
-    """Another group fills it, in which rank 0 is late."""
+    """The same group fills it, or another one, in which rank 0 is late."""
     from torch.distributed._functional_collectives import all_reduce
 
-    filling = groups["copy"]
-    if filling.rank == 0:
-        time.sleep(0.1)
-    pending = all_reduce(torch.ones(3), "sum", filling.handle)
-    result = torch.empty(3)
-    dist.reduce_scatter(result, [pending] * group.size, group=group.handle)
-    assert torch.equal(result, torch.full((3,), float(filling.size * group.size)))
+    for filling in (group, groups["copy"]):
+        if filling.rank == 0:
+            time.sleep(0.1)
+        pending = all_reduce(torch.ones(3), "sum", filling.handle)
+        result = torch.empty(3)
+        dist.reduce_scatter(result, [pending] * group.size, group=group.handle)
+        assert torch.equal(result, torch.full((3,), float(filling.size * group.size)))
 
 
 @on_groups("world", "parity", "debug")
