@@ -27,7 +27,7 @@ from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
-from mpicomm.watchdog.rank_0_monitor import MAX_REPORTERS, RESPONSE_SECONDS, Rank0Monitor, cause_of_loss
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, MAX_REPORTERS, RESPONSE_SECONDS, Rank0Monitor, cause_of_loss
 from mpicomm.watchdog.rank_exit import RankExit
 
 T = TypeVar("T")
@@ -399,18 +399,18 @@ class Watchdog:
         if self._coordinator is not None or self._term_at < math.inf:
             return
         if cause := self._rank_0.cause_of_abort():
-            self._abort_alone(cause)
+            self._abort_alone(cause, f"\n{DEATH_REMEDY}" if self._rank_0.is_lost else "")
         if cause := self._rank_0.cause_of_report():
             self.print_report(f"[mpicomm] possible hang: {cause}.\n{self._own_row()}")
             self._write_files()
 
-    def _abort_alone(self, cause: str) -> None:
+    def _abort_alone(self, cause: str, remedy: str = "") -> None:
         """Abort the job in place of rank 0; does not return."""
         self._exit_at = time.monotonic() + _ENDED_SECONDS
         self._write_files()
         self._kill_unresponsive_processes()
         if self.place.rank <= MAX_REPORTERS:
-            self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}")
+            self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self.abort(1)
 

@@ -74,8 +74,9 @@ def start_watchdog(
         if comm.rank == 0:
             rank, text = failed[0]
             warnings.warn(
-                f"out-of-band channel unavailable: {len(failed)} of {comm.size} ranks cannot connect to their "
-                f"hub (first: rank {rank} to {text}). The job continues, but cannot report dead ranks or hangs.\n"
+                f"out-of-band channel unavailable: {len(failed)} of {comm.size} ranks cannot connect to the "
+                f"watchdog of another rank (first: rank {rank} to {text}). The job continues, but cannot report dead "
+                f"ranks or hangs.\n"
                 f"Open the ports between the nodes, or set MPICOMM_INTERFACE to a network with open ports.",
                 stacklevel=2,
             )

@@ -14,6 +14,7 @@ from typing import Protocol
 from mpicomm.watchdog import hang_report, protocol
 from mpicomm.watchdog.hang_report import ExitedRank, Row
 from mpicomm.watchdog.protocol import COLLECT_SECONDS, Message, NotResponding, RankStatus, Status
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
@@ -21,6 +22,9 @@ _SENDING_SECONDS = 60.0  # or this long (at most the hang limit) if the sender h
 _LAUNCHER_SECONDS = 2.0  # time for the launcher to end the job itself, with the dead rank's own status
 _REPORTER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
 _DUMP_SECONDS = 0.5  # time for the ranks to write their dump files
+
+_EXIT_REMEDY = "os._exit skips what ends a job: return from the program, or call sys.exit()."
+_SIGTERM_REMEDY = "Check who sent it: the scheduler (preemption, a limit of that host) or a kill of that process alone."
 
 
 class Actions(Protocol):
@@ -111,8 +115,8 @@ class Coordinator:
             case protocol.RankExited():
                 self._receive_exit(message, now)
             case protocol.ExitingAtOnce():
-                text = f"{self._name([message.rank])} called os._exit({message.status})"
-                self._abort(text, _LAUNCHER_SECONDS, now)
+                what = f"called os._exit({message.status})"
+                self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=_EXIT_REMEDY)
                 self._actions.send(protocol.Acknowledgement(message.rank))
             case protocol.RankTerminated():
                 self._terminated.add(message.rank)
@@ -269,7 +273,10 @@ class Coordinator:
     def _row(self, rank: int, status: Status | None, now: float) -> Row:
         if status is None:
             hub = self._hubs[rank]
-            return NotResponding(COLLECT_SECONDS, "" if hub in (rank, 0) else f"its hub, rank {hub}, does not respond")
+            return NotResponding(
+                COLLECT_SECONDS,
+                "" if hub in (rank, 0) else f"rank {hub}, which forwards its messages, does not respond",
+            )
         if rank in self._exits and isinstance(status, RankStatus):
             return ExitedRank(self._exits[rank].status, now - self._exit_times[rank])
         return status
@@ -290,38 +297,37 @@ class Coordinator:
         report = self._exits.get(message.rank)
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
-        what = f"died: {message.reason}"
+        what, remedy = f"died: {message.reason}", DEATH_REMEDY
         if message.rank in self._terminated:
-            what = "was terminated by SIGTERM, which rank 0 did not receive"
-        self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now)
+            what, remedy = "was terminated by SIGTERM, which rank 0 did not receive", _SIGTERM_REMEDY
+        self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:
         is_one = len(absent) == 1
         phrase = f"{'has' if is_one else 'have'} exited, but other ranks wait for {'it' if is_one else 'them'}"
         status = self._exits[absent[0]].status
-        text = f"{self._name(absent)} {phrase}; aborting the job\n{self._table(rows)}"
-        self._abort(text, _DUMP_SECONDS, now, status or 1)
+        self._abort(f"{self._name(absent)} {phrase}", _DUMP_SECONDS, now, status or 1, self._table(rows))
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Row], now: float) -> None:
         what = f"timed out after {late.timeout:g} s in {hang_report.operation(late.operation)}"
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
-        summary = f"{self._name([late.rank])} {what}"
-        summary += f"; not responding: {self._name(silent)}" if silent else ""
-        text = f"{self._name([late.rank])} {what}; aborting the job\n{self._table(rows)}\n{late.files}"
-        self._abort(text, _DUMP_SECONDS, now, summary=summary)
+        cause = f"{self._name([late.rank])} {what}"
+        cause += f"; not responding: {self._name(silent)}" if silent else ""
+        self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}")
 
-    def _abort(self, cause: str, seconds: float, now: float, status: int = 1, summary: str = "") -> None:
+    def _abort(self, cause: str, seconds: float, now: float, status: int = 1, details: str = "") -> None:
         """Print the cause, and abort the job after some seconds; the first cause counts.
 
         Args:
-            summary: The cause in one line, for `mpicomm run`; empty for the first line of the cause.
+            cause: In one line, also for `mpicomm run`.
+            details: Further lines.
         """
         if self.is_ending:
             return
         self._status = status
-        self._report_failure(summary or cause.partition("\n")[0])
+        self._report_failure(cause)
         if self._actions.claim():
-            self._actions.print_report(f"[mpicomm] {cause}")
+            self._actions.print_report("\n".join(filter(None, [f"[mpicomm] {cause}; aborting the job", details])))
             self._schedule_abort(now + seconds, files=True)
         else:
             self._schedule_abort(now + _REPORTER_SECONDS, files=False)  # another rank reports the cause and aborts

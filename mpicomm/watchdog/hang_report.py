@@ -124,6 +124,6 @@ def _position(row: Row, host: str) -> tuple[str, float]:
         return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0
     at = f"at {row.main}" if row.main else "its main thread has ended, other threads are running"
     if row.last is None:
-        return f"in no operation, none called yet; {at}", 0.0
+        return f"not in an operation, none called yet; {at}", 0.0
     last = f"last called {_SECONDS} ago: {operation(row.last)}, at {row.last.where}"
-    return f"in no operation; {at}; {last}", row.last.called
+    return f"not in an operation; {at}; {last}", row.last.called

@@ -111,7 +111,7 @@ class RankStatus(Message):
 
 @dataclass(frozen=True)
 class NotResponding(Message):
-    """What a hub reports in place of the status of a rank that does not answer."""
+    """The report of a hub in place of the status of a rank that does not answer."""
 
     seconds: float
     state: str

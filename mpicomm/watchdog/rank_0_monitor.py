@@ -17,6 +17,11 @@ RESPONSE_SECONDS = 1.5 * COLLECT_SECONDS
 MAX_REPORTERS = 8
 """How many ranks may report in place of rank 0."""
 
+DEATH_REMEDY = (
+    "Check the output of that rank, and the kernel's log of its host (dmesg): out of memory, hardware errors."
+)
+"""The next step after the death of a rank."""
+
 _TURN_SECONDS = 2.0  # delay of each of them after the previous one
 _UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 
@@ -41,6 +46,11 @@ class Rank0Monitor:
         """Seconds that this rank waits for other ranks to act in place of rank 0."""
         behind = 0.0 if self._place.hub == 0 else COLLECT_SECONDS
         return turn_of(self._place.rank) + behind
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection to the hub is lost."""
+        return self._lost is not None
 
     @property
     def is_silent(self) -> bool:

@@ -13,7 +13,7 @@ _TAKE_DOWN_SECONDS = 60.0  # time limit for destroying each process group once a
 
 
 class RankExit:
-    """What one rank has reported about its exit, and rank 0's report that all ranks have exited."""
+    """The reports of one rank about its exit, and rank 0's report that all ranks have exited."""
 
     def __init__(self, rank: int, report: Callable[[RankExited], None]) -> None:
         """Create the record.

@@ -415,9 +415,9 @@ _CAUSE = re.compile(
     r"(failed; aborting|died:|called os|was terminated by|has exited|have exited|timed out after|has not responded)"
     r"|mpicomm\.MismatchError: "
 )
-_ROW = re.compile(r" +(ranks? [\d, -]+?)(?: +|: #\d+ )(not responding|died|exited|(?:in )?[a-z_]+)")
+_ROW = re.compile(r" +(ranks? [\d, -]+?)(?: +|: #\d+ )(not responding|died|exited|not in|(?:in )?[a-z_]+)")
 _TIMED_OUT = "TimeoutError: barrier #"  # the error of a barrier that timed out; the other ranks end the job
-_IS_ELSEWHERE = {"not responding", "died", "exited", "in no"}
+_IS_ELSEWHERE = {"not responding", "died", "exited", "not in"}
 
 
 def _lines_of_ours(stderr: str) -> list[str]:

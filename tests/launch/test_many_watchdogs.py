@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY
 from tests.launching import run_alone, run_command
 
 SIZE, PER_NODE = 40, 5
@@ -41,7 +42,7 @@ def test_a_hang_is_reported_with_the_ranks_of_all_nodes(figures: dict[str, Any])
     found = rows(figures["report_text"])
     assert list(found) == ["ranks 1-39", "rank 0"]
     assert found["ranks 1-39"].strip().startswith("in all_reduce #1, float32[1024], at many_watchdogs.py:")
-    assert found["rank 0"].strip().startswith("in no operation, none called yet; at many_watchdogs.py:")
+    assert found["rank 0"].strip().startswith("not in an operation, none called yet; at many_watchdogs.py:")
 
 
 def test_a_rank_that_is_stopped_is_named_by_its_hub(figures: dict[str, Any]) -> None:
@@ -55,7 +56,8 @@ def test_a_rank_that_is_stopped_is_named_by_its_hub(figures: dict[str, Any]) -> 
 @pytest.mark.parametrize(("name", "rank", "node"), [("leaf", 38, 7), ("hub", 35, 7)])
 def test_a_rank_that_is_killed_is_named_once(figures: dict[str, Any], name: str, rank: int, node: int) -> None:
     printed, ended = figures["ends"][name]
-    assert printed == [[0, f"[mpicomm] rank {rank} of {SIZE} on node{node} died: {CAUSE}"]]
+    text = f"[mpicomm] rank {rank} of {SIZE} on node{node} died: {CAUSE}; aborting the job\n{DEATH_REMEDY}"
+    assert printed == [[0, text]]
     assert ended == [[0, 1]]
 
 

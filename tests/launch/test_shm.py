@@ -60,7 +60,7 @@ MISSING = ways.Way(
     "a rank that never arrives",
     "time.sleep(600)",
     ways.DEADLINE,
-    r"timed out after \d+ s in all_reduce #4[\s\S]*?\n  rank {rank} +in no operation; at <string>",
+    r"timed out after \d+ s in all_reduce #4[\s\S]*?\n  rank {rank} +not in an operation; at <string>",
 )
 
 

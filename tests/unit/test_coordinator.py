@@ -27,6 +27,7 @@ from mpicomm.watchdog.protocol import (
     TimedOut,
     WaitEnded,
 )
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY
 
 SIZE = 4
 HANG_SECONDS = 60.0
@@ -171,11 +172,16 @@ def status_of(sequence: int = 42, **changes: Any) -> RankStatus:
 # -- dead ranks ------------------------------------------------------------------------------------------------------
 
 
+def died(rank: int, reason: str = "killed") -> str:
+    """Return the report of a rank's death."""
+    return f"[mpicomm] rank {rank} of {SIZE} on node0 died: {reason}; aborting the job\n{DEATH_REMEDY}"
+
+
 def test_a_rank_that_died_is_named_once_and_ends_the_job() -> None:
     court = Court()
     for _ in range(3):
         court.lose(2, "its process has ended")
-    assert court.hands.printed == ["[mpicomm] rank 2 of 4 on node0 died: its process has ended"]
+    assert court.hands.printed == [died(2, "its process has ended")]
     assert court.hands.to_all == [JobEnding(files=True)]
     assert court.hands.claims == 1
 
@@ -212,7 +218,7 @@ def test_the_first_of_many_deaths_is_the_cause() -> None:
     court = Court()
     for rank in (3, 1, 2):
         court.lose(rank)
-    assert court.hands.printed == ["[mpicomm] rank 3 of 4 on node0 died: killed"]
+    assert court.hands.printed == [died(3, "killed")]
     assert court.hands.kinds() == [JobEnding]
 
 
@@ -228,14 +234,16 @@ def test_a_rank_that_left_and_waits_for_the_others_can_die() -> None:
     court = Court()
     court.leave(2)
     court.lose(2)
-    assert court.hands.printed == ["[mpicomm] rank 2 of 4 on node0 died: killed"]
+    assert court.hands.printed == [died(2, "killed")]
 
 
 def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement() -> None:
     court = Court()
     court.receive(protocol.ExitingAtOnce(2, 3))
     court.lose(2)
-    assert court.hands.printed == ["[mpicomm] rank 2 of 4 on node0 called os._exit(3)"]
+    assert court.hands.printed == [
+        f"[mpicomm] rank 2 of 4 on node0 called os._exit(3); aborting the job\n{coordinators._EXIT_REMEDY}"
+    ]
     assert court.hands.to_one == [Acknowledgement(2)]
     court.tick(LAUNCHER)
     assert court.hands.aborts == [1]
@@ -262,7 +270,8 @@ def test_a_rank_that_got_sigterm_and_then_died_is_named_so() -> None:
     assert court.hands.to_all == []
     court.lose(2)
     assert court.hands.printed == [
-        "[mpicomm] rank 2 of 4 on node0 was terminated by SIGTERM, which rank 0 did not receive"
+        "[mpicomm] rank 2 of 4 on node0 was terminated by SIGTERM, which rank 0 did not receive; aborting the job\n"
+        + coordinators._SIGTERM_REMEDY
     ]
 
 
@@ -304,7 +313,7 @@ def test_a_death_matters_more_than_a_report_in_progress() -> None:
     court.answer(*range(SIZE))
     court.lose(2)
     court.tick(COLLECT_SECONDS + 1)
-    assert court.hands.printed == ["[mpicomm] rank 2 of 4 on node0 died: killed"]
+    assert court.hands.printed == [died(2, "killed")]
     assert court.hands.aborts == [1]
 
 
@@ -779,7 +788,7 @@ def test_ranks_of_a_hub_that_does_not_reply_are_shown_as_such() -> None:
     assert court.hands.printed[0].splitlines()[1:-1] == [
         "  ranks 0, 1  in all_reduce #42, float32[1024], at train.py:88, for 61 s",
         "  rank 2      not responding for 4 s on node1",
-        "  rank 3      not responding for 4 s on node1: its hub, rank 2, does not respond",
+        "  rank 3      not responding for 4 s on node1: rank 2, which forwards its messages, does not respond",
     ]
 
 
@@ -806,7 +815,7 @@ def test_a_rank_whose_wait_timed_out_gets_the_missing_ranks() -> None:
     court.tick()
     assert court.hands.to_one == [
         Acknowledgement(1),
-        MissingAnswer(1, 7, "2", "  rank 2  in no operation, none called yet; at train.py:12"),
+        MissingAnswer(1, 7, "2", "  rank 2  not in an operation, none called yet; at train.py:12"),
     ]
     assert (court.hands.printed, court.hands.aborts, court.coordinator.is_ending) == ([], [], False)
 

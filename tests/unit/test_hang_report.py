@@ -180,17 +180,17 @@ def test_of_several_operations_the_longest_is_shown() -> None:
 
 def test_a_rank_in_no_operation_is_shown_with_its_last() -> None:
     assert table_of(outside(last=operation_text(name="barrier", dtype="", called=12.4))) == [
-        "  rank 0  in no operation; at train.py:90; last called 12 s ago: barrier #42, at train.py:88"
+        "  rank 0  not in an operation; at train.py:90; last called 12 s ago: barrier #42, at train.py:88"
     ]
 
 
 def test_a_rank_that_has_called_nothing() -> None:
-    assert table_of(outside()) == ["  rank 0  in no operation, none called yet; at train.py:90"]
+    assert table_of(outside()) == ["  rank 0  not in an operation, none called yet; at train.py:90"]
 
 
 def test_a_rank_whose_program_has_ended() -> None:
     assert table_of(outside(main="")) == [
-        "  rank 0  in no operation, none called yet; its main thread has ended, other threads are running"
+        "  rank 0  not in an operation, none called yet; its main thread has ended, other threads are running"
     ]
 
 
