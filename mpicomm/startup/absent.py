@@ -122,6 +122,12 @@ def _remedy(waiting: Waiting, waiting_ranks: set[int]) -> list[str]:
             "This program comes from standard input, which mpirun passes to rank 0 only. Save it to a file and start",
             f"  mpirun -n {waiting.size or 'N'} python FILE",
         ]
+    if len(waiting_ranks) == waiting.size:
+        return [
+            limit,
+            "Check that MPI works without mpicomm, with the same launcher and hosts:",
+            f"  mpirun -n {waiting.size} python -m mpi4py.bench helloworld",
+        ]
     return [
         limit,
         "Check that every rank runs this program, and that no rank exits or blocks before mpicomm.bootstrap().",

@@ -63,6 +63,11 @@ def test_it_reports_the_known_facts(changes: dict[str, Any], ranks: list[int], l
     assert line in report_of([process(rank) for rank in ranks], **changes)
 
 
+def test_if_all_ranks_wait_the_next_step_is_a_program_without_mpicomm() -> None:
+    assert report_of([process(rank) for rank in range(4)])[-1] == "  mpirun -n 4 python -m mpi4py.bench helloworld"
+    assert "mpi4py.bench" not in report_of([process(rank) for rank in range(3)])[-1]
+
+
 def test_without_sizes_there_is_no_guess() -> None:
     lines = report_of([process(0)], size=None, local_size=None)
     assert lines[0].startswith("[mpicomm] rank 0 on node1 has waited 30 s")
