@@ -116,7 +116,7 @@ class GroupState:
         return TimeoutError(
             f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
             f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
-            f"Check what the missing ranks are doing, or increase the timeout of the operation."
+            f"Check that the missing ranks call the operation too, or increase its timeout."
         )
 
     def has_outstanding(self) -> bool:

@@ -52,7 +52,7 @@ class MonitoredBarrier:
             ranks = ", ".join(map(str, missing))
             raise RuntimeError(
                 f"{'Ranks' if names_all else 'Rank'} {ranks} failed to pass monitoredBarrier in {seconds:g} s.\n"
-                f"Check what they are doing, or increase the timeout."
+                f"Check that every rank calls monitored_barrier, or increase the timeout."
             )
         for rank in range(1, self._comm.size):
             self._announce(rank)

@@ -1,4 +1,4 @@
-"""Where `mpicomm run` listens for rank 0 of the jobs that it has started, and what they have reported.
+"""The socket on which `mpicomm run` listens for rank 0 of the jobs that it has started, and their reports.
 
 A launch usually forms one job. It forms none if the program never calls `bootstrap()`, one after the other if the
 program calls `shutdown()` and `bootstrap()` again, and several at a time with `bootstrap(comm=...)`.
@@ -25,7 +25,7 @@ _TOKEN_BYTES = 16
 
 
 class Job:
-    """What rank 0 of one job has reported."""
+    """The reports of rank 0 of one job."""
 
     def __init__(self, hosts: Mapping[str, str]) -> None:
         """Create the record.

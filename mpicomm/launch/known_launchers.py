@@ -13,7 +13,7 @@ COMPARED = ("rank", "size", "local_rank", "local_size")
 """The facts that `detect` compares with MPI."""
 
 FACTS = (*COMPARED, "node_rank", "num_nodes", "master_addr", "master_port")
-"""What a launcher may pass to a rank, as `Launcher` and `World` name it."""
+"""The facts that a launcher may pass to a rank, with the names of the fields of `Launcher` and `World`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ NARROW_FLOATS = (torch.bfloat16, torch.float16)
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER = range(8)
 DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
 LINE_BYTES = 128
-"""What a rank publishes in the shared memory about an operation."""
+"""The size of the record of an operation that each rank publishes in the shared memory."""
 
 
 HEADER = 64

@@ -1,4 +1,4 @@
-"""What the job scripts of all schedulers share, and `Scheduler`, the description of one."""
+"""The common parts of the job scripts of all schedulers, and `Scheduler`, the description of one."""
 
 from __future__ import annotations
 
