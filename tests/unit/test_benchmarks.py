@@ -312,6 +312,24 @@ def found_in(results: dict[str, dict[str, Any]], **options: bool) -> dict[str, R
     return {each.what: each for each in found}
 
 
+def test_the_fastest_row_of_all_runs_counts_and_wrong_elements_of_each() -> None:
+    runs = [
+        {
+            "ranks": 2,
+            "rows": [{"backend": "mpi", "us": 5.0, "wrong": 1}, {"backend": "gloo", "us": 7.0, "wrong": None}],
+        },
+        {
+            "ranks": 2,
+            "rows": [{"backend": "mpi", "us": 4.0, "wrong": 0}, {"backend": "gloo", "us": 8.0, "wrong": None}],
+        },
+    ]
+    assert ratios.fastest(runs) == {
+        "ranks": 2,
+        "rows": [{"backend": "mpi", "us": 4.0, "wrong": 1}, {"backend": "gloo", "us": 7.0, "wrong": 0}],
+    }
+    assert ratios.fastest([{"milliseconds": 3.0}, {"milliseconds": 2.0}]) == {"milliseconds": 3.0}
+
+
 def test_the_ratios_are_of_figures_measured_side_by_side() -> None:
     small, speed = "of 4 B and 1 KiB, the worst: mpicomm - mpi4py, us", "mpi4py / mpicomm"
     found = found_in(measured(), with_deepspeed=True)
