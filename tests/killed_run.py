@@ -1,7 +1,8 @@
 """Runs a command, and waits until all processes whose command line contains a text have ended.
 
-`python -m tests.struck PID_FILE TEXT SECONDS COMMAND...` writes the pid of the command to PID_FILE, and exits with the
-command's status, or with 128 + n after signal n. It prints the processes that are left after SECONDS, and kills them.
+`python -m tests.killed_run PID_FILE TEXT SECONDS COMMAND...` writes the pid of the command to PID_FILE, and exits with
+the command's status, or with 128 + n after signal n. It prints the processes that are left after SECONDS, and kills
+them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ WARNINGS = [name for name in KILLS if "KILL" not in name]
 """The signals after which there is time for a checkpoint."""
 
 
-def strike(folder: Path, name: str) -> None:
+def send_signal(folder: Path, name: str) -> None:
     """Send one of the signals."""
     number, target = KILLS[name]
     os.kill(target(folder), number)
@@ -83,7 +84,7 @@ def _with(text: str) -> dict[int, str]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # the process has ended
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if text in line and "tests.struck" not in line:
+            if text in line and "tests.killed_run" not in line:
                 found[int(path.parent.name)] = line
     return found
 

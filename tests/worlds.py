@@ -14,10 +14,10 @@ from tests import nodes
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-GENERAL = ("world", "mpi", "alone", "parity", "staged", "debug")
+MAIN_KINDS = ("world", "mpi", "alone", "parity", "staged", "debug")
 """The groups that differ in the path of all operations."""
 
-KINDS = [*GENERAL, *nodes.KINDS]
+KINDS = [*MAIN_KINDS, *nodes.KINDS]
 """The groups on which the tests of the backend run; `nodes.KINDS` differ in reductions, all_gather and broadcast."""
 
 

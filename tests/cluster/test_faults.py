@@ -32,7 +32,7 @@ End = tuple[Outcome, float]
 LOST: dict[Fault, str] = {hosts.cut: "node2", hosts.kill: "node3"}
 
 
-def strike(cluster: Cluster, fault: Fault, lost: str, begun: list[Path]) -> float:
+def inject(cluster: Cluster, fault: Fault, lost: str, begun: list[Path]) -> float:
     """Inject a fault into a host once all jobs have begun there; return the time of the fault."""
     processes.wait_until(lambda: all(path.exists() for path in begun), SECONDS, "the training has begun")
     fault(cluster.layout, lost)
@@ -57,11 +57,11 @@ def ends(cluster: Cluster, open_mpi: Flavour, mpich: Flavour) -> dict[tuple[Faul
                 step = ["srun", f"--nodelist={LEFT},{lost}", "--kill-on-bad-exit=1", f"--mpi={flavour.srun_type}"]
                 job = fault, flavour.vendor
                 jobs[job] = pool.submit(train, cluster, begun[job], *step, flavour.python)
-        strikes = {
-            fault: pool.submit(strike, cluster, fault, lost, [path for job, path in begun.items() if job[0] is fault])
+        injected = {
+            fault: pool.submit(inject, cluster, fault, lost, [path for job, path in begun.items() if job[0] is fault])
             for fault, lost in LOST.items()
         }
-        found = {job: (end.result(), end.result().ended - strikes[job[0]].result()) for job, end in jobs.items()}
+        found = {job: (end.result(), end.result().ended - injected[job[0]].result()) for job, end in jobs.items()}
     # The ranks on the disconnected host must exit by themselves: no other process can end them.
     processes.wait_until(lambda: not ranks(cluster), DEADLINE, "the ranks end on every host")
     hosts.kill(cluster.layout, LOST[hosts.cut])  # there, Slurm's own processes wait for the network
@@ -119,9 +119,9 @@ def test_a_host_dies_under_mpirun(cluster: Cluster, flavour: Flavour) -> None:
     launcher = [*flavour.mpiexec, *flavour.keep("MPICOMM_DUMP_DIR"), "--host", "node3,node4", "-n", 2, flavour.python]
     begun = cluster.folder() / "begun"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        striking = pool.submit(strike, cluster, hosts.kill, "node4", [begun])
+        injection = pool.submit(inject, cluster, hosts.kill, "node4", [begun])
         outcome = train(cluster, begun, *launcher)
-        assert outcome.ended - striking.result() < DEADLINE, outcome
+        assert outcome.ended - injection.result() < DEADLINE, outcome
     assert "came through" not in outcome.stdout, outcome
     if flavour.vendor == "Open MPI":  # its launcher exits with status 0
         pattern = r"Remote (host: +|daemon: .* on node )node4"

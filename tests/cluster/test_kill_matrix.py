@@ -18,8 +18,8 @@ import pytest
 from tests.cluster import hosts, processes
 from tests.cluster.layout import ROOT
 from tests.cluster.running import Cluster, Flavour
+from tests.killed_run import KILLS, LEFT, WARNINGS, send_signal
 from tests.launching import Outcome
-from tests.struck import KILLS, LEFT, WARNINGS, strike
 
 SLOW = "tests.slow_run"
 BEGUN_SECONDS = 300.0
@@ -95,7 +95,7 @@ def allocate(cluster: Cluster, names: tuple[str, str]) -> dict[str, str]:
 def start(cluster: Cluster, case: Case, python: Path, folder: Path, slurm: dict[str, str]) -> Outcome:
     environ = {"MPICOMM_HOST_TIMEOUT": "10", **(slurm if case.launcher == "srun" else {})}
     place = ["--hosts", ",".join(f"{name}:1" for name in case.hosts)] if case.launcher == "mpirun" else []
-    wait = [python, "-m", "tests.struck", folder / "pid", f"{SLOW} {folder}", GONE_SECONDS]
+    wait = [python, "-m", "tests.killed_run", folder / "pid", f"{SLOW} {folder}", GONE_SECONDS]
     restarts = ["--max-restarts", 2, "--nnodes", "1:2"] if case.fault == RESTARTED else []
     steps = [STEPS] if restarts else []
     run = [python, "-m", "mpicomm", "run", "--grace-period", 60, *restarts, *place, "-m", SLOW, folder, *steps]
@@ -117,7 +117,7 @@ def run_cases(cluster: Cluster, cases: list[Case], python: dict[str, Path]) -> d
             job.wait_until_begun()
         for job in jobs:
             if job.case.fault in KILLS:
-                strike(job.folder, job.case.fault)
+                send_signal(job.folder, job.case.fault)
         for fault in {HOST_FAULTS[case.fault] for case in cases if case.fault in HOST_FAULTS}:
             fault(cluster.layout, PARTNERS[fault])
         return {job.case: (job.folder, job.result.result()) for job in jobs}

@@ -14,8 +14,8 @@ import pytest
 
 from tests.cluster import processes
 from tests.failures import ways
+from tests.killed_run import KILLS, LEFT, WARNINGS, send_signal
 from tests.launching import Outcome, run_command
-from tests.struck import KILLS, LEFT, WARNINGS, strike
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
 SLOW = "tests.slow_run"
@@ -23,16 +23,16 @@ BEGUN_SECONDS = 150.0
 GONE_SECONDS = 40.0
 
 
-def struck(folder: Path, name: str) -> Outcome:
+def run_killed(folder: Path, name: str) -> Outcome:
     """Run a training that one signal ends."""
     folder.mkdir()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        command = [sys.executable, "-m", "tests.struck", str(folder / "pid"), f"{SLOW} {folder}", str(GONE_SECONDS)]
+        command = [sys.executable, "-m", "tests.killed_run", str(folder / "pid"), f"{SLOW} {folder}", str(GONE_SECONDS)]
         job = pool.submit(run_command, [*command, *RUN, "-n", "2", "-m", SLOW, str(folder)], timeout=300)
         begun = folder / "begun"
         processes.wait_until(lambda: begun.exists() or job.done(), BEGUN_SECONDS, "the training has begun")
         assert not job.done(), job.result()
-        strike(folder, name)
+        send_signal(folder, name)
         return job.result()
 
 
@@ -41,7 +41,7 @@ def _ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Out
     """The ends of all jobs, which run at the same time, since they mostly wait."""
     folders = {name: tmp_path_factory.mktemp("kill") / name.replace(" ", "-") for name in KILLS}
     with concurrent.futures.ThreadPoolExecutor(len(KILLS)) as pool:
-        jobs = {name: pool.submit(struck, folder, name) for name, folder in folders.items()}
+        jobs = {name: pool.submit(run_killed, folder, name) for name, folder in folders.items()}
         return {name: (folders[name], job.result()) for name, job in jobs.items()}
 
 
@@ -107,9 +107,9 @@ def signalled(program: str, options: str, kills: str) -> Outcome:
     path.write_text(program)
     command = f"exec {shlex.join(RUN)} -n 2 {options} {path}"
     line = f"""
-        {sys.executable} -m tests.struck pid {path} 20 sh -c {shlex.quote(command)} & struck=$!
-        while ! [ -e up0 -a -e up1 ]; do kill -0 $struck || exit 99; sleep 0.05; done
-        pid=$(cat pid); {kills}; wait $struck
+        {sys.executable} -m tests.killed_run pid {path} 20 sh -c {shlex.quote(command)} & killed=$!
+        while ! [ -e up0 -a -e up1 ]; do kill -0 $killed || exit 99; sleep 0.05; done
+        pid=$(cat pid); {kills}; wait $killed
     """
     return run_command(["bash", "-c", line], timeout=200)
 
@@ -200,7 +200,7 @@ def test_leftover_processes_of_a_failed_program_are_killed(
     command = [
         sys.executable,
         "-m",
-        "tests.struck",
+        "tests.killed_run",
         "pid",
         f"# leftover in {tmp_path}",
         "2",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
 from tests.mpi.test_collectives import MOVED, WHEN, finish
-from tests.worlds import GENERAL, Group, on_groups
+from tests.worlds import MAIN_KINDS, Group, on_groups
 
 WIDTH = 3
 
@@ -38,7 +38,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @WHEN
-@sweep(MOVED, kinds=GENERAL)
+@sweep(MOVED, kinds=MAIN_KINDS)
 def test_even_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     source = torch.cat([block(group.rank, dst, 2, dtype) for dst in range(group.size)])
     output = torch.empty_like(source)
@@ -48,7 +48,7 @@ def test_even_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
-@sweep([torch.float32, torch.bfloat16, torch.complex64, torch.bool], kinds=GENERAL)
+@sweep([torch.float32, torch.bfloat16, torch.complex64, torch.bool], kinds=MAIN_KINDS)
 def test_uneven_parts(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     sends = [rows(group.rank, dst) for dst in range(group.size)]
     receives = [rows(src, group.rank) for src in range(group.size)]
@@ -72,7 +72,7 @@ def test_uneven_parts_with_equal_sums(group: Group) -> None:
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 def test_uneven_parts_on_one_side(group: Group, is_async: bool) -> None:
     """The first rank passes only input sizes, the last rank only output sizes; the omitted sizes equal the defaults."""
     first, last = 0, group.size - 1
@@ -87,7 +87,7 @@ def test_uneven_parts_on_one_side(group: Group, is_async: bool) -> None:
 
 
 @WHEN
-@sweep([torch.float32, torch.float8_e5m2, torch.complex128], kinds=GENERAL)
+@sweep([torch.float32, torch.float8_e5m2, torch.complex128], kinds=MAIN_KINDS)
 def test_lists(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     sources = [block(group.rank, dst, rows(group.rank, dst), dtype) for dst in range(group.size)]
     outputs = [torch.empty(rows(src, group.rank), WIDTH, dtype=dtype) for src in range(group.size)]
@@ -97,7 +97,7 @@ def test_lists(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 def test_lists_of_chunks_are_filled_in_place(group: Group, is_async: bool) -> None:
     source = torch.arange(2 * group.size).float() + 100 * group.rank
     output = torch.empty(2 * group.size)
@@ -112,7 +112,7 @@ def test_lists_of_chunks_are_filled_in_place(group: Group, is_async: bool) -> No
 
 @WHEN
 @pytest.mark.parametrize("length", [1, 50_000])  # MPI may copy a short input during the call
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 def test_the_output_may_be_the_input(group: Group, length: int, is_async: bool) -> None:
     tensor = (torch.arange(group.size).float() + 100 * group.rank).repeat_interleave(length)
     finish(dist.all_to_all_single(tensor, tensor, group=group.handle, async_op=is_async))
@@ -123,7 +123,7 @@ def test_the_output_may_be_the_input(group: Group, length: int, is_async: bool) 
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 def test_strided_tensors(group: Group, is_async: bool) -> None:
     source = (torch.arange(2 * group.size).float() + 100 * group.rank).view(2, group.size).t()
     output = torch.zeros(2, group.size).t()

@@ -12,7 +12,7 @@ from mpicomm.backend import dtypes
 from tests import nodes
 from tests.mpi.sweep import FEW, sweep
 from tests.torches import all_gather_single, reduce_scatter_single
-from tests.worlds import GENERAL, Group, on_groups
+from tests.worlds import MAIN_KINDS, Group, on_groups
 
 pytestmark = pytest.mark.each_torch("collectives")
 
@@ -98,7 +98,7 @@ def test_average(group: Group, dtype: torch.dtype) -> None:
     assert torch.equal(tensor, torch.full((5,), int(mean) if dtype == torch.int32 else mean).to(dtype))
 
 
-@sweep([torch.float16, torch.bfloat16, torch.float32, torch.float64], kinds=GENERAL)
+@sweep([torch.float16, torch.bfloat16, torch.float32, torch.float64], kinds=MAIN_KINDS)
 def test_premultiplied_sum(group: Group, dtype: torch.dtype) -> None:
     source = of_rank(group.rank, dtype)
     tensor, block = source.clone(), torch.empty(5, dtype=dtype)
@@ -198,7 +198,7 @@ def test_all_gather(group: Group, dtype: torch.dtype, is_async: bool) -> None:
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 @pytest.mark.parametrize("rows", [1, 2**17])  # 8 bytes or 1 MiB times the rank
 def test_all_gather_of_uneven_sizes(group: Group, is_async: bool, rows: int) -> None:
     source = torch.full((rows * group.rank, 2), float(group.rank))
@@ -223,7 +223,7 @@ def test_reduce_scatter(group: Group, dtype: torch.dtype, is_async: bool) -> Non
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 def test_gather_and_scatter_with_every_root(group: Group, is_async: bool) -> None:
     for root in range(group.size):
         is_root = group.rank == root

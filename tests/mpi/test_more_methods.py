@@ -17,7 +17,7 @@ from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
 from tests.mpi.test_collectives import MOVED, WHEN, finish
 from tests.torches import all_gather_single, reduce_scatter_single
-from tests.worlds import GENERAL, Group, on_groups
+from tests.worlds import MAIN_KINDS, Group, on_groups
 
 
 def options(kind: str, is_async: bool, **values: object) -> Any:
@@ -128,7 +128,7 @@ def sparse_of(rank: int, dtype: torch.dtype, size: int) -> torch.Tensor:
 
 @WHEN
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PREMUL_SUM"])
-@sweep([torch.float32, torch.bfloat16, torch.complex64, torch.int64], few=[torch.bfloat16], kinds=GENERAL)
+@sweep([torch.float32, torch.bfloat16, torch.complex64, torch.int64], few=[torch.bfloat16], kinds=MAIN_KINDS)
 @pytest.mark.usefixtures("counts")
 def test_sparse_all_reduce(group: Group, dtype: torch.dtype, op: str, is_async: bool) -> None:
     if op == "PREMUL_SUM" and dtype == torch.int64:
@@ -143,7 +143,7 @@ def test_sparse_all_reduce(group: Group, dtype: torch.dtype, op: str, is_async: 
     assert torch.equal(tensor.to_dense(), (expected.trunc() if dtype == torch.int64 else expected).to(dtype))
 
 
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 def test_sparse_without_entries(group: Group) -> None:
     tensor = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (3, 3))
     if group.rank == group.size - 1:
@@ -156,7 +156,7 @@ def test_sparse_without_entries(group: Group) -> None:
 
 
 @WHEN
-@sweep(MOVED, kinds=GENERAL)
+@sweep(MOVED, kinds=MAIN_KINDS)
 @pytest.mark.usefixtures("counts")
 def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool) -> None:
     for root in range(group.size):
@@ -169,7 +169,7 @@ def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 @pytest.mark.usefixtures("counts")
 def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
     """Rank r has r elements; rank 0 has none."""
@@ -185,7 +185,7 @@ def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
 
 
 @WHEN
-@on_groups(*GENERAL)
+@on_groups(*MAIN_KINDS)
 @pytest.mark.usefixtures("counts")
 def test_the_output_may_share_the_memory_of_the_input(group: Group, is_async: bool) -> None:
     flat = torch.zeros(2 * group.size)

@@ -176,25 +176,25 @@ def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
     """Kill all processes of the job when it reaches a point of saving for the `number`-th time."""
     countdown = iter(range(number - 1, -1, -1))
 
-    def strike() -> None:
+    def kill() -> None:
         if next(countdown, 1) == 0:
             for pid in (*[each for each in pids if each != os.getpid()], os.getpid()):
                 os.kill(pid, signal.SIGKILL)
 
     if point == "writing":
         if rank == number % len(pids):
-            _before(dcp.FileSystemWriter, "write_data", lambda *_: threading.Timer(0.001, strike).start())
+            _before(dcp.FileSystemWriter, "write_data", lambda *_: threading.Timer(0.001, kill).start())
     elif rank == 0 and point == "written":
-        _before(Checkpoints, "_publish", lambda *_: strike())
+        _before(Checkpoints, "_publish", lambda *_: kill())
     elif rank == 0 and point == "marking":
-        _before(Checkpoints, "_mark", lambda *_: strike())
+        _before(Checkpoints, "_mark", lambda *_: kill())
     elif rank == 0 and point == "renaming":
-        _before(Path, "rename", lambda path, *_: strike() if path.suffix == ".partial" else None)
+        _before(Path, "rename", lambda path, *_: kill() if path.suffix == ".partial" else None)
     elif rank == 0 and point == "removing":
         import shutil
 
         # Count only removals of existing directories, not calls for leftovers that do not exist.
-        _before(shutil, "rmtree", lambda path, *_, **__: strike() if Path(path).exists() else None)
+        _before(shutil, "rmtree", lambda path, *_, **__: kill() if Path(path).exists() else None)
 
 
 def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
