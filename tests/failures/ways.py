@@ -418,6 +418,7 @@ _CAUSE = re.compile(
 _ROW = re.compile(r" +(ranks? [\d, -]+?)(?: +|: #\d+ )(not responding|died|exited|not in|(?:in )?[a-z_]+)")
 _TIMED_OUT = "TimeoutError: barrier #"  # the error of a barrier that timed out; the other ranks end the job
 _IS_ELSEWHERE = {"not responding", "died", "exited", "not in"}
+_FORWARDED = ", which forwards its messages, does not respond"  # in the row of a rank behind a hub that is stopped
 
 
 def _lines_of_ours(stderr: str) -> list[str]:
@@ -455,7 +456,7 @@ def _odd_ones(lines: Sequence[str]) -> set[int]:
     for line in lines:
         if not line.startswith(" "):
             break
-        if (row := _ROW.match(line)) and ": its hub, rank " not in line:
+        if (row := _ROW.match(line)) and _FORWARDED not in line:
             places |= dict.fromkeys(_ranks(row[1]), row[2])
     elsewhere = {rank for rank, place in places.items() if place in _IS_ELSEWHERE}
     most = collections.Counter(places.values()).most_common(1)
