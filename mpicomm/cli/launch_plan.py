@@ -25,7 +25,7 @@ from mpicomm.launch.request import Machine, Node, Request, Start
 GRACE_SECONDS = 120.0
 """The default time for the ranks to save a checkpoint and exit."""
 
-_ANSWER_SECONDS = 20.0  # for a program to start on another host
+_PROBE_SECONDS = 60.0  # for a program to start on another host, which may be busy
 
 
 def build(request: Request, environ: Mapping[str, str]) -> Start:
@@ -92,22 +92,28 @@ def places_ranks(environ: Mapping[str, str]) -> str | None:
     return "a heterogeneous Slurm job" if isinstance(job, SlurmAllocation) and job.groups > 1 else None
 
 
-def answers(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> bool:
-    """Return whether a program can be started on a host, by the same means as the ranks of a request."""
-    probe = dataclasses.replace(request, program=("true",), ranks=1, log_dir=None, tag_output=False)
+def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
+    """Start a program on a host, by the same means as the ranks of a request.
+
+    Returns:
+        Why it cannot be started; empty if it can.
+    """
+    program = dataclasses.replace(request, program=("true",), ranks=1, log_dir=None, tag_output=False)
     try:
-        start = build(node_range.place(probe, [Host(host.name, 1)], is_step=is_step), environ)
+        start = build(node_range.place(program, [Host(host.name, 1)], is_step=is_step), environ)
         done = subprocess.run(
             start.command,
             env=dict(start.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_ANSWER_SECONDS,
+            timeout=_PROBE_SECONDS,
             check=False,
         )
-    except (LaunchError, OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0
+    except subprocess.TimeoutExpired:
+        return f"{start.command[0]} timed out after {_PROBE_SECONDS:.0f} s"
+    except (LaunchError, OSError) as error:
+        return str(error)
+    return f"{start.command[0]} exited with status {done.returncode}" if done.returncode else ""
 
 
 def build_torchrun(request: Request, environ: Mapping[str, str]) -> Start:

@@ -62,14 +62,16 @@ class _Placement:
         if len(self.hosts) < 2:  # this process runs on the only host, or can reach no other
             return self
 
-        def answers(host: Host) -> bool:
-            return launch_plan.answers(request, host, os.environ, is_step=self.is_step)
+        def probe(host: Host) -> str:
+            return launch_plan.probe(request, host, os.environ, is_step=self.is_step)
 
         with concurrent.futures.ThreadPoolExecutor(_PROBES) as pool:
-            left = tuple(host for host, is_up in zip(self.hosts, pool.map(answers, self.hosts), strict=True) if is_up)
+            reasons = dict(zip(self.hosts, pool.map(probe, self.hosts), strict=True))
+        left = tuple(host for host, reason in reasons.items() if not reason)
         if len(left) < len(self.hosts):
-            lost = ", ".join(host.name for host in self.hosts if host not in left)
-            print_message("run", f"no response from {lost}; {len(left)} of {len(self.hosts)} hosts are left")
+            lost = ", ".join(host.name for host, reason in reasons.items() if reason)
+            why = "".join(f"\n  {host.name}: {reason}" for host, reason in reasons.items() if reason)
+            print_message("run", f"no response from {lost}; {len(left)} of {len(self.hosts)} hosts are left{why}")
             self.policy.nodes.check(len(left))
         return dataclasses.replace(self, hosts=left)
 
