@@ -49,14 +49,14 @@ test-full: test test-1 test-2 test-3 features-4 limits many-ranks ## run `test`,
 side_by_side := -n $(JOBS) --dist loadfile
 
 test-alone: $(ENVS) ## run single-process tests, with Open MPI
-	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi" $(side_by_side)
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) tests/run_twice.sh -m "not mpi" $(side_by_side)
 
 test-alone-mpich: $(ENVS) ## run single-process tests that depend on the MPI library, with MPICH
-	$(mpich) OTHER_MPI_ENV=.venv $(limited) pytest -m "each_mpi and not mpi" $(side_by_side)
+	$(mpich) OTHER_MPI_ENV=.venv $(limited) tests/run_twice.sh -m "each_mpi and not mpi" $(side_by_side)
 
 test-cluster: $(ENVS) ## run tests with Slurm, on virtual hosts (namespaces); installs Slurm (root, apt)
 	-$(openmpi) python -m tests.cluster install
-	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest tests/cluster -n 2 --dist loadfile --no-loadscope-reorder
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) tests/run_twice.sh tests/cluster -n 2 --dist loadfile --no-loadscope-reorder
 
 many-ranks: $(ENVS) ## run a test with 48 ranks on four hosts (16 GiB)
 	$(openmpi) RANKS=48 $(limited) pytest tests/cluster/test_with_many_ranks.py

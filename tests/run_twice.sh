@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs pytest with these arguments. The tests that fail run once more, one after the other, and must pass then: on a
+# busy machine, a test that starts processes can fail because of the load. The output names them.
+set -uo pipefail
+
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
+with_cache=(-p cacheprovider -o "cache_dir=$cache")
+
+pytest "${with_cache[@]}" "$@"
+status=$?
+[ $status -eq 1 ] || exit $status # 1: tests failed
+echo "The failed tests run once more, one after the other:"
+pytest "${with_cache[@]}" "$@" -n 0 --last-failed --last-failed-no-failures none
