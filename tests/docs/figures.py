@@ -80,6 +80,16 @@ def _microseconds() -> str:
     )
 
 
+def _steadiness() -> str:
+    found = {called: _result(f"steadiness-2-{name}") for name, called in _LIBRARIES.items()}
+    trips = [each["microseconds"]["round trip of 1 B"] for each in found.values()]
+    rows = [("round trip of 1 B, us", *(f"{trip[each]:.3g}" for trip in trips for each in ("50", "0")))]
+    for name in found["Open MPI"]["ratios"]:
+        ratios = [each["ratios"][name] for each in found.values()]
+        rows.append((name, *(f"{each[which]:.3g}" for each in ratios for which in ("50", "100"))))
+    return _table(("mpi4py / mpicomm", *(f"{name}, {which}" for name in found for which in ("median", "best"))), *rows)
+
+
 def _status() -> str:
     """Return an item of a list: the versions with which the compatibility suite ran without a failure."""
     found = sorted(results.read_all(), key=results.order)
@@ -109,6 +119,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": _ratios,
     "steps": _steps,
     "microseconds": _microseconds,
+    "steadiness": _steadiness,
     "status": _status,
     "compatibility": _compatibility,
 }
