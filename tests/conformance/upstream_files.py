@@ -1,0 +1,128 @@
+"""Run test files of PyTorch's repository on this backend and on Gloo: `python -m tests.conformance.upstream_files PATH...`.
+
+Fetch the files, such as test/distributed/test_functional_api.py, in the version of the installed torch; they are not
+part of its wheels. Every test runs on as many ranks as it needs. `--write` writes docs/results/pytorch-tests-<torch>.json
+and docs/conformance.md. The exit status is 1 if a test passes with Gloo only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.conformance import jobs, on_cpu, page, verdicts
+from tests.conformance.file_results import NEITHER, ONLY_GLOO, ONLY_MPICOMM, File, FileResults, FileTest
+from tests.conformance.journal import Journal
+from tests.conformance.upstream_file import UpstreamFile
+from tests.conformance.verdicts import FAIL, Verdict
+
+_MOST_RANKS = 8
+_COMMAND = "python -m tests.conformance.upstream_files --write"
+
+Names = Mapping[str, list[str]]
+"""Names of tests, by path of the file."""
+Found = dict[str, dict[str, tuple[int, Verdict]]]
+"""Numbers of ranks and verdicts, by path of the file and name of the test."""
+
+
+def main() -> int:
+    args = _parse()
+    on_cpu.lift_requirements()
+    files = [UpstreamFile(path) for path in args.paths]
+    sizes = {
+        str(path): {name: file.ranks_of(name) or 1 for name in file.names() if args.k in name}
+        for path, file in zip(args.paths, files, strict=True)
+    }
+    ours, gloo = (_Runner(of_torch, args.limit, shows=args.s).run(sizes) for of_torch in (False, True))
+    found = {Path(path).name: _file(Path(path), ours[path], gloo[path]) for path in sizes}
+    _show(found)
+    if args.write:
+        FileResults.of(found, _COMMAND).write()
+        page.write()
+    return 1 if any(file.of(ONLY_GLOO) for file in found.values()) else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.conformance.upstream_files", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a test file of PyTorch's repository")
+    parser.add_argument("--write", action="store_true", help="write the results and the page")
+    parser.add_argument("--limit", type=float, default=120, metavar="S", help="time limit of a test in seconds (120)")
+    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
+    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
+    return parser.parse_args()
+
+
+class _Runner:
+    """Runs tests with one backend."""
+
+    def __init__(self, of_torch: bool, limit: float, *, shows: bool) -> None:
+        self._options = [*["--of-torch"] * of_torch, "--limit", str(limit)]
+        self._shows = shows
+
+    def run(self, sizes: Mapping[str, Mapping[str, int]]) -> Found:
+        """Run tests on the numbers of ranks that they need, and the failing ones again, each in a job of its own.
+
+        A test may fail because of what an earlier one left behind in the process; PyTorch starts processes for each.
+        """
+        found: Found = {path: {} for path in sizes}
+        pending = {(path, name): size for path, of_file in sizes.items() for name, size in of_file.items()}
+        while pending:
+            size = min(pending.values())
+            for path, name, verdict in self._job(size, _by_path(key for key, ranks in pending.items() if ranks == size)):
+                needed = verdicts.ranks_needed(verdict)
+                if needed is not None and size < needed <= _MOST_RANKS:
+                    pending[path, name] = needed
+                else:
+                    del pending[path, name]
+                    found[path][name] = size, verdict
+        for path, name in [(p, n) for p, tests in found.items() for n, (_, v) in tests.items() if v.outcome == FAIL]:
+            size = found[path][name][0]
+            ((_, _, verdict),) = self._job(size, {path: [name]})
+            found[path][name] = size, verdict
+        return found
+
+    def _job(self, size: int, names: Names) -> list[tuple[str, str, Verdict]]:
+        with tempfile.TemporaryDirectory(prefix="upstream-files-") as scratch:
+            journal, plan = Journal(Path(scratch, "journal")), Path(scratch, "plan")
+            plan.write_text(json.dumps(names))
+            options = ["--journal", str(journal.path), "--scratch", scratch, *self._options]
+            command = ["-m", "tests.conformance.file_ranks", *options, str(plan)]
+            jobs.until_finished(journal, lambda: jobs.start(size, command), shows=self._shows)
+            return [
+                (path, name, verdict)
+                for path in names
+                for name, verdict in journal.verdicts(Path(path).name).items()
+            ]
+
+
+def _by_path(keys: Iterator[tuple[str, str]]) -> Names:
+    names: dict[str, list[str]] = {}
+    for path, name in keys:
+        names.setdefault(path, []).append(name)
+    return names
+
+
+def _file(path: Path, ours: Mapping[str, tuple[int, Verdict]], gloo: Mapping[str, tuple[int, Verdict]]) -> File:
+    tests = {name: FileTest(ranks, verdict, gloo[name][1]) for name, (ranks, verdict) in sorted(ours.items())}
+    return File(hashlib.sha256(path.read_bytes()).hexdigest(), tests)
+
+
+def _show(files: Mapping[str, File]) -> None:
+    for label, file in files.items():
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in file.counts().items())
+        sys.stdout.write(f"{label}: {counts}\n")
+        for name, test in file.tests.items():
+            if test.outcome in (ONLY_GLOO, ONLY_MPICOMM, NEITHER):
+                sys.stdout.write(f"  {test.outcome}: {name} ({test.ranks} ranks)\n")
+                sys.stdout.write(f"    mpicomm: {test.mpicomm}\n    Gloo: {test.gloo}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
