@@ -18,7 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal import common_utils
-from torch.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    MultiProcessTestCase,
+    MultiThreadedTestCase,
+)
 
 from tests.conformance import on_cpu, upstream, verdicts
 from tests.conformance.group_creation import GroupCreation
@@ -91,7 +95,8 @@ class UpstreamFile:
 
 def _load(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     MultiProcessTestCase.run_test = _run_as_process

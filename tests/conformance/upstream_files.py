@@ -1,8 +1,8 @@
-"""Run test files of PyTorch's repository on this backend and on Gloo: `python -m tests.conformance.upstream_files PATH...`.
+"""Run PyTorch's test files on this backend and on Gloo: `python -m tests.conformance.upstream_files PATH...`.
 
-Fetch the files, such as test/distributed/test_functional_api.py, in the version of the installed torch; they are not
-part of its wheels. Every test runs on as many ranks as it needs. `--write` writes docs/results/pytorch-tests-<torch>.json
-and docs/conformance.md. The exit status is 1 if a test passes with Gloo only.
+Fetch the files from PyTorch's repository, such as test/distributed/test_functional_api.py, in a version that fits the
+installed torch; they are not part of its wheels. Every test runs on as many ranks as it needs. `--write` writes
+docs/results/pytorch-tests-<torch>.json and docs/conformance.md. The exit status is 1 if a test passes with Gloo only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class _Runner:
         pending = {(path, name): size for path, of_file in sizes.items() for name, size in of_file.items()}
         while pending:
             size = min(pending.values())
-            for path, name, verdict in self._job(size, _by_path(key for key, ranks in pending.items() if ranks == size)):
+            for path, name, verdict in self._job(
+                size, _by_path(key for key, ranks in pending.items() if ranks == size)
+            ):
                 needed = verdicts.ranks_needed(verdict)
                 if needed is not None and size < needed <= _MOST_RANKS:
                     pending[path, name] = needed
@@ -96,9 +98,7 @@ class _Runner:
             command = ["-m", "tests.conformance.file_ranks", *options, str(plan)]
             jobs.until_finished(journal, lambda: jobs.start(size, command), shows=self._shows)
             return [
-                (path, name, verdict)
-                for path in names
-                for name, verdict in journal.verdicts(Path(path).name).items()
+                (path, name, verdict) for path in names for name, verdict in journal.verdicts(Path(path).name).items()
             ]
 
 
