@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,6 @@ from tests.conformance.upstream_file import UpstreamFile
 from tests.conformance.verdicts import FAIL, Verdict
 
 _MOST_RANKS = 8
-_COMMAND = "python -m tests.conformance.upstream_files --write"
 
 Names = Mapping[str, list[str]]
 """Names of tests, by path of the file."""
@@ -35,14 +35,18 @@ def main() -> int:
     on_cpu.lift_requirements()
     files = [UpstreamFile(path) for path in args.paths]
     sizes = {
-        str(path): {name: file.ranks_of(name) or 1 for name in file.names() if args.k in name}
+        str(path): {
+            name: file.ranks_of(name) or 1
+            for name in file.names()
+            if args.k in name and not any(text in name for text in args.leave_out)
+        }
         for path, file in zip(args.paths, files, strict=True)
     }
     ours, gloo = (_Runner(of_torch, args.limit, shows=args.s).run(sizes) for of_torch in (False, True))
     found = {Path(path).name: _file(Path(path), ours[path], gloo[path]) for path in sizes}
     _show(found)
     if args.write:
-        FileResults.of(found, _COMMAND).write()
+        FileResults.of(found, _command(args)).write()
         page.write()
     return 1 if any(file.of(ONLY_GLOO) for file in found.values()) else 0
 
@@ -53,10 +57,20 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a test file of PyTorch's repository")
     parser.add_argument("--write", action="store_true", help="write the results and the page")
-    parser.add_argument("--limit", type=float, default=120, metavar="S", help="time limit of a test in seconds (120)")
+    parser.add_argument("--limit", type=float, default=300, metavar="S", help="time limit of a test in seconds (300)")
     parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
+    parser.add_argument(
+        "--leave-out", nargs="+", default=[], metavar="TEXT", help="do not run tests with TEXT in the name"
+    )
     parser.add_argument("-s", action="store_true", help="show the output of the ranks")
     return parser.parse_args()
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command for the results file, without the directories of the files."""
+    options = ["--leave-out", *args.leave_out] if args.leave_out else []
+    names = [path.name for path in args.paths]
+    return shlex.join(["python", "-m", "tests.conformance.upstream_files", "--write", *names, *options])
 
 
 class _Runner:
