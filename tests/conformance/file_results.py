@@ -17,6 +17,7 @@ OUTCOMES = (BOTH, ONLY_GLOO, ONLY_MPICOMM, NEITHER, SKIPPED)
 """With which backends a test passes; a skipped test is skipped with both."""
 
 _PREFIX = "pytorch-tests-"
+_COMMAND = "python -m tests.conformance.upstream_files --write FILES"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +69,13 @@ class FileResults:
     """By file name."""
 
     @classmethod
-    def of(cls, files: Mapping[str, File], command: str) -> FileResults:
-        """Describe files that were run now, in this environment."""
-        head = job_info.description("", command)
+    def of(cls, files: Mapping[str, File]) -> FileResults:
+        """Describe files that were run now, in this environment, and add the other files of its results file."""
+        head = job_info.description("", _COMMAND)
         about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
-        return cls(about, files)
+        found = cls(about, files)
+        others = [earlier.files for earlier in read_all() if earlier.torch == found.torch]
+        return cls(about, {label: file for part in [*others, files] for label, file in part.items()})
 
     @property
     def torch(self) -> str:

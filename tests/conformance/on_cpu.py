@@ -27,6 +27,7 @@ def lift_requirements() -> None:
     for name in ("skip_if_lt_x_gpu", "requires_accelerator_dist_backend", "requires_nccl"):
         setattr(module, name, _without_requirement)
     torch.accelerator.device_count = lambda: _MANY
+    torch.accelerator.set_device_index = lambda _: None
     for_devices = common_device_type.instantiate_device_type_tests
 
     def for_cpu(generic: type, scope: dict[str, Any], *_: Any, **__: Any) -> None:

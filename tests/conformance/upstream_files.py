@@ -10,19 +10,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.conformance import jobs, on_cpu, page, verdicts
 from tests.conformance.file_results import NEITHER, ONLY_GLOO, ONLY_MPICOMM, File, FileResults, FileTest
 from tests.conformance.journal import Journal
 from tests.conformance.upstream_file import UpstreamFile
-from tests.conformance.verdicts import FAIL, Verdict
+from tests.conformance.verdicts import FAIL, SKIP, Verdict
 
 _MOST_RANKS = 8
+_LEFT_OUT = Verdict(SKIP, "left out of this run with --leave-out")
 
 Names = Mapping[str, list[str]]
 """Names of tests, by path of the file."""
@@ -35,18 +35,15 @@ def main() -> int:
     on_cpu.lift_requirements()
     files = [UpstreamFile(path) for path in args.paths]
     sizes = {
-        str(path): {
-            name: file.ranks_of(name) or 1
-            for name in file.names()
-            if args.k in name and not any(text in name for text in args.leave_out)
-        }
+        str(path): {name: file.ranks_of(name) or 1 for name in file.names() if args.k in name}
         for path, file in zip(args.paths, files, strict=True)
     }
-    ours, gloo = (_Runner(of_torch, args.limit, shows=args.s).run(sizes) for of_torch in (False, True))
+    runners = [_Runner(of_torch, args.limit, args.leave_out, shows=args.s) for of_torch in (False, True)]
+    ours, gloo = (runner.run(sizes) for runner in runners)
     found = {Path(path).name: _file(Path(path), ours[path], gloo[path]) for path in sizes}
     _show(found)
     if args.write:
-        FileResults.of(found, _command(args)).write()
+        FileResults.of(found).write()
         page.write()
     return 1 if any(file.of(ONLY_GLOO) for file in found.values()) else 0
 
@@ -66,18 +63,12 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _command(args: argparse.Namespace) -> str:
-    """Return the command for the results file, without the directories of the files."""
-    options = ["--leave-out", *args.leave_out] if args.leave_out else []
-    names = [path.name for path in args.paths]
-    return shlex.join(["python", "-m", "tests.conformance.upstream_files", "--write", *names, *options])
-
-
 class _Runner:
     """Runs tests with one backend."""
 
-    def __init__(self, of_torch: bool, limit: float, *, shows: bool) -> None:
+    def __init__(self, of_torch: bool, limit: float, leave_out: Sequence[str], *, shows: bool) -> None:
         self._options = [*["--of-torch"] * of_torch, "--limit", str(limit)]
+        self._leave_out = leave_out
         self._shows = shows
 
     def run(self, sizes: Mapping[str, Mapping[str, int]]) -> Found:
@@ -87,6 +78,8 @@ class _Runner:
         """
         found: Found = {path: {} for path in sizes}
         pending = {(path, name): size for path, of_file in sizes.items() for name, size in of_file.items()}
+        for path, name in [key for key in pending if any(text in key[1] for text in self._leave_out)]:
+            found[path][name] = pending.pop((path, name)), _LEFT_OUT
         while pending:
             size = min(pending.values())
             for path, name, verdict in self._job(
