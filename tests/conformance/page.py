@@ -45,7 +45,8 @@ body of the test. Replaced are only the backend and the device, for Gloo too:
 - Requirements of GPUs are lifted: the tests use CPU tensors. Tests that need a GPU nevertheless, such as those of
   Triton, are skipped, or pass with neither backend.
 
-A failing test is run again in a job of its own, because PyTorch, too, starts new processes for each test.
+The failing tests are run again without the others, because one test may influence the next in the same process;
+PyTorch starts new processes for each.
 """
 
 
@@ -147,10 +148,10 @@ def _failures(measured: Sequence[FileResults], outcome: str) -> str:
         for file in each.files.values()
         for name in file.of(outcome)
     ]
-    who = "Gloo only" if outcome == ONLY_GLOO else "neither backend"
+    backends = "Gloo only" if outcome == ONLY_GLOO else "neither backend"
     if not rows:
-        return f"No test passes with {who}.\n"
-    return f"These tests pass with {who}:\n\n" + _table(["torch", "test", "with mpicomm"], rows)
+        return f"No test passes with {backends}.\n"
+    return f"These tests pass with {backends}:\n\n" + _table(["torch", "test", "with mpicomm"], rows)
 
 
 # -- every test --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ Names = Mapping[str, list[str]]
 """Names of tests, by path of the file."""
 Found = dict[str, dict[str, tuple[int, Verdict]]]
 """Numbers of ranks and verdicts, by path of the file and name of the test."""
+Pending = dict[tuple[str, str], int]
+"""Numbers of ranks, by path of the file and name of the test."""
 
 
 def main() -> int:
@@ -72,7 +74,7 @@ class _Runner:
         self._shows = shows
 
     def run(self, sizes: Mapping[str, Mapping[str, int]]) -> Found:
-        """Run tests on the numbers of ranks that they need, and the failing ones again, each in a job of its own.
+        """Run tests on the numbers of ranks that they need, then the failing ones again without the others.
 
         A test may fail because of what an earlier one left behind in the process; PyTorch starts processes for each.
         """
@@ -80,22 +82,25 @@ class _Runner:
         pending = {(path, name): size for path, of_file in sizes.items() for name, size in of_file.items()}
         for path, name in [key for key in pending if any(text in key[1] for text in self._leave_out)]:
             found[path][name] = pending.pop((path, name)), _LEFT_OUT
+        self._run(pending, found)
+        while failing := _failing(found):
+            self._run(dict(failing), found)
+            if _failing(found) == failing:
+                break
+        return found
+
+    def _run(self, pending: Pending, found: Found) -> None:
+        """Run tests in one job for each number of ranks; a test may say that it needs more."""
         while pending:
             size = min(pending.values())
-            for path, name, verdict in self._job(
-                size, _by_path(key for key, ranks in pending.items() if ranks == size)
-            ):
+            names = _by_path(key for key, ranks in pending.items() if ranks == size)
+            for path, name, verdict in self._job(size, names):
                 needed = verdicts.ranks_needed(verdict)
                 if needed is not None and size < needed <= _MOST_RANKS:
                     pending[path, name] = needed
                 else:
                     del pending[path, name]
                     found[path][name] = size, verdict
-        for path, name in [(p, n) for p, tests in found.items() for n, (_, v) in tests.items() if v.outcome == FAIL]:
-            size = found[path][name][0]
-            ((_, _, verdict),) = self._job(size, {path: [name]})
-            found[path][name] = size, verdict
-        return found
 
     def _job(self, size: int, names: Names) -> list[tuple[str, str, Verdict]]:
         with tempfile.TemporaryDirectory(prefix="upstream-files-") as scratch:
@@ -107,6 +112,15 @@ class _Runner:
             return [
                 (path, name, verdict) for path in names for name, verdict in journal.verdicts(Path(path).name).items()
             ]
+
+
+def _failing(found: Found) -> Pending:
+    return {
+        (path, name): size
+        for path, tests in found.items()
+        for name, (size, verdict) in tests.items()
+        if verdict.outcome == FAIL
+    }
 
 
 def _by_path(keys: Iterator[tuple[str, str]]) -> Names:
