@@ -50,6 +50,12 @@ class File:
     sha256: str
     tests: Mapping[str, FileTest]
 
+    def added_to(self, earlier: File | None) -> File:
+        """Return these verdicts, and those of an earlier run of the same file on other tests."""
+        if earlier is None or earlier.sha256 != self.sha256:
+            return self
+        return dataclasses.replace(self, tests={**earlier.tests, **self.tests})
+
     def counts(self) -> dict[str, int]:
         return {outcome: len(self.of(outcome)) for outcome in OUTCOMES}
 
@@ -70,12 +76,15 @@ class FileResults:
 
     @classmethod
     def of(cls, files: Mapping[str, File]) -> FileResults:
-        """Describe files that were run now, in this environment, and add the other files of its results file."""
+        """Describe files that were run now, in this environment, and add the other tests of its results file."""
         head = job_info.description("", _COMMAND)
         about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
         found = cls(about, files)
-        others = [earlier.files for earlier in read_all() if earlier.torch == found.torch]
-        return cls(about, {label: file for part in [*others, files] for label, file in part.items()})
+        for earlier in read_all():
+            if earlier.torch == found.torch:
+                merged = {label: file.added_to(earlier.files.get(label)) for label, file in files.items()}
+                return cls(about, {**earlier.files, **merged})
+        return found
 
     @property
     def torch(self) -> str:

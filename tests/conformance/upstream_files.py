@@ -19,7 +19,7 @@ from tests.conformance import jobs, on_cpu, page, verdicts
 from tests.conformance.file_results import NEITHER, ONLY_GLOO, ONLY_MPICOMM, File, FileResults, FileTest
 from tests.conformance.journal import Journal
 from tests.conformance.upstream_file import UpstreamFile
-from tests.conformance.verdicts import FAIL, SKIP, Verdict
+from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 
 _MOST_RANKS = 8
 _LEFT_OUT = Verdict(SKIP, "left out of this run with --leave-out")
@@ -41,7 +41,9 @@ def main() -> int:
         for path, file in zip(args.paths, files, strict=True)
     }
     runners = [_Runner(of_torch, args.limit, args.leave_out, shows=args.s) for of_torch in (False, True)]
-    ours, gloo = (runner.run(sizes) for runner in runners)
+    ours, gloo = found_by_backend = [runner.run(sizes) for runner in runners]
+    for runner, mine, other in zip(runners, found_by_backend, reversed(found_by_backend), strict=True):
+        runner.repeat_alone(mine, other)
     found = {Path(path).name: _file(Path(path), ours[path], gloo[path]) for path in sizes}
     _show(found)
     if args.write:
@@ -88,6 +90,12 @@ class _Runner:
             if _failing(found) == failing:
                 break
         return found
+
+    def repeat_alone(self, found: Found, other: Found) -> None:
+        """Run each test that fails, and passes with the other backend, in a job of its own; that verdict counts."""
+        for (path, name), size in _failing(found).items():
+            if other[path][name][1].outcome == PASS:
+                self._run({(path, name): size}, found)
 
     def _run(self, pending: Pending, found: Found) -> None:
         """Run tests in one job for each number of ranks; a test may say that it needs more."""

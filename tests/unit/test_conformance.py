@@ -146,3 +146,10 @@ def test_the_results_of_files_survive_as_json(tmp_path: Path, monkeypatch: pytes
 def test_the_number_of_ranks_that_a_test_needs_is_known_by_its_reason(ranks: int) -> None:
     assert verdicts.ranks_needed(Verdict(SKIP, verdicts.needs_ranks(ranks))) == ranks
     assert verdicts.ranks_needed(NO_GPU) is None
+
+
+def test_a_run_of_some_tests_keeps_the_verdicts_on_the_others_of_the_same_file() -> None:
+    again = File(FILE.sha256, {"Case.test_b": FileTest(4, PASSED, PASSED)})
+    assert again.added_to(FILE).of("both") == ["Case.test_a", "Case.test_b"]
+    assert again.added_to(File("4567", FILE.tests)) == again
+    assert again.added_to(None) == again
