@@ -29,7 +29,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance limits mutants lint docs clean
+.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files limits mutants lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -102,6 +102,9 @@ conformance: $(ENVS) ## run PyTorch's own tests, also with Gloo for comparison, 
 conformance-%: $(ENVS) ## run PyTorch's own tests on N ranks, with both MPIs
 	$(openmpi) $(limited) python -m tests.conformance --ranks $* --at-least 100
 	$(mpich) $(limited) python -m tests.conformance --ranks $* --at-least 100
+
+pytorch-files: .venv/.ready ## run test files of PyTorch's repository with mpicomm and Gloo: FILES="DIR/test_functional_api.py ..."
+	$(openmpi) $(limited) python -m tests.conformance.upstream_files $(FILES)
 
 mutants: $(ENVS) ## apply faults to copies of the package, one at a time, and check that tests detect them
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.mutants --write

@@ -53,14 +53,14 @@ def run(
         sample: Run only the tests of `sample.NAMES`.
         shows: Show the output of the ranks.
     """
-    start = time.monotonic()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
         journal = Journal(Path(scratch, "journal"))
         options = ["--journal", str(journal.path), "--scratch", scratch, "--limit", str(limit), "--pattern", pattern]
         flags = [*["--of-torch"] * of_torch, *["--sample"] * sample]
         command = ["-m", "tests.conformance.ranks", *options, *flags, *labels]
-        until_finished(journal, lambda: _start(size, command), shows=shows)
-        return Found({label: journal.verdicts(label) for label in labels}, round(time.monotonic() - start, 1))
+        until_finished(journal, lambda: start(size, command), shows=shows)
+        return Found({label: journal.verdicts(label) for label in labels}, round(time.monotonic() - began, 1))
 
 
 def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = False) -> None:
@@ -82,8 +82,8 @@ def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = 
             _blame(journal, before, output)
 
 
-def _start(size: int, command: list[str]) -> str:
-    """Run a job, and return its output.
+def start(size: int, command: list[str]) -> str:
+    """Run Python on `size` ranks, and return its output.
 
     The exit status is ignored: MPI is not finalised after a test that abandons a call, as tests of timeouts do, and the
     launcher reports that as a failure.

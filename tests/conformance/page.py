@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.conformance import results
+from tests.conformance import file_results, results
+from tests.conformance.file_results import NEITHER, ONLY_GLOO, OUTCOMES, FileResults
 from tests.conformance.results import GLOO, LABELS, Results, Run
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 from tests.launching import ROOT
@@ -32,17 +33,33 @@ A cell has one outcome if both MPI libraries give the same. "Small world size" m
 is exempt from that restriction.
 """
 
+_FILES = """\
+## Test files of PyTorch's repository
+
+PyTorch's tests of FSDP2 with tensor subclasses, of `CommDebugMode` and of functional collectives are not part of its
+wheels. `python -m tests.conformance.upstream_files PATH...` runs files of its repository with mpicomm and with Gloo,
+under `mpirun`, each test on as many ranks as it needs. Where PyTorch starts processes or threads, every rank runs the
+body of the test. Replaced are only the backend and the device, for Gloo too:
+
+- Groups of the backends `gloo`, `threaded` and `fake` have the backend under test.
+- Requirements of GPUs are lifted: the tests use CPU tensors. Tests that need a GPU nevertheless, such as those of
+  Triton, are skipped, or pass with neither backend.
+
+The failing tests are run again without the others, because one test may influence the next in the same process;
+PyTorch starts new processes for each.
+"""
+
 
 def write() -> None:
-    PATH.write_text(text(results.read_all()))
+    PATH.write_text(text(results.read_all(), file_results.read_all()))
 
 
-def text(measured: Sequence[Results]) -> str:
-    parts = [_INTRODUCTION, *map(_described, measured), _summary(measured), _shortfalls(measured), _tests(measured)]
-    return "\n".join(parts)
+def text(measured: Sequence[Results], files: Sequence[FileResults] = ()) -> str:
+    parts = [_INTRODUCTION, *map(_described, measured), _summary(measured), _shortfalls(measured)]
+    return "\n".join([*parts, *([_files(files)] if files else []), _tests(measured)])
 
 
-def _described(each: Results) -> str:
+def _described(each: Results | FileResults) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in each.about["versions"].items())
     return (
         f"- {each.about['date']}, one machine with {each.about['cores']} cores, no GPU: {versions}. "
@@ -100,6 +117,41 @@ def shortfalls(run: Run) -> list[str]:
 
 def _why(run: Run, name: str) -> str:
     return _escaped(run.verdict(name).reason)
+
+
+# -- test files of PyTorch's repository --------------------------------------------------------------------------------
+
+
+def _files(measured: Sequence[FileResults]) -> str:
+    """Return the section of the test files: how many tests pass with which backend, and those that do not with both."""
+    rows = [
+        [each.torch, f"`{label}`", *(str(count) for count in file.counts().values())]
+        for each in measured
+        for label, file in each.files.items()
+    ]
+    return "\n".join(
+        [
+            _FILES,
+            *map(_described, measured),
+            _table(["torch", "file", *OUTCOMES], rows),
+            _failures(measured, ONLY_GLOO),
+            _failures(measured, NEITHER),
+        ]
+    )
+
+
+def _failures(measured: Sequence[FileResults], outcome: str) -> str:
+    """Return the tests with an outcome, and why mpicomm fails or skips them."""
+    rows = [
+        [each.torch, f"`{name}`", _escaped(file.tests[name].mpicomm.reason)]
+        for each in measured
+        for file in each.files.values()
+        for name in file.of(outcome)
+    ]
+    backends = "Gloo only" if outcome == ONLY_GLOO else "neither backend"
+    if not rows:
+        return f"No test passes with {backends}.\n"
+    return f"These tests pass with {backends}:\n\n" + _table(["torch", "test", "with mpicomm"], rows)
 
 
 # -- every test --------------------------------------------------------------------------------------------------------

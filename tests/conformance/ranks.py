@@ -16,7 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -24,10 +24,31 @@ import mpicomm
 from mpicomm import mpi
 from tests.conformance import routing, sample, upstream, verdicts
 from tests.conformance.journal import Journal
-from tests.conformance.upstream import Suite
 from tests.conformance.verdicts import Verdict
 
 _PATIENCE = 15.0  # seconds for which a failed rank waits for the others; PyTorch's own barrier times out after 10
+
+
+class TestSuite(Protocol):
+    """Tests of PyTorch, which this rank runs one at a time."""
+
+    label: str
+    """The name in the journal."""
+
+    def names(self) -> list[str]:
+        """Return the names of the tests, in the order of execution on all ranks."""
+
+    def skip(self, name: str) -> Verdict | None:
+        """Return the verdict on a test that need not be run; None if it must be."""
+
+    def run(self, name: str, scratch: Path, check: Callable[[Any], None]) -> Verdict:
+        """Run one test on this rank.
+
+        Args:
+            name: One of `names()`.
+            scratch: An empty directory that all ranks can access.
+            check: Called with the default group.
+        """
 
 
 class Ranks:
@@ -40,22 +61,21 @@ class Ranks:
         self._is_ours = is_ours
         self._limit = limit
 
-    def run(self, label: str, is_chosen: Callable[[str], bool]) -> None:
+    def run(self, suite: TestSuite, is_chosen: Callable[[str], bool]) -> None:
         """Run the selected tests that are not in the journal yet, on all ranks."""
-        suite = Suite(label, self._comm.rank, self._comm.size)
-        done = self._comm.bcast(self._journal.names(label))
+        done = self._comm.bcast(self._journal.names(suite.label))
         for name in suite.names():
             if name not in done and is_chosen(name):
                 self._run_one(suite, name)
 
-    def _run_one(self, suite: Suite, name: str) -> None:
+    def _run_one(self, suite: TestSuite, name: str) -> None:
         if self._comm.rank == 0:
             self._journal.start(suite.label, name)
         verdict = suite.skip(name) or self._run_test(suite, name)
         if self._comm.rank == 0:
             self._journal.end(suite.label, name, verdict)
 
-    def _run_test(self, suite: Suite, name: str) -> Verdict:
+    def _run_test(self, suite: TestSuite, name: str) -> Verdict:
         """Run a test, and return the verdict of all ranks."""
         scratch = self._new_scratch()
         with self._time_limit(), _as_it_was():
@@ -134,7 +154,8 @@ def main() -> None:
         routing.route()
     ranks = Ranks(world.comm, Journal(args.journal), args.scratch, is_ours=not args.of_torch, limit=args.limit)
     for label in args.labels:
-        ranks.run(label, lambda name: args.pattern in name and (not args.sample or name in sample.NAMES))
+        suite = upstream.Suite(label, world.rank, world.size)
+        ranks.run(suite, lambda name: args.pattern in name and (not args.sample or name in sample.NAMES))
     if world.rank == 0:
         Journal(args.journal).finish()
 

@@ -73,10 +73,10 @@ class Suite:
         except unittest.SkipTest as skip:
             return Verdict(verdicts.SKIP, verdicts.in_one_line(str(skip)))
         except SystemExit as end:
-            return _of_exit(end)
+            return verdict_of_exit(end)
         except Exception as error:  # noqa: BLE001  any exception of a test is its verdict
             traceback.print_exc()
-            return _of_error(error, self._module.__file__)
+            return verdict_of_error(error, self._module.__file__)
         if "cuda" in name and not torch.cuda.is_available():
             return Verdict(verdicts.FAIL, "a test of GPUs that passes without one")
         return Verdict(verdicts.PASS)
@@ -111,14 +111,14 @@ def make_scratch(scratch: Path) -> None:
         (scratch / name).mkdir(parents=True)
 
 
-def _of_error(error: Exception, file: str) -> Verdict:
+def verdict_of_error(error: Exception, file: str) -> Verdict:
     """Return the verdict of a test that raised, with the line of the test: "False is not true" alone is not enough."""
     text = "".join(traceback.format_exception_only(error))
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
     return Verdict(verdicts.FAIL, verdicts.in_one_line(f"{text} in `{lines[-1]}`" if lines else text))
 
 
-def _of_exit(end: SystemExit) -> Verdict:
+def verdict_of_exit(end: SystemExit) -> Verdict:
     """Return the verdict of a test that called `sys.exit`: PyTorch's tests use exit codes to skip."""
     if end.code in _SKIPS:
         return Verdict(verdicts.SKIP, _SKIPS[end.code])

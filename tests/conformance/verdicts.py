@@ -61,6 +61,17 @@ def of_labels(verdicts: Mapping[str, Verdict]) -> Verdict:
     return max(verdicts.values(), key=lambda each: (each.needs_gpu, each.reason.startswith(_TOO_SMALL)))
 
 
+def needs_ranks(ranks: int) -> str:
+    """Return the reason to skip a test in a job with another number of ranks than the test needs."""
+    return f"needs {ranks} ranks"
+
+
+def ranks_needed(verdict: Verdict) -> int | None:
+    """Return the number of ranks that a test needs if it was skipped for that reason."""
+    found = re.fullmatch(r"needs (\d+) ranks", verdict.reason)
+    return int(found[1]) if found and verdict.outcome == SKIP else None
+
+
 def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Return the numbers of passed, failed and skipped tests."""
     counted = collections.Counter(each.outcome for each in verdicts)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance import page, verdicts
+from tests.conformance import file_results, page, verdicts
+from tests.conformance.file_results import File, FileResults, FileTest
 from tests.conformance.journal import Journal
 from tests.conformance.results import Results, Run
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
@@ -107,3 +108,48 @@ def test_the_page_has_every_test() -> None:
     assert "| `test_c` | skip | pass | Only MPI supports all_to_all |" in lines
     assert "| `test_e` | pass | skip |  |" in lines
     assert lines[-1] == "`test_d`"
+
+
+FILE = File(
+    "0123",
+    {
+        "Case.test_a": FileTest(2, PASSED, PASSED),
+        "Case.test_b": FileTest(4, BROKEN, PASSED),
+        "Case.test_c": FileTest(1, PASSED, ONLY_MPI),
+        "Case.test_d": FileTest(1, NO_GPU, BROKEN),
+        "Case.test_e": FileTest(1, NO_GPU, NO_GPU),
+    },
+)
+
+
+def test_a_test_of_a_file_has_one_outcome() -> None:
+    assert FILE.counts() == {"both": 1, "only Gloo": 1, "only mpicomm": 1, "neither": 1, "skipped": 1}
+
+
+def test_the_page_has_the_files_and_the_tests_that_fail() -> None:
+    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"torch": "2.15.0+cpu"}}
+    lines = page.text([], [FileResults(about, {"test_it.py": FILE})]).splitlines()
+    assert "| 2.15.0 | `test_it.py` | 1 | 1 | 1 | 1 | 1 |" in lines
+    assert "| 2.15.0 | `Case.test_b` | ValueError: no \\| such thing |" in lines
+    assert "| 2.15.0 | `Case.test_d` | Need at least 2 CUDA devices |" in lines
+
+
+def test_the_results_of_files_survive_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_results, "DIRECTORY", tmp_path)
+    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"torch": "2.15.0+cpu"}}
+    FileResults(about, {"test_it.py": FILE}).write()
+    (again,) = file_results.read_all()
+    assert again == FileResults(about, {"test_it.py": FILE})
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_the_number_of_ranks_that_a_test_needs_is_known_by_its_reason(ranks: int) -> None:
+    assert verdicts.ranks_needed(Verdict(SKIP, verdicts.needs_ranks(ranks))) == ranks
+    assert verdicts.ranks_needed(NO_GPU) is None
+
+
+def test_a_run_of_some_tests_keeps_the_verdicts_on_the_others_of_the_same_file() -> None:
+    again = File(FILE.sha256, {"Case.test_b": FileTest(4, PASSED, PASSED)})
+    assert again.added_to(FILE).of("both") == ["Case.test_a", "Case.test_b"]
+    assert again.added_to(File("4567", FILE.tests)) == again
+    assert again.added_to(None) == again
