@@ -40,7 +40,6 @@ from mpicomm.watchdog import (
     dump,
     exit_hooks,
     first_report,
-    hang_report,
     parent_link,
     rank_failures,
 )
@@ -389,8 +388,7 @@ def _new_session(
         recoveries=recoveries,
     )
     name = f"{job.started}-{job.port}" if before is None else before.name
-    size = world.size if not job.is_spare else world.size - settings.num_spares
-    place = Place(None if job.is_spare else world.rank, size)
+    place = Place(None if job.is_spare else world.rank, job.size)
     session = _Session(request, launch, settings, job, world, first_report.claim_in(job.store, world.rank), name, place)
     if job.comm is not None or job.is_spare:
         if settings.dump_dir != "none":
@@ -576,9 +574,7 @@ def _check_enough(session: _Session, found: NextWorld) -> None:
 def _describe(session: _Session, found: NextWorld) -> str:
     """Return which ranks have failed, and why."""
     assert session.failures is not None
-    assert session.job.everyone is not None
-    reasons = dict.fromkeys(session.failures.reason_of(rank) for rank in found.failed)
-    return f"{hang_report.full_name(found.failed, session.job.everyone.hosts)} failed: {'; '.join(reasons)}"
+    return session.failures.describe(found.failed)
 
 
 def _wait_as_spare() -> None:
