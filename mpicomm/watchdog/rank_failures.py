@@ -110,3 +110,20 @@ def error_after(error: BaseException) -> RankFailedError | None:
     may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError))
     has_failed = _current.find() if may_be_failure else _current.has_any.is_set()
     return _current.error() if has_failed else None
+
+
+def check(error: Exception | None) -> None:
+    """Raise RankFailedError if a rank has failed.
+
+    Args:
+        error: The error of the code that has just run, or None.
+
+    Raises:
+        RankFailedError: If a rank has failed.
+    """
+    if error is not None:
+        failed = error_after(error)
+    else:
+        failed = _current.error() if _current is not None and _current.has_any.is_set() else None
+    if failed is not None:
+        raise failed from error
