@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import signal
 import socket
 import sys
 import time
@@ -622,5 +623,9 @@ def _shutdown_at_exit() -> None:
 
 
 def _report_exit_at_once(status: int) -> None:
-    if (watch := agent.current()) is not None:
-        watch.exit_at_once(status)
+    if (watch := agent.current()) is None:
+        return
+    watch.exit_at_once(status)
+    if rank_failures.current() is not None and not watch.has_seen_all_exit():
+        # The other ranks continue. mpirun reports a signal to them as a failure; a status other than 0 makes it abort.
+        os.kill(os.getpid(), signal.SIGKILL)
