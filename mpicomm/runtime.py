@@ -218,13 +218,13 @@ def bootstrap(
             _arm_abort(base.rank, base.size, base)
         job = mpi_job.join(base, request, launch, settings, exit_hooks.print_stderr)
         if abort_on_error:  # the program may free the communicator that it passed
-            _arm_abort(base.rank, base.size, job.comm)
+            _arm_abort(job.where.rank, job.where.size, job.base)
     # 4. start the watchdog, export the variables and initialise the process group
     session = _new_session(request, launch, settings, job)
     try:
         _open_session(session)
     except BaseException as error:
-        if rank_failures.error_after(error) or isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError) or (isinstance(error, Exception) and rank_failures.error_after(error)):
             _session = _recover(session)
             atexit.register(_shutdown_at_exit)
             return _session.world
