@@ -15,8 +15,8 @@ from mpicomm import mpi
 from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.callbacks import OrderedFuture, Queue, all_of
 from mpicomm.durations import Deadline, seconds_of
-from mpicomm.errors import MpicommError
-from mpicomm.watchdog import flight_recorder
+from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
@@ -141,7 +141,10 @@ class QueuedWork(_Work):
         if self._error is None:
             future.set_result(self.tensors)
         else:
-            future.set_exception(self._failure())
+            error = self._failure()
+            if isinstance(error, RankFailedError):
+                error = torch_internals.error_with_tensors(error, self.tensors)
+            future.set_exception(error)
 
     def _failure(self) -> Exception:
         """Return the error that wait() raises."""
@@ -335,7 +338,9 @@ class MessageWork(_Work):
             if self._arrived is not None:
                 self._arrived(self._status)
         except mpi.api().Exception as error:
-            self._error = RuntimeError(f"{self._what()} failed: {error}.\nCheck that both ranks pass the same size.")
+            self._error = rank_failures.error_after(error) or RuntimeError(
+                f"{self._what()} failed: {error}.\nCheck that both ranks pass the same size."
+            )
         except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
             self._error = error
         self._memory = None

@@ -21,6 +21,7 @@ from mpicomm.launch import allocation, request
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
+from mpicomm.settings import SPARES
 
 _PORT = 29500  # torchrun's default
 _DESCRIPTION = """\
@@ -78,6 +79,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="start the ranks again after a failure, up to N times, on the hosts that are left (default: 0)",
     )
     parser.add_argument(
+        "--fault-tolerant",
+        action="store_true",
+        help='let the other ranks continue if a rank dies, in programs that call bootstrap(on_failure="recover") '
+        "(Open MPI 5)",
+    )
+    parser.add_argument(
+        "--spares",
+        metavar="N",
+        type=_number,
+        default=0,
+        help="let N of the ranks wait to take the places of ranks that die; implies --fault-tolerant",
+    )
+    parser.add_argument(
         "--grace-period",
         metavar="S",
         type=_seconds,
@@ -130,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     program = request.program(arguments.words, arguments.module, sys.executable)
     _check_exists(program)
+    spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
     return Request(
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
@@ -138,7 +153,8 @@ def _request(arguments: argparse.Namespace) -> Request:
         log_dir=arguments.log_dir,
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
-        variables=request.variables(arguments.env, os.environ),
+        is_fault_tolerant=arguments.fault_tolerant or arguments.spares > 0,
+        variables={**request.variables(arguments.env, os.environ), **spares},
     )
 
 

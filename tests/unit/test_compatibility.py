@@ -81,7 +81,8 @@ def _make_group(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(dist, "init_process_group", fail)
     world: Any = type("World", (), {"backend": "mpi", "rank": 0, "size": 1})()
     request = StartRequest("mpi", abort_on_error=False)
-    session: Any = type("Session", (), {"request": request, "world": world, "store": dist.HashStore()})()
+    job: Any = type("Job", (), {"store": dist.HashStore()})()
+    session: Any = type("Session", (), {"request": request, "world": world, "job": job})()
     runtime._make_group(session)
 
 

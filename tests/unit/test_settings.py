@@ -19,6 +19,7 @@ VALID = {
     "gpu_chunk_kib": "512",
     "shared_memory": "0",
     "native": "0",
+    "spares": "2",
 }
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -58,6 +59,7 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
         ("DEBUG", "yes"),
         ("HANG_SECONDS", "0"),
         ("HANG_SECONDS", "soon"),
+        ("SPARES", "-1"),
         ("GPU_AWARE", "maybe"),
         ("GPU_CHUNK_KIB", "0"),
         ("GPU_CHUNK_KIB", "4M"),
