@@ -57,9 +57,9 @@ GOAL = 0.97
 def main() -> None:
     arguments = parse_arguments()
     on_failure = "recover" if arguments.recover or arguments.kill else "abort"
+    train_set, test_set = load_digits()  # before bootstrap(), in which a spare waits: the other ranks wait for the rest
     world = mpicomm.bootstrap(on_failure=on_failure)
     share_cores(world)
-    train_set, test_set = load_digits()
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
