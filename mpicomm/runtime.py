@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import importlib
 import os
 import signal
 import socket
@@ -585,6 +586,7 @@ def _describe(session: _Session, found: NextWorld) -> str:
 
 def _wait_as_spare() -> None:
     """Wait until this process takes the place of a failed rank; end the process if all ranks have exited."""
+    importlib.import_module("torch._dynamo")  # which creating an optimizer imports, in half a second
     while _session is not None and _session.job.is_spare:
         assert _session.failures is not None
         watch, failures = _session.watch, _session.failures

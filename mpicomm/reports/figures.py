@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from mpicomm.metrics_file import PARTS
-from mpicomm.reports.runs import Entry, Run, percentages
+from mpicomm.reports.runs import BEGINNINGS, Entry, Run, percentages
 
 _STATES = {"end": "complete", "preempted": "preempted"}
 _LOWER_IS_BETTER = {"loss", "error", "err", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}
@@ -28,6 +28,21 @@ class Best:
 
 
 @dataclasses.dataclass(frozen=True)
+class RecoveryFigures:
+    """A recovery from failures of ranks."""
+
+    step: int
+    """The step from which the run continued."""
+
+    ranks: tuple[int, ...]
+    """The failed ranks."""
+
+    hosts: tuple[str, ...]
+    gap_seconds: float | None
+    """The time without a complete step; None if no step was completed afterwards."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Figures:
     """The figures of a run; None where unknown."""
 
@@ -40,9 +55,10 @@ class Figures:
 
     ranks: int | None
     ranks_before: tuple[int, ...]
-    """Earlier numbers of ranks, before resumes that changed the number."""
+    """Earlier numbers of ranks, before resumes and recoveries that changed the number."""
 
     resumes: int
+    recoveries: tuple[RecoveryFigures, ...]
     epochs: int
     steps: int
     samples: int
@@ -77,6 +93,7 @@ def compute(run: Run) -> Figures:
         ranks=ranks[-1] if ranks else None,
         ranks_before=tuple(ranks[:-1]),
         resumes=len(run.select("resume")),
+        recoveries=tuple(_recoveries(run)),
         epochs=last.epoch,
         steps=last.step,
         samples=_samples(run, last),
@@ -109,7 +126,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _state(run: Run) -> tuple[str, str | None]:
-    decisive = run.select("start", "resume", *_STATES)
+    decisive = run.select(*BEGINNINGS, *_STATES)
     last = decisive[-1] if decisive else Entry()
     why = str(last.values.get("why", "unknown")) if last.event == "preempted" else None
     return _STATES.get(last.event, "interrupted"), why
@@ -117,8 +134,23 @@ def _state(run: Run) -> tuple[str, str | None]:
 
 def _ranks(run: Run) -> list[int]:
     """Return the numbers of ranks in order, without consecutive duplicates."""
-    found = [int(ranks) for entry in run.select("start", "resume") if (ranks := entry.number("ranks")) is not None]
+    found = [int(ranks) for entry in run.select(*BEGINNINGS) if (ranks := entry.number("ranks")) is not None]
     return [ranks for ranks, _ in itertools.groupby(found)]
+
+
+def _recoveries(run: Run) -> list[RecoveryFigures]:
+    found: list[RecoveryFigures] = []
+    for entry in run.select("recovery", "recovered"):
+        if entry.event == "recovered" and found:
+            found[-1] = dataclasses.replace(found[-1], gap_seconds=entry.number("gap_s"))
+        elif entry.event == "recovery":
+            listed = entry.values.get("failures")
+            failures = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+            ranks, hosts = (
+                [each for failure in failures for each in failure.get(name, [])] for name in ("ranks", "hosts")
+            )
+            found.append(RecoveryFigures(entry.step, tuple(ranks), tuple(hosts), None))
+    return found
 
 
 def _samples(run: Run, last: Entry) -> int:

@@ -10,9 +10,11 @@ from typing import Any
 
 from mpicomm.metrics_file import NAME, PARTS
 
-_BEGINNINGS = ("start", "resume")
+BEGINNINGS = ("start", "resume", "recovery")
+_CONTINUATIONS = ("resume", "recovery")
+_KEPT = (*BEGINNINGS, "recovered")  # also where the run continues from an earlier step
 _ONCE_AN_EPOCH = ("epoch", "eval")
-_MARKS = (*_BEGINNINGS, "step", "epoch")  # events from which the samples of the next step entry are counted
+_MARKS = (*BEGINNINGS, "step", "epoch")  # events from which the samples of the next step entry are counted
 
 _Values = Mapping[str, Any]
 
@@ -132,7 +134,7 @@ def _damaged(found: Sequence[tuple[int, _Values | None]]) -> list[int]:
     return [
         number
         for (number, values), after in zip(found, following, strict=False)
-        if values is None and (after is None or after["event"] not in _BEGINNINGS)
+        if values is None and (after is None or after["event"] not in BEGINNINGS)
     ]
 
 
@@ -167,7 +169,7 @@ def _whole(values: _Values, name: str, otherwise: int) -> int:
 
 
 def _counting(written: Iterable[Entry]) -> list[Entry]:
-    """Return the entries without those that were lost when the run resumed from a checkpoint or started again.
+    """Return the entries without those that were lost when the run resumed, recovered or started again.
 
     Of repeated epoch and evaluation entries only the last one is kept.
     """
@@ -175,8 +177,8 @@ def _counting(written: Iterable[Entry]) -> list[Entry]:
     for entry in written:
         if entry.event == "start":
             kept = []
-        elif entry.event == "resume":
-            kept = [each for each in kept if each.step <= entry.step or each.event in _BEGINNINGS]
+        elif entry.event in _CONTINUATIONS:
+            kept = [each for each in kept if each.step <= entry.step or each.event in _KEPT]
         kept.append(entry)
     last = {(entry.event, entry.epoch): entry for entry in kept if entry.event in _ONCE_AN_EPOCH}
     return [entry for entry in kept if last.get((entry.event, entry.epoch), entry) is entry]

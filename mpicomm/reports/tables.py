@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mpicomm import durations, terminal
 from mpicomm.metrics_file import PARTS
-from mpicomm.reports.figures import Figures
+from mpicomm.reports.figures import Figures, RecoveryFigures
 
 
 def table(runs: Sequence[Figures]) -> Table:
@@ -40,6 +40,7 @@ def _column(figures: Figures, metrics: Sequence[str]) -> dict[str, str]:
         "state": _state(figures),
         "ranks": _known(figures.ranks, f"{{}}{before}"),
         "resumes": str(figures.resumes),
+        "recoveries": _recoveries(figures.recoveries),
         "epochs": str(figures.epochs),
         "steps": f"{figures.steps:,}",
         "samples": f"{figures.samples:,}",
@@ -50,6 +51,16 @@ def _column(figures: Figures, metrics: Sequence[str]) -> dict[str, str]:
         **{f"time in {part}": _known(figures.time_percent.get(part), "{:.0f} %") for part in PARTS},
         "peak memory": _known(figures.peak_memory_mib, "{:,.0f} MiB"),
     }
+
+
+def _recoveries(found: Sequence[RecoveryFigures]) -> str:
+    """Return the recoveries of a run, one per line: the failed ranks, their hosts, and the time without a step."""
+    lines = [
+        f"rank{'s' if len(each.ranks) > 1 else ''} {', '.join(map(str, each.ranks))} on "
+        f"{', '.join(sorted(set(each.hosts)))} after step {each.step}: {_known(each.gap_seconds, '{:.2f} s')}"
+        for each in found
+    ]
+    return "\n".join(lines) or "0"
 
 
 def _known(value: Any, form: str) -> str:

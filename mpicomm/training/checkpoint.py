@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mpicomm import agreement, mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import collectives
-from mpicomm.errors import CheckpointError, raised_on_all_ranks
+from mpicomm.errors import CheckpointError, RankFailedError, raised_on_all_ranks
 from mpicomm.training import files
 from mpicomm.training.preemption import is_of_all_ranks
 from mpicomm.watchdog import exit_hooks
@@ -160,13 +160,15 @@ class Checkpoints:
     def abandon(self, error: BaseException) -> None:
         """Release the lock after an error on this rank, which aborts the job.
 
-        The other ranks can still complete a save in progress, so this rank waits for it, except on an interrupt.
+        The other ranks can still complete a save in progress, so this rank waits for it, except on an interrupt. After
+        another rank has failed, the save fails too; the wait is for the file that this rank is writing.
         """
         if isinstance(error, Exception) and self._running is not None and not self._running.done():
-            exit_hooks.print_stderr(
-                f"[mpicomm] rank {self._rank}: {type(error).__name__}; waiting up to {_LAST_SAVE_SECONDS:g} s for the "
-                f"checkpoint that is being written\n"
-            )
+            if not isinstance(error, RankFailedError):
+                exit_hooks.print_stderr(
+                    f"[mpicomm] rank {self._rank}: {type(error).__name__}; waiting up to {_LAST_SAVE_SECONDS:g} s for "
+                    f"the checkpoint that is being written\n"
+                )
             concurrent.futures.wait([self._running], _LAST_SAVE_SECONDS)
         if self._lock is not None:
             self._lock.close()

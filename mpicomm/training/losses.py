@@ -63,11 +63,20 @@ class Losses:
                 if not math.isfinite(value):
                     raise _not_finite(step, indices, value)
 
+    def take(self) -> tuple[float, int]:
+        """Return the sum of the losses and the number of samples of this rank, and reset both.
+
+        Raises:
+            TrainingError: If a loss is not finite that `add` has not checked.
+        """
+        self.check()
+        found = float(self.total), self.count
+        self.total, self.count = 0.0, 0
+        return found
+
     def reduce(self) -> tuple[float, int]:
         """Return the sum of the losses and the number of samples of all ranks, and reset both (collective)."""
-        self.check()
-        total, count = rank_sync.reduced([float(self.total), self.count])
-        self.total, self.count = 0.0, 0
+        total, count = rank_sync.reduced(self.take())
         return total, int(count)
 
 

@@ -20,8 +20,17 @@ from mpicomm.errors import CheckpointError
 from mpicomm.training import files
 
 
-def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load a state_dict into a model that is not sharded (collective).
+def load(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    all_gather: agreement.AllGather = collectives.all_gather_object,
+) -> None:
+    """Load a state_dict into a model that is not sharded.
+
+    Args:
+        model: The model.
+        path: The file.
+        all_gather: Gathers the failures of the ranks that load the file together; by default of all ranks (collective).
 
     Raises:
         CheckpointError: On every rank, if a rank cannot read the file, or the file does not fit the model.
@@ -35,7 +44,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
             f"torch.save(model.state_dict(), path)."
         )
 
-    agreement.run_on_all_ranks(collectives.all_gather_object, lambda: _load(model, path), Exception, failed)
+    agreement.run_on_all_ranks(all_gather, lambda: _load(model, path), Exception, failed)
 
 
 def _load(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +51,16 @@ class ParallelOptions:
 class DDPModel:
     """The model replicated on every rank with DistributedDataParallel, which overlaps all-reduce and backward pass."""
 
-    def __init__(self, model: nn.Module, device: torch.device, options: ParallelOptions) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, options: ParallelOptions, *, synchronizes: bool = True
+    ) -> None:
         self.inner = model.to(device)
         self._ddp = DistributedDataParallel(
             self.inner,
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=True,
+            init_sync=synchronizes,
         )
         # Compile the DDP module, not the model: torch then breaks graphs between buckets, where DDP sends gradients.
         self.model: Any = torch.compile(self._ddp) if options.compile_model else self._ddp
@@ -111,12 +115,19 @@ class FSDPModel:
     """The model sharded with FSDP2: each rank stores a shard of each parameter, and gathers it for computing."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, options: ParallelOptions, compute_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        options: ParallelOptions,
+        compute_dtype: torch.dtype | None,
+        *,
+        synchronizes: bool = True,
     ) -> None:
         self.inner = model.to(device)
-        for parameter in model.parameters():
-            dist.broadcast(parameter.detach(), src=0)  # as DDP does: the ranks' initial parameters may differ
-        share_buffers(model)
+        if synchronizes:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0)  # as DDP does: the ranks' initial parameters may differ
+            share_buffers(model)
         reduce_dtype = None if compute_dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -168,17 +179,28 @@ class FSDPModel:
         """Do nothing: an FSDP step does not depend on earlier steps."""
 
 
+def names_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return the names of the optimizer's parameters in the model, by parameter group."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[each] for each in group["params"]] for group in optimizer.param_groups]
+
+
 def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
     device: torch.device,
     options: ParallelOptions,
     compute_dtype: torch.dtype | None,
+    *,
+    synchronizes: bool = True,
 ) -> DDPModel | FSDPModel:
-    """Replicate or shard a model, and replace the optimizer's parameters by the sharded ones (collective).
+    """Replicate or shard a model, and replace the optimizer's parameters by the sharded ones.
 
     Args:
+        names: The names of the optimizer's parameters, from `names_in`.
         compute_dtype: The dtype in which FSDP computes; None for the dtype of the parameters.
+        synchronizes: Broadcast the parameters and buffers of rank 0 (collective).
 
     Raises:
         ValueError: If sync_batchnorm is set on CPUs.
@@ -188,17 +210,46 @@ def wrap(
             "sync_batchnorm=True requires GPUs (torch.nn.SyncBatchNorm does not support CPUs), got the device cpu.\n"
             "Omit sync_batchnorm on CPUs."
         )
-    names = {parameter: name for name, parameter in model.named_parameters()}
     if options.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if options.strategy == "ddp":
-        return DDPModel(model, device, options)
-    sharded = FSDPModel(model, device, options, compute_dtype)
+        return DDPModel(model, device, options, synchronizes=synchronizes)
+    sharded = FSDPModel(model, device, options, compute_dtype, synchronizes=synchronizes)
     # FSDP replaces the parameters of the model; the optimizer gets the new ones, matched by name.
     parameters = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [parameters[names[each]] for each in group["params"]]
+    for group, names_of_group in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [parameters[each] for each in names_of_group]
     return sharded
+
+
+class ModelTemplate:
+    """The model as the user passed it, from which it can be wrapped again.
+
+    DDP leaves the model unchanged, so the template is the model itself. FSDP replaces its parameters and cannot be
+    undone, so the template is a copy without the content of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, *, copies: bool) -> None:
+        self._model: nn.Module | None = model
+        self._copy = _copied(model, lambda each: torch.empty_like(each, device="meta")) if copies else None
+
+    def make(self, device: torch.device) -> nn.Module:
+        """Return the model; with FSDP, later calls return a copy whose parameters have undefined values."""
+        if self._model is None:
+            assert self._copy is not None
+            return _copied(self._copy, lambda each: torch.empty_like(each, device=device))
+        model = self._model
+        if self._copy is not None:
+            self._model = None
+        return model
+
+
+def _copied(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a copy of a model in which `change` makes the content of the parameters."""
+    memo: dict[int, Any] = {}
+    for each in model.parameters():
+        memo[id(each)] = nn.Parameter(change(each.detach()), requires_grad=each.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mpicomm.errors import RankFailedError
 from mpicomm.settings import STOPPED_STATUS
 from mpicomm.training import time_left
 
@@ -42,6 +43,8 @@ class Preempted(SystemExit):
 
 def is_of_all_ranks(error: BaseException | None) -> bool:
     """Return whether all ranks raise this error, or none raises any, so that collective clean-up cannot hang."""
+    if isinstance(error, RankFailedError):
+        return False  # the failed ranks do not take part
     return error is None or isinstance(error, Preempted) or getattr(error, "is_on_all_ranks", False)
 
 
@@ -51,6 +54,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.why: str | None = None
         self._since: dict[int, float] = {}
+
+    def reset(self) -> None:
+        """Forget earlier requests."""
+        self.why = None
+        self._since.clear()
 
     @contextlib.contextmanager
     def handling_signals(self, stop_margin: float | None, *, polls_scheduler: bool) -> Iterator[None]:
@@ -64,8 +72,6 @@ class StopRequest:
                 time that remains at the first poll. None disables polling.
             polls_scheduler: Whether this rank polls the scheduler, in a separate thread.
         """
-        self.why = None
-        self._since.clear()
         before = self._install_handlers()
         done = threading.Event()
         clock = time_left.clock(os.environ) if polls_scheduler and stop_margin is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ def seed_all(seed: int, rank: int = 0) -> None:
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)  # seeds all devices
+
+
+def seed_at(where: str, seed: int, number: int, rank: int) -> None:
+    """Seed the generators for a point of the run, such as step 7, so that repeating it draws the same numbers."""
+    raw = hashlib.blake2b(f"{where} {number} {seed}".encode(), digest_size=6).digest()
+    seed_all(int.from_bytes(raw, "big"), rank)
 
 
 def states(device: torch.device) -> dict[str, Any]:

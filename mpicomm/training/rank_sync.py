@@ -47,7 +47,11 @@ def all_true(is_so: bool) -> bool:
 
 
 def aligned_steps(
-    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], clock: Clock
+    source: DataSource,
+    steps: Iterator[Step],
+    padding: Callable[[], Step],
+    clock: Clock,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Step, int]]:
     """Yield steps with the same number of batches on all ranks, until no rank has samples left (collective).
 
@@ -56,6 +60,7 @@ def aligned_steps(
         steps: The steps of this rank.
         padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some.
         clock: Measures the time for data and communication.
+        prepare: Called before each step is loaded.
 
     Yields:
         The step, and the number of its samples on all ranks.
@@ -63,6 +68,7 @@ def aligned_steps(
     while True:
         # 1. load the step, and agree on its number of samples
         clock.start()
+        prepare()
         step = next(steps, Step([]))
         clock.add("data")
         count = step.total
@@ -111,10 +117,16 @@ class StopVote:
         else:
             self._pending = collectives.all_reduce(self._mine, async_op=True)
 
+    def decide(self, stop_requests: int, failures: int) -> None:
+        """Set the result of the vote, in place of `open`, if it was part of another reduction."""
+        self._gathered[0], self._gathered[1] = stop_requests, failures
+
     def close(self) -> tuple[bool, bool]:
         """Wait for the vote; return whether any rank requests a stop, and whether any rank has failed."""
         pending, self._pending = self._pending, None
-        if self._comm is None:
+        if pending is None:
+            pass  # `decide` has set the result
+        elif self._comm is None:
             self._gathered = pending.wait()
         else:
             pending.Wait()

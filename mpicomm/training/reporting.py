@@ -21,6 +21,7 @@ from mpicomm.metrics_file import Logger, MetricsFile
 from mpicomm.runtime import World
 from mpicomm.training import progress_display
 from mpicomm.training.data import LoaderOptions
+from mpicomm.training.newest_state import Recovery
 from mpicomm.training.progress_display import Display
 from mpicomm.training.state import Position
 from mpicomm.training.step_timing import Clock
@@ -78,6 +79,7 @@ class Reporter:
         self._next_show = 0.0
         self._gpu_utilization: list[int] = []
         self._parts = dict.fromkeys(self.clock.parts, 0.0)
+        self._recovery: Recovery | None = None  # until the next step is complete
 
     def begin(self, position: Position, options: LoaderOptions, *, is_complete: bool) -> None:
         """Report the position at which the run starts or resumes, and start the clocks."""
@@ -87,6 +89,26 @@ class Reporter:
             where = f"epoch {position.epoch + 1}, {position.consumed} of its samples completed"
             self.print(f"resuming from step {position.step}: {where}")
         self._begun = self._logged = time.monotonic()
+
+    def begin_after(self, recovery: Recovery) -> None:
+        """Report the position at which the run continues after ranks have failed, and start the clocks."""
+        self._recovery = recovery
+        self.write(
+            "recovery",
+            recovery.position,
+            ranks=recovery.size,
+            joined=list(recovery.joined),
+            failures=[dataclasses.asdict(each) for each in recovery.failures],
+        )
+        self._begun = self._logged = time.monotonic()
+
+    def end_recovery(self, position: Position) -> None:
+        """Report the first step after a recovery, if there was one, and the time without a complete step."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            gap = time.time() - recovery.last_step_at
+            self.write("recovered", position, gap_s=gap)
+            self.print(recovery.describe(gap))
 
     def write(self, event: str, position: Position, **values: Any) -> None:
         """Write an entry to the metrics file and the logger."""
@@ -153,6 +175,7 @@ class Reporter:
     def end(self, position: Position) -> None:
         """Write the last entry and print the summary table of the run (collective)."""
         # 1. gather the figures of all ranks
+        self.end_recovery(position)
         seconds = time.monotonic() - self._begun
         mine = {
             "host": self._world.hostname,

@@ -20,9 +20,9 @@ from mpicomm.training.state import Parts
 class ResumableRun:
     """A run that saves checkpoints and stops early on request. Without checkpoints it does neither."""
 
-    def __init__(self, parts: Parts, checkpoints: Checkpoints | None) -> None:
+    def __init__(self, parts: Parts, checkpoints: Checkpoints | None, stop_request: StopRequest) -> None:
         self.checkpoints = checkpoints
-        self.stop_request = StopRequest()
+        self.stop_request = stop_request
         self.vote: StopVote  # set where there are checkpoints
         self._parts = parts
         self._saved: str | None = None
@@ -44,10 +44,27 @@ class ResumableRun:
         self._saved = self._parts.position.name
         return True
 
+    def continue_from_memory(self) -> None:
+        """Continue from the state in memory, which is at least as new as the newest checkpoint."""
+        if self.checkpoints is not None and self.checkpoints.newest is not None:
+            self._saved = self.checkpoints.newest.name
+
+    @property
+    def own_vote(self) -> tuple[bool, bool]:
+        """Whether this rank requests a stop, and whether it has failed to write a checkpoint."""
+        if self.checkpoints is None:
+            return False, False
+        return self.stop_request.why is not None, self.checkpoints.has_failed
+
     def start_vote(self) -> None:
         """Start a vote of the ranks on whether to stop."""
         if self.checkpoints is not None:
-            self.vote.open(self.stop_request.why is not None, self.checkpoints.has_failed)
+            self.vote.open(*self.own_vote)
+
+    def decide_vote(self, stop_requests: int, failures: int) -> None:
+        """Set the result of a vote that was part of another reduction."""
+        if self.checkpoints is not None:
+            self.vote.decide(stop_requests, failures)
 
     def is_stopping(self) -> bool:
         """Complete the vote, and return whether any rank requests a stop (collective).
@@ -90,7 +107,13 @@ class ResumableRun:
 
 @contextlib.contextmanager
 def opened(
-    directory: str | os.PathLike[str] | None, keep: int, stop_margin: float | None, parts: Parts
+    directory: str | os.PathLike[str] | None,
+    keep: int,
+    stop_margin: float | None,
+    parts: Parts,
+    stop_request: StopRequest,
+    *,
+    recovers: bool = False,
 ) -> Iterator[ResumableRun]:
     """Open the checkpoints in a directory, and react to signals and the end of the allocation in a block (collective).
 
@@ -99,13 +122,16 @@ def opened(
         keep: The number of checkpoints to keep.
         stop_margin: Seconds before the end of the allocation at which to stop; None disables this.
         parts: The objects whose state a checkpoint contains.
+        stop_request: The stop request of this rank.
+        recovers: Whether training continues after a rank has failed. The vote then uses the process group, whose
+            operations raise an error that names the rank.
     """
     if directory is None:
-        yield ResumableRun(parts, None)
+        yield ResumableRun(parts, None, stop_request)
         return
     world = parts.world
     with checkpoint.opened(directory, keep, world.device) as checkpoints:
-        run = ResumableRun(parts, checkpoints)
-        handling_signals = run.stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0)
-        with handling_signals, StopVote(world.comm) as run.vote:
+        run = ResumableRun(parts, checkpoints, stop_request)
+        handling_signals = stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0)
+        with handling_signals, StopVote(None if recovers else world.comm) as run.vote:
             yield run

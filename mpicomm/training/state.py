@@ -46,6 +46,11 @@ class Position:
     history: History = dataclasses.field(default_factory=list)
 
     @property
+    def progress(self) -> tuple[int, int, bool]:
+        """The progress as numbers, which are greater at later positions."""
+        return self.step, self.epoch, self.is_evaluated
+
+    @property
     def name(self) -> str:
         """The name of the checkpoint at this position; later positions sort later alphabetically."""
         name = f"step-{self.step:09d}"
@@ -96,19 +101,44 @@ def collect(parts: Parts) -> State:
     """Return the content of a checkpoint as a copy, since training continues while it is written."""
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     tensors = batches.mapped({"model": model, "optimizer": optimizer}, _copied)
-    shared = {
-        "position": dataclasses.asdict(parts.position),
-        "optimizer": type(parts.optimizer).__name__,
-        "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
-        "scaler": parts.precision.scaler.state_dict(),
-        "ranks": parts.world.size,
-    }
+    shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
         "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
+
+
+def collect_replicated(parts: Parts) -> dict[str, Any]:
+    """Return the state of a replicated model (DDP), all of which every rank has; the tensors are not copies."""
+    tensors = {"model": parts.wrapped.inner.state_dict(), "optimizer": parts.optimizer.state_dict()}
+    return {**tensors, "run": of_all_ranks(parts)}
+
+
+def load_replicated(parts: Parts, content: dict[str, Any]) -> None:
+    """Load the state that `collect_replicated` returned on another rank."""
+    parts.wrapped.inner.load_state_dict(content["model"])
+    parts.optimizer.load_state_dict(content["optimizer"])
+    load_of_all_ranks(parts, content["run"])
+
+
+def of_all_ranks(parts: Parts) -> dict[str, Any]:
+    """Return the objects that are equal on all ranks."""
+    return {
+        "position": dataclasses.asdict(parts.position),
+        "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
+        "scaler": parts.precision.scaler.state_dict(),
+    }
+
+
+def load_of_all_ranks(parts: Parts, run: Mapping[str, Any]) -> None:
+    """Load the objects that are equal on all ranks."""
+    if parts.scheduler is not None and run["scheduler"] is not None:
+        parts.scheduler.load_state_dict(run["scheduler"])
+    parts.precision.scaler.load_state_dict(run["scaler"])
+    for name, value in run["position"].items():
+        setattr(parts.position, name, value)
 
 
 def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
@@ -157,11 +187,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
     )
     # 3. restore the objects that all ranks share, then those of each rank
-    if parts.scheduler is not None and run["scheduler"] is not None:
-        parts.scheduler.load_state_dict(run["scheduler"])
-    parts.precision.scaler.load_state_dict(run["scaler"])
-    for field in dataclasses.fields(Position):
-        setattr(parts.position, field.name, getattr(position, field.name))
+    load_of_all_ranks(parts, run)
     owns = [objects[f"rank {rank}"] for rank in range(run["ranks"])]
     if is_regrouped:
         _share_out(owns, parts)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import nn
 
 from mpicomm import arguments, runtime
 from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, TrainingError, raised_on_all_ranks
 from mpicomm.training import (
     batches,
     evaluation,
@@ -30,11 +30,18 @@ from mpicomm.training import (
     reporting,
     resumable_run,
 )
+from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
-from mpicomm.training.losses import Losses
+from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
+from mpicomm.training.preemption import StopRequest
+from mpicomm.training.recovering_calls import RecoveringCalls
+from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Parts, Position
 from mpicomm.training.training_step import TrainingStep
+from mpicomm.watchdog import rank_failures
+
+T = TypeVar("T")
 
 _EXPECTED = {
     "loss_fn": batches.LOSS_FUNCTION,
@@ -56,6 +63,9 @@ _EXPECTED = {
     "on_nonfinite": arguments.one_of("stop", "skip"),
     "check_every": POSITIVE.or_none(),
     "stop_margin": arguments.number("a non-negative number of seconds", lambda value: value >= 0).or_none(),
+    "on_failure": arguments.one_of("abort", "recover"),
+    "replicate_shards": FLAG,
+    "replicate_every": POSITIVE,
 }
 """The arguments of `Trainer` that do not depend on other arguments; the others are checked where they are used."""
 
@@ -118,6 +128,9 @@ class Trainer:
         progress: str = "auto",
         logger: Callable[[dict[str, Any]], None] | str | None = None,
         rank_logs: bool = False,
+        on_failure: str = "abort",
+        replicate_shards: bool = False,
+        replicate_every: int = 10,
     ) -> None:
         """Replicate or shard the model on the ranks (collective).
 
@@ -168,16 +181,24 @@ class Trainer:
             progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
             logger: A function that is called on rank 0 with each entry of the metrics file (a dict), or "tensorboard".
             rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
+            on_failure: "abort" ends the job when a rank fails. "recover" continues from the newest complete step, on
+                the remaining ranks and the spares of the job; it requires `mpicomm.bootstrap(on_failure="recover")`.
+                With "fsdp" it continues from the copies of `replicate_shards`, or from the newest checkpoint.
+            replicate_shards: With "fsdp" and on_failure="recover", keep a copy of each rank's shard on that rank and on
+                the next one. Each rank needs host memory for two copies of its parameters and its optimizer state, and
+                for four during a refresh.
+            replicate_every: Steps between refreshes of these copies.
 
         Raises:
             ValueError: If an argument is out of range, or does not fit another one.
             TypeError: If an argument is of a wrong type, or the optimizer or the scheduler is not supported.
             ImportError: If logger is "tensorboard" and TensorBoard is not installed.
             CheckpointError: On every rank, if the weights cannot be read or do not fit the model.
-            MpicommError: If `mpicomm.bootstrap()` has not initialized a process group.
+            MpicommError: If `mpicomm.bootstrap()` has not initialized a process group, or on_failure is "recover" and
+                `bootstrap` was called without it.
         """
         # 1. check the arguments
-        self.world = runtime.current_world()
+        world = runtime.current_world()
         if not dist.is_initialized():
             raise MpicommError(
                 "Trainer requires a process group, and torch.distributed is not initialized.\n"
@@ -192,35 +213,81 @@ class Trainer:
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
-        # 2. load the weights, and replicate or shard the model
-        device = self.world.device
-        self.precision = Precision(precision, device, casts=strategy == "ddp")
-        if deterministic:
-            randomness.make_repeatable()
-        if weights is not None:
-            model_file.load(model, weights)
-        self.wrapped = parallel.wrap(model, optimizer, device, parallelism, self.precision.dtype)
-        # 3. prepare the training steps
-        skips = on_nonfinite == "skip"
-        self.optimizer, self.scheduler, self.position = optimizer, scheduler, Position()
-        self._parts = Parts(
-            self.wrapped,
-            optimizer,
-            scheduler,
-            self.precision,
-            self.position,
-            Losses(device, stops=not skips),
-            self.world,
-        )
-        self._step = TrainingStep(self._parts, loss_fn, target_key, max_grad_norm, can_discard=skips)
-        self._last_step = Step([])
-        # 4. store the options of the loops
-        self._options = LoaderOptions(batch_size, grad_accum_steps, num_workers, device.type == "cuda", seed)
+        if on_failure == "recover" and rank_failures.current() is None:
+            raise MpicommError(
+                'Trainer(on_failure="recover") requires a job that continues after a failure.\n'
+                'Call mpicomm.bootstrap(on_failure="recover"), and start the job with mpicomm run --fault-tolerant.'
+            )
+        if replicate_shards and (strategy, on_failure) != ("fsdp", "recover"):
+            raise ValueError(
+                f"replicate_shards=True requires strategy='fsdp' and on_failure='recover', got strategy={strategy!r} "
+                f"and on_failure={on_failure!r}.\n"
+                f"Omit replicate_shards: with 'ddp' every rank has the whole model."
+            )
+        # 2. store the options of the loops
+        skips, recovers = on_nonfinite == "skip", on_failure == "recover"
+        self._options = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type == "cuda", seed)
         self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
         self._skips, self._check_every, self._stop_margin = skips, check_every, stop_margin
         self._log_every, self._monitor, self._monitored = log_every, monitor, "loss"
+        self._last_step = Step([])
+        self._unlogged = (0.0, 0)  # the sum of the losses since the last step entry, and the number of their samples
+        self._stop_request = StopRequest()
         self._run: resumable_run.ResumableRun
         self._reporter: reporting.Reporter
+        # 3. load the weights, and replicate or shard the model
+        if deterministic:
+            randomness.make_repeatable()
+        if weights is not None and recovers:
+            model_file.load(model, weights, lambda failure: [failure])  # a spare loads them alone
+        elif weights is not None:
+            model_file.load(model, weights)
+        step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers)
+        self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options)
+        self._replicas = ShardReplicas(replicate_every) if recovers and replicate_shards else None
+        self._calls = RecoveringCalls(self._assembly, self._replicas) if recovers else None
+        if self._calls is None:
+            self._assembly.assemble(world)
+        else:
+            self._calls.enter_world()
+
+    @property
+    def world(self) -> runtime.World:
+        """The world in which the trainer runs; another one after each recovery."""
+        return self._parts.world
+
+    @property
+    def wrapped(self) -> DDPModel | FSDPModel:
+        """The model as DDP or FSDP wraps it."""
+        return self._parts.wrapped
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self._assembly.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate scheduler, or None."""
+        return self._assembly.scheduler
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in which the model computes."""
+        return self._parts.precision
+
+    @property
+    def position(self) -> Position:
+        """The position in the run."""
+        return self._assembly.position
+
+    @property
+    def _parts(self) -> Parts:
+        return self._assembly.parts
+
+    @property
+    def _step(self) -> TrainingStep:
+        return self._assembly.step
 
     @property
     def loss_fn(self) -> batches.LossFunction | None:
@@ -275,27 +342,9 @@ class Trainer:
         evaluation.METRICS.check(metrics, "metrics", "fit")
         if self._schedule == optimizers.ON_METRIC:
             self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
-        with contextlib.ExitStack() as stack:
-            # 2. open the data and the checkpoints, and resume
-            train = self._opened(stack, train_data, self._options)
-            test = None if eval_data is None else self._opened(stack, eval_data, self._evaluation_options)
-            self._open(stack, train, epochs)
-            # 3. complete the evaluation that the interrupted run had not completed
-            if test is not None and not self.position.is_evaluated:
-                self._evaluate_epoch(test, metrics or {})
-                self._complete_epoch()
-            # 4. train and evaluate by turns
-            while self.position.epoch < epochs:
-                self._train_epoch(train)
-                self._end_epoch(is_evaluated=test is None)
-                if test is not None:
-                    self._evaluate_epoch(test, metrics or {})
-                self._complete_epoch()
-            # 5. save and report the complete run
-            self._run.save(self._reporter, wait=True)
-            self._reporter.end(self.position)
-            dist.barrier()  # so that no rank prints anything before the summary table
-        return self.position.history
+        # 2. train
+        self._stop_request.reset()
+        return self._called(functools.partial(self._fit, train_data, epochs, eval_data, metrics or {}))
 
     def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
@@ -313,12 +362,7 @@ class Trainer:
             ValueError: If a dataset is empty, or a metric is not callable or has a wrong shape.
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
-        with contextlib.ExitStack() as stack:
-            test = self._opened(stack, data, self._evaluation_options)
-            found = evaluation.evaluate(self._step, test, metrics or {})
-        assert found is not None  # it is never stopped
-        means, count = found
-        return {**means, "samples": count}
+        return self._called(functools.partial(self._evaluate, data, metrics or {}))
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).
@@ -333,31 +377,105 @@ class Trainer:
             CheckpointError: On every rank, if rank 0 cannot write the file.
             TypeError: If path is not a path.
         """
-        model_file.export(self.wrapped.inner, path)
+        self._called(functools.partial(self._export, path))
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """Return the result of a collective call, which is run again if ranks fail and `on_failure` is "recover"."""
+        return call() if self._calls is None else self._calls.run(call)
 
     # -- the loops ---------------------------------------------------------------------------------------------------
+
+    def _fit(self, train_data: Any, epochs: int, eval_data: Any, metrics: Mapping[str, evaluation.Metric]) -> History:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.__dict__.pop, "_run", None)  # it holds the wrapped model of this world
+            # 1. open the data and the checkpoints, and resume
+            train = self._opened(stack, train_data, self._options)
+            test = None if eval_data is None else self._opened(stack, eval_data, self._evaluation_options)
+            self._open(stack, train, epochs)
+            # 2. complete the evaluation that the interrupted run had not completed
+            if test is not None and not self.position.is_evaluated:
+                self._evaluate_epoch(test, metrics)
+                self._complete_epoch()
+            # 3. train and evaluate by turns
+            while self.position.epoch < epochs:
+                self._train_epoch(train)
+                self._end_epoch(is_evaluated=test is None)
+                if test is not None:
+                    self._evaluate_epoch(test, metrics)
+                self._complete_epoch()
+            # 4. save and report the complete run
+            self._run.save(self._reporter, wait=True)
+            if self._replicas is not None:
+                self._replicas.refresh(self._parts)
+            self._reporter.end(self.position)
+            dist.barrier()  # so that no rank prints anything before the summary table
+        return self.position.history
+
+    def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric]) -> dict[str, float]:
+        self._check_state()
+        with contextlib.ExitStack() as stack:
+            test = self._opened(stack, data, self._evaluation_options)
+            self._seed("evaluation", self.position.step)
+            found = evaluation.evaluate(self._step, test, metrics)
+        assert found is not None  # it is never stopped
+        means, count = found
+        return {**means, "samples": count}
+
+    def _export(self, path: str | os.PathLike[str]) -> None:
+        self._check_state()
+        model_file.export(self.wrapped.inner, path)
+
+    def _check_state(self) -> None:
+        if self._calls is not None and self._calls.has_lost_state:
+            raise _lost_state()
 
     def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
         """Prepare training from the newest checkpoint, or from the start (collective)."""
         # 1. open the checkpoints, and resume or seed a new run
+        calls = self._calls
         self._run = stack.enter_context(
-            resumable_run.opened(self._checkpoint_dir, self._keep_checkpoints, self._stop_margin, self._parts)
+            resumable_run.opened(
+                self._checkpoint_dir,
+                self._keep_checkpoints,
+                self._stop_margin,
+                self._parts,
+                self._stop_request,
+                recovers=calls is not None,
+            )
         )
-        if not self._run.restore(train) and not self.position.step:
-            randomness.seed_all(self._options.seed, self.world.rank)
+        continues = calls is not None and calls.has_begun
+        if continues:
+            self._run.continue_from_memory()
+        elif not self._run.restore(train):
+            if calls is not None and calls.has_lost_state:
+                raise _lost_state()
+            if not self.position.step:
+                randomness.seed_all(self._options.seed, self.world.rank)
+        if calls is not None:
+            calls.begin()
+        if self._replicas is not None:
+            self._replicas.refresh(self._parts)
         # 2. open the reporter
         self._reporter = stack.enter_context(
             reporting.opened(self.world, self._run.directory, self._report_options, epochs, train.total())
         )
-        is_complete = self.position.epoch >= epochs and self.position.is_evaluated
-        self._reporter.begin(self.position, self._options, is_complete=is_complete)
+        if calls is None or calls.recovery is None or not continues:
+            is_complete = self.position.epoch >= epochs and self.position.is_evaluated
+            self._reporter.begin(self.position, self._options, is_complete=is_complete)
+        # 3. after a recovery, save the checkpoint that the failure may have prevented
+        if calls is not None and calls.recovery is not None:
+            self._reporter.begin_after(calls.recovery)
+            if self._is_save_due():
+                self._run.save(self._reporter)
 
     def _train_epoch(self, train: DataSource) -> None:
         self.wrapped.model.train()
         position = self.position
+        self._seed("epoch", position.epoch)
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         padding = functools.partial(self._padding, train)
-        for step, count in rank_sync.aligned_steps(train, steps, padding, self._reporter.clock):
+        clock = self._reporter.clock
+        for step, count in rank_sync.aligned_steps(train, steps, padding, clock, self._seed_step):
             self._take_step(step, count)
             self._after_step()
 
@@ -367,20 +485,47 @@ class Trainer:
         clock = self._reporter.clock
         is_finite = self._step.accumulate(step, count, clock)
         # 2. start the stop vote, then update the parameters or skip the step on all ranks
-        self._run.start_vote()
-        if not self._skips or rank_sync.all_true(is_finite):
+        losses = (0.0, 0)
+        if self._calls is None:
+            self._run.start_vote()
+            is_taken = not self._skips or rank_sync.all_true(is_finite)
+        else:
+            is_taken, losses = self._share_step(is_finite)
+        if is_taken:
             self._last_step = step
             if self._step.update():
                 self._step_scheduler("step")
         else:
+            samples = rank_sync.samples(step, is_finite)
             self._step.discard()
-            self._reporter.write("skipped", self.position, rank_samples=rank_sync.samples(step, is_finite))
+            self._reporter.write("skipped", self.position, rank_samples=samples)
         clock.add("compute")
         # 3. count the step
         self.position.advance(count)
+        self._add_losses(*losses)
         self._reporter.step(self.position, count)
 
+    def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
+        """Share what a step leaves on single ranks, so that the state after it is equal on all ranks (collective).
+
+        After this operation a rank completes the step without communication. If a rank fails, the others have
+        therefore completed the step, and can send its state, or have not begun to change theirs.
+
+        Returns:
+            Whether to update the parameters; the sum of the losses of all ranks, and the number of their samples.
+        """
+        parallel.share_buffers(self.wrapped.inner)
+        mine = [*self._parts.losses.take(), not is_finite, *self._run.own_vote]
+        total, samples, failures, *votes = rank_sync.reduced(mine)
+        self._run.decide_vote(*map(int, votes))
+        return not self._skips or not failures, (total, int(samples))
+
+    def _add_losses(self, total: float, count: int) -> None:
+        self.position.add_losses(total, count)
+        self._unlogged = (self._unlogged[0] + total, self._unlogged[1] + count)
+
     def _after_step(self) -> None:
+        self._count_step()
         is_stopping = self._run.is_stopping()
         step = self.position.step
         if step % self._log_every == 0:
@@ -389,6 +534,8 @@ class Trainer:
             rank_sync.check_parameters(self.wrapped, step)
         if self._save_every is not None and step % self._save_every == 0:
             self._run.save(self._reporter)
+        if self._replicas is not None:
+            self._replicas.refresh_if_due(self._parts)
         if is_stopping:
             self._run.stop(self._reporter)
 
@@ -406,6 +553,7 @@ class Trainer:
 
     def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, evaluation.Metric]) -> None:
         with self._reporter.excluded(), randomness.preserved(self.world.device):
+            self._seed("evaluation", self.position.step)
             found = evaluation.evaluate(self._step, test, metrics, self._is_stopping)
         if found is None:
             self._run.stop(self._reporter)
@@ -413,6 +561,7 @@ class Trainer:
         self._reporter.evaluation(self.position)
 
     def _is_stopping(self) -> bool:
+        self._count_step()
         self._run.start_vote()
         return self._run.is_stopping()
 
@@ -424,6 +573,26 @@ class Trainer:
             self._run.save(self._reporter)
 
     # -- parts of the loops ------------------------------------------------------------------------------------------
+
+    def _seed(self, where: str, number: int) -> None:
+        """Seed the generators for a point of the run, if this point may be repeated, or run by a spare."""
+        if self._calls is not None:
+            randomness.seed_at(where, self._options.seed, number, self.world.rank)
+
+    def _seed_step(self) -> None:
+        self._seed("step", self.position.step)
+
+    def _count_step(self) -> None:
+        """Note that this rank has completed a step of training or of an evaluation."""
+        if self._calls is not None:
+            self._calls.count_step()
+            self._reporter.end_recovery(self.position)
+
+    def _is_save_due(self) -> bool:
+        position = self.position
+        if self._save_every is None:
+            return position.epoch > 0 and not position.consumed and position.is_evaluated
+        return position.step > 0 and position.step % self._save_every == 0
 
     def _step_scheduler(self, when: str) -> None:
         if self.scheduler is not None and self._schedule == when:
@@ -444,8 +613,9 @@ class Trainer:
         return last.as_padding()
 
     def _log(self) -> None:
-        total, count = self._parts.losses.reduce()
-        self.position.add_losses(total, count)
+        if self._calls is None:
+            self._add_losses(*self._parts.losses.reduce())
+        (total, count), self._unlogged = self._unlogged, (0.0, 0)
         self._reporter.log(self.position, total / count if count else None, self.optimizer)
 
     @property
@@ -455,4 +625,22 @@ class Trainer:
     def _opened(self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions) -> DataSource:
         source = make_source(data, options, DataRank(self.world.rank, self.world.size))
         stack.callback(source.close)
+        if self._calls is not None and not source.is_shared and self.world.size != self._calls.first_size:
+            raise raised_on_all_ranks(
+                TrainingError(
+                    f"cannot continue on {self.world.size} of {self._calls.first_size} ranks: each rank has its own "
+                    f"DataLoader, so the samples of the failed ranks are unknown.\n"
+                    f"Start the job with spares (mpicomm run --spares), or pass the dataset instead of a DataLoader."
+                )
+            )
         return source
+
+
+def _lost_state() -> TrainingError:
+    return raised_on_all_ranks(
+        TrainingError(
+            "cannot continue after the failure: each rank had a part of the model, and there is no copy of the failed "
+            "rank's part.\n"
+            "Pass checkpoint_dir and save_every, or replicate_shards=True, to Trainer, and start the job again."
+        )
+    )

@@ -70,12 +70,12 @@ class TrainingStep:
         Raises:
             TrainingError: If a loss is not finite, unless such steps are skipped.
         """
+        self._buffers = self._copied_buffers() if self._can_discard else []
         is_first, self._is_first = self._is_first, False
         if is_first:
             self._warm_up(step.batches[0])
             clock.start()
         self._wrapped.begin_step()
-        self._buffers = self._copied_buffers() if self._can_discard else []
         is_finite = True
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
@@ -93,13 +93,16 @@ class TrainingStep:
     def update(self) -> bool:
         """Update the parameters; return whether the optimizer took the step, as `Precision.step` does."""
         optimizer = self.parts.optimizer
+        self._buffers = []
         is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._max_grad_norm)
         optimizer.zero_grad(set_to_none=True)
         return is_taken
 
     def discard(self) -> None:
-        """Discard the gradients and the changes of the buffers."""
-        self._restore_buffers(self._buffers)
+        """Discard the gradients and the changes of the buffers since the last update, if any."""
+        if self._buffers:
+            self._restore_buffers(self._buffers)
+        self._buffers = []
         self.parts.optimizer.zero_grad(set_to_none=True)
 
     def _warm_up(self, batch: Batch) -> None:

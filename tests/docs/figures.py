@@ -90,6 +90,16 @@ def _steadiness() -> str:
     return _table(("mpi4py / mpicomm", *(f"{name}, {which}" for name in found for which in ("median", "best"))), *rows)
 
 
+def _recovery() -> str:
+    result = _result("recovery-4-openmpi")
+    kinds = {"all kills": "gap_s", "without spares": "gap_s_without_spares", "with spares": "gap_s_with_spares"}
+    rows = [
+        (kind, str(result[name]["number"]), *(f"{result[name][each]:.2f}" for each in ("p50", "p95", "max")))
+        for kind, name in kinds.items()
+    ]
+    return _table(("seconds from a kill to the next step", "number", "median", "95th percentile", "maximum"), *rows)
+
+
 def _status() -> str:
     """Return an item of a list: the versions with which the compatibility suite ran without a failure."""
     found = sorted(results.read_all(), key=results.order)
@@ -120,6 +130,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": _steps,
     "microseconds": _microseconds,
     "steadiness": _steadiness,
+    "recovery": _recovery,
     "status": _status,
     "compatibility": _compatibility,
 }

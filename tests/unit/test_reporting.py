@@ -13,6 +13,7 @@ import torch
 
 from mpicomm.metrics_file import MetricsFile
 from mpicomm.training import reporting
+from mpicomm.training.newest_state import Failure, Recovery
 from mpicomm.training.progress_display import Display
 from mpicomm.training.reporting import Reporter
 from mpicomm.training.state import Position
@@ -46,6 +47,31 @@ def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPat
             clock.now += 7.0
         reporter.log(position, 0.25, optimizer)
     assert [(entry["event"], entry["samples_per_s"], entry["lr"]) for entry in entries] == [("step", 32.0, 0.5)] * 2
+
+
+def test_a_recovery_is_reported_with_the_time_without_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(reporting, "time", clock)
+    entries: list[dict[str, Any]] = []
+    world: Any = types.SimpleNamespace(size=3, device=torch.device("cpu"))
+    reporter = Reporter(world, MetricsFile(None, entries.append), Display("lines", 1, None, prints=True))
+    failure = Failure((2, 3), ("alpha", "beta"), "killed by signal 9", 99.5)
+    reporter.begin_after(Recovery((failure,), (), 3, Position(step=5), last_step_at=99.0))
+    assert capsys.readouterr().out == ""
+    clock.now += 0.5
+    for step in (6, 7):
+        reporter.end_recovery(Position(step=step))
+    assert capsys.readouterr().out == (
+        "ranks 2, 3 on alpha, beta failed: killed by signal 9; continued from step 5 on 3 ranks, after 1.50 s "
+        "without a step\n"
+    )
+    assert [(each["event"], each["step"], each.get("gap_s")) for each in entries] == [
+        ("recovery", 5, None),
+        ("recovered", 6, 1.5),
+    ]
+    assert json.loads(json.dumps(entries[0]["failures"]))[0]["ranks"] == [2, 3]
 
 
 @pytest.mark.parametrize("before", ["", '{"event": "start"}\n', '{"event": "start"}\n{"event": "st'])

@@ -32,6 +32,11 @@ def resume(step: int, epoch: int = 0, consumed: int = 0, ranks: int = 2) -> Line
     return entry("resume", step, epoch, consumed, ranks=ranks, device="cpu")
 
 
+def recovery(step: int, epoch: int = 0, consumed: int = 0, ranks: int = 2, failed: Sequence[int] = (1,)) -> Line:
+    failures = [{"ranks": list(failed), "hosts": ["alpha"] * len(failed), "reason": "killed", "detected_at": 1.0}]
+    return entry("recovery", step, epoch, consumed, ranks=ranks, joined=[], failures=failures)
+
+
 def a_step(step: int, epoch: int, consumed: int, loss: float | None = 1.0, rate: float = 100.0, **values: Any) -> Line:
     parts = {"data_s": 0.1, "compute_s": 0.6, "communication_s": 0.3}
     about = {"loss": loss, "lr": 0.1, "samples_per_s": rate, **parts, "memory_mib": 200.0}
@@ -259,6 +264,31 @@ def test_resumes_on_other_ranks(directory: Path) -> None:
     lines = [*WHOLE, resume(18, 1, 80), resume(15, 1, 50, ranks=4), resume(10, 1, ranks=3)]
     found = figures.compute(read(directory, lines))
     assert (found.resumes, found.ranks, found.ranks_before) == (3, 3, (2, 4))
+
+
+def test_a_recovery_drops_the_steps_that_only_the_failed_rank_had_completed(directory: Path) -> None:
+    lines = [*FIRST[:2], a_step(7, 0, 70), recovery(6, 0, 60), a_step(10, 0, 100), an_epoch(10, 1)]
+    run = read(directory, lines, cut='{"event": "st')
+    assert seen(run) == [("start", 0), ("step", 5), ("recovery", 6), ("step", 10), ("epoch", 10)]
+    assert [each.samples for each in run.select("step")] == [50, 40]
+    assert run.warnings == ()
+
+
+def test_a_truncated_line_before_a_recovery_is_no_damage(directory: Path) -> None:
+    path = directory / metrics_file.NAME
+    path.write_text(text_of([*FIRST[:2], '{"event": "st', recovery(5, 0, 50), a_step(10, 0, 100)]))
+    assert runs.read(directory, "digits").warnings == ()
+
+
+def test_recoveries_are_figures_with_the_failed_ranks_and_the_gap(directory: Path) -> None:
+    lines = [start(4), recovery(5, ranks=3), entry("recovered", 6, gap_s=0.25), recovery(4, ranks=1, failed=(0, 2))]
+    found = figures.compute(read(directory, lines))
+    assert found.recoveries == (
+        figures.RecoveryFigures(5, (1,), ("alpha",), 0.25),
+        figures.RecoveryFigures(4, (0, 2), ("alpha", "alpha"), None),
+    )
+    assert (found.ranks, found.ranks_before, found.resumes, found.state) == (1, (4, 3), 0, "interrupted")
+    assert printed(read(directory, lines))["recoveries"] == ["rank 1 on alpha after step 5: 0.25 s"]
 
 
 def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> None:

@@ -1,0 +1,107 @@
+"""The objects that train a model in one world: the wrapped model, its training steps, and the state of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpicomm.runtime import World
+from mpicomm.training import parallel
+from mpicomm.training.batches import LossFunction
+from mpicomm.training.losses import Losses
+from mpicomm.training.parallel import ModelTemplate, ParallelOptions
+from mpicomm.training.precision import Precision
+from mpicomm.training.state import Parts, Position
+from mpicomm.training.training_step import TrainingStep
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Arguments of `Trainer` that concern single steps."""
+
+    target_key: str
+    max_grad_norm: float | None
+    precision: str
+    skips: bool
+    """Whether steps whose loss is not finite are skipped."""
+
+    recovers: bool
+    """Whether training continues after a rank has failed."""
+
+
+class Assembly:
+    """Makes the objects that train a model, once for each world that the run enters."""
+
+    parts: Parts
+    step: TrainingStep
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        loss_fn: LossFunction | None,
+        parallelism: ParallelOptions,
+        options: StepOptions,
+    ) -> None:
+        self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
+        self.position = Position()
+        self._names: Sequence[Sequence[str]] = parallel.names_in(optimizer, model)
+        self.is_sharded = parallelism.strategy == "fsdp"
+        self._template = ModelTemplate(model, copies=options.recovers and self.is_sharded)
+        self._parallelism, self._options = parallelism, options
+        self._is_assembled = False
+
+    def assemble(self, world: World) -> None:
+        """Replicate or shard the model on the ranks of a world (collective).
+
+        The parameters of rank 0 are broadcast, except those of a replicated model if the trainer recovers from
+        failures: the ranks then agree on whose parameters they use.
+        """
+        options, device = self._options, world.device
+        # 1. take the objects of the previous world apart
+        scaler = None
+        if self._is_assembled:
+            scaler = self.parts.precision.scaler.state_dict()
+            self._take_apart()
+        # 2. wrap the model
+        precision = Precision(options.precision, device, casts=not self.is_sharded)
+        if scaler is not None:
+            precision.scaler.load_state_dict(scaler)
+        wrapped = parallel.wrap(
+            self._template.make(device),
+            self.optimizer,
+            self._names,
+            device,
+            self._parallelism,
+            precision.dtype,
+            synchronizes=self.is_sharded or not options.recovers,
+        )
+        # 3. prepare the training steps
+        losses = Losses(device, stops=not options.skips)
+        self.parts = Parts(wrapped, self.optimizer, self.scheduler, precision, self.position, losses, world)
+        self.step = TrainingStep(
+            self.parts,
+            self.loss_fn,
+            options.target_key,
+            options.max_grad_norm,
+            can_discard=options.skips or options.recovers,
+        )
+        self._is_assembled = True
+
+    def _take_apart(self) -> None:
+        """Discard the interrupted step, and release the wrapped model."""
+        self.loss_fn = self.step.loss_fn
+        self.step.discard()
+        wrapped = weakref.ref(self.parts.wrapped.model)
+        del self.step, self.parts
+        if self.is_sharded:
+            self.optimizer.state.clear()  # of the parameters that the new ones replace
+        if wrapped() is not None:
+            gc.collect()  # the hooks of an old DDP module would also run in backward passes of the new one

@@ -1,0 +1,161 @@
+"""Collective calls of the trainer that are run again after ranks have failed, in the world of the remaining ranks."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from mpicomm import runtime
+from mpicomm.errors import RankFailedError
+from mpicomm.training import newest_state, state
+from mpicomm.training.assembly import Assembly
+from mpicomm.training.newest_state import Failure, Recovery, Standing
+from mpicomm.training.preemption import Preempted
+from mpicomm.training.shard_replicas import ShardReplicas
+from mpicomm.watchdog import rank_failures
+
+T = TypeVar("T")
+
+
+class RecoveringCalls:
+    """Runs the collective calls of a trainer. If ranks fail, recovers the world and runs the call again.
+
+    A spare that joins runs the program from its start. The calls that the other ranks have completed then return their
+    recorded results, so that the spare arrives at the call in which the other ranks are.
+    """
+
+    def __init__(self, assembly: Assembly, replicas: ShardReplicas | None) -> None:
+        """Prepare the calls.
+
+        Args:
+            assembly: The objects of the trainer, which are made again in each world.
+            replicas: The copies of the shards of a sharded model, if it has any.
+        """
+        self.has_begun = False
+        """Whether the run has started or resumed: from then on the newest state is in memory, not in a checkpoint."""
+
+        self.first_size = runtime.current_world().size
+        """The number of ranks at the start of the job."""
+
+        self.last_step_at: float | None = None
+        """The time at which this rank completed its last step, as of `time.time()`."""
+
+        self.recovery: Recovery | None = None
+        """The recoveries since the last step, if any."""
+
+        self.has_lost_state = False
+        """Whether the run had begun, and its state is neither complete in memory nor restored yet."""
+
+        self._assembly, self._replicas = assembly, replicas
+        self._number = newest_state.next_trainer()
+        self._is_synchronized = False  # has the parameters that all ranks agreed on
+        self._failures: list[Failure] = []  # since the last step
+        self._results: list[Any] = []  # of the calls that all ranks have completed, in order
+        self._returned = 0
+
+    def enter_world(self) -> None:
+        """Assemble the trainer in the current world, or in the next one if ranks fail meanwhile (collective)."""
+        _, failure = _attempted(self._enter_world)
+        self._recover(failure)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Return the result of a collective call, which is run again after each recovery (collective)."""
+        self._returned += 1
+        if self._returned <= len(self._results):
+            result: T = self._results[self._returned - 1]
+            return result
+        result = self._completed(call)
+        self._results.append(copy.deepcopy(result))
+        return result
+
+    def begin(self) -> None:
+        """Note that the run has started or resumed, with a state of its own or from a checkpoint (on all ranks)."""
+        self.has_begun, self.has_lost_state = True, False
+
+    def count_step(self) -> None:
+        """Note that this rank has completed a step."""
+        self.last_step_at = time.time()
+        self._failures.clear()
+        self.recovery = None
+
+    def _completed(self, call: Callable[[], T]) -> T:
+        def call_and_agree() -> T:
+            try:
+                result = call()
+            except Preempted:
+                self._agree_on_end()
+                raise
+            self._agree_on_end()
+            return result
+
+        while True:
+            result, failure = _attempted(call_and_agree)
+            if failure is None:
+                return cast("T", result)
+            self._recover(failure)
+
+    def _agree_on_end(self) -> None:
+        """Return on all ranks, or raise an error on all remaining ranks (collective).
+
+        After a barrier, some ranks could return and others raise an error.
+        """
+        comm = self._assembly.parts.world.comm
+        assert comm is not None
+        comm.Agree(1)
+
+    def _recover(self, failure: RankFailedError | None) -> None:
+        """Enter the next world after a failure, and further ones if ranks fail meanwhile (collective)."""
+        while failure is not None:
+            self._failures.append(Failure(failure.ranks, failure.hosts, failure.reason, time.time()))
+            runtime.recover()
+            _, failure = _attempted(self._enter_world)
+
+    def _enter_world(self) -> None:
+        world = runtime.current_world()
+        self._assembly.assemble(world)
+        progress = (self.has_begun, *self._assembly.position.progress) if self._is_synchronized else None
+        has_joined = world.previous_rank is None
+        held = () if self._replicas is None else self._replicas.held
+        mine = Standing(self._number, progress, self.last_step_at, tuple(self._failures), has_joined, held)
+        agreed = newest_state.agree(mine)
+        newest_state.send(agreed, self._collect, self._load, world.device)
+        if self._assembly.is_sharded and self.has_begun:
+            self.has_lost_state = self._replicas is None or not self._replicas.restore(
+                self._assembly.parts, agreed.held
+            )
+            self.has_begun = not self.has_lost_state
+        self._is_synchronized = True
+        self.recovery = agreed.recovery(self._assembly.position, world.size)
+
+    def _collect(self) -> Any:
+        parts, is_sharded = self._assembly.parts, self._assembly.is_sharded
+        return {
+            "state": {} if is_sharded else state.collect_replicated(parts),
+            "has_begun": self.has_begun,
+            "has_lost_state": self.has_lost_state,
+            "first_size": self.first_size,
+            "results": self._results,
+        }
+
+    def _load(self, content: Any) -> None:
+        if not self._assembly.is_sharded:
+            state.load_replicated(self._assembly.parts, content["state"])
+        self.has_begun, self.has_lost_state = content["has_begun"], content["has_lost_state"]
+        self.first_size, self._results = content["first_size"], content["results"]
+
+
+def _attempted(call: Callable[[], T]) -> tuple[T | None, RankFailedError | None]:
+    """Return the result of a collective call, or the failure of ranks that has interrupted it.
+
+    The error itself is released here: the frames of its traceback hold the wrapped model of the old world.
+    """
+    try:
+        return call(), None
+    except Exception as error:
+        failure = error if isinstance(error, RankFailedError) else rank_failures.error_after(error)
+        if failure is None:
+            raise
+    failure.__traceback__ = failure.__context__ = failure.__cause__ = None
+    return None, failure

@@ -1,0 +1,53 @@
+"""A few of the kills of `python -m tests.recovery`, with its checks: a run ends with the bits of its reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpicomm import mpi
+from tests.recovery import killed_runs
+from tests.recovery.kill_plan import RECOVERING, Kill
+from tests.recovery.killed_runs import Case
+
+CASES = [
+    Case(
+        "on fewer ranks",
+        (Kill(0, 0, "in an evaluation", 2), Kill(1, 2, "in a barrier", 2, 0.01)),
+    ),
+    Case(
+        "with spares",
+        (
+            Kill(0, 2, "at a random moment", delay=0.2),
+            Kill(0, 0, RECOVERING, delay=0.02),
+            Kill(1, 0, "while a checkpoint is written"),
+            Kill(2, 1, "after fit"),
+        ),
+        spares=4,
+    ),
+    Case(
+        "sharded, with copies of the shards",
+        (Kill(0, 1, "in a 64 MiB all_reduce", 7, 0.01),),
+        spares=1,
+        arguments=("--strategy", "fsdp", "--replicate"),
+    ),
+]
+
+
+@pytest.mark.skipif(mpi.library().vendor != "Open MPI", reason="requires an MPI that continues after a failure (ULFM)")
+def test_killed_runs_end_with_the_bits_of_runs_without_kills(tmp_path: Path) -> None:
+    results = [killed_runs.run(case, tmp_path / f"case-{number}") for number, case in enumerate(CASES)]
+    killed_runs.compare(results, tmp_path)
+    assert [(each.case.name, each.problems) for each in results if each.problems] == []
+    assert [len(each.gaps) for each in results] == [2, 3, 1]  # no step follows the kill after fit
+    assert results[0].sizes == [4, 3, 2]
+    assert results[2].sizes == [4, 4]
+
+
+def test_cases_have_as_many_kills_as_asked_and_every_point() -> None:
+    cases = killed_runs.cases(100, seed=0)
+    points = {kill.point for case in cases for kill in case.kills}
+    assert 100 <= sum(len(case.kills) for case in cases) <= 103
+    assert len({case.name for case in cases if case.name.startswith(("rank 0", "two", "one", "with"))}) >= 4
+    assert points >= {RECOVERING, "at a random moment", "in a barrier", "before the first step", "after the last step"}

@@ -1,0 +1,146 @@
+"""A training run whose ranks are killed: `mpicomm run -n 5 --spares 1 -m tests.recovery.training_job DIRECTORY`.
+
+The model, the data and the trainer are those of tests/training/job.py, with every component that has state. Each rank
+that completes the run writes its final state to DIRECTORY/final-<rank>.json; every process logs its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import mpicomm
+from mpicomm.training.data import Step
+from mpicomm.training.trainer import Trainer
+from tests.recovery import kill_plan
+from tests.recovery.kill_plan import Plan
+from tests.training import job
+from tests.training.job import EVAL_SAMPLES, SAMPLES, Samples
+
+EPOCHS = 12
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--kills", default="[]", help="the kills in JSON, as tests.recovery.kill_plan.Kill")
+    parser.add_argument("--from", dest="starts", default="", help="NAME:CHECKPOINT,...: a run from each checkpoint")
+    parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--keep", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--replicate", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds that each forward pass takes longer")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    mpicomm.bootstrap("mpi", timeout=60, on_failure="recover")
+    if not arguments.starts:
+        train(arguments.directory, arguments)
+        return
+    for each in arguments.starts.split(","):
+        train(arguments.directory / each, arguments)
+
+
+def train(directory: Path, arguments: argparse.Namespace) -> None:
+    """Train to the end, from the checkpoint in the directory if there is one."""
+    plan = Plan(kill_plan.from_text(arguments.kills), directory)
+    plan.install()
+    log = Log(directory / f"steps-{os.getpid()}.jsonl")
+    log.install()
+    trainer = make_trainer(directory, arguments)
+    loss_fn = trainer.loss_fn
+
+    def slowly(*data: Any) -> torch.Tensor:
+        time.sleep(arguments.pause)
+        return loss_fn(*data)
+
+    def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        plan.visit("in an evaluation")
+        return job.is_right(outputs, labels)
+
+    trainer.loss_fn = slowly
+    data, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
+    history = trainer.fit(data, EPOCHS, eval_data=test, metrics={"accuracy": is_right})
+    plan.visit("after fit")
+    evaluation = trainer.evaluate(test)
+    final = {"digest": digest(trainer), "history": history, "evaluation": evaluation}
+    Path(directory, f"final-{trainer.world.rank}.json").write_text(json.dumps(final))
+
+
+def make_trainer(directory: Path, arguments: argparse.Namespace) -> Trainer:
+    torch.manual_seed(1)
+    model = job.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return Trainer(
+        model,
+        optimizer,
+        nn.functional.cross_entropy,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.97),
+        batch_size=8,
+        grad_accum_steps=2,
+        max_grad_norm=1.0,
+        strategy=arguments.strategy,
+        checkpoint_dir=directory / "run",
+        save_every=arguments.save_every,
+        keep_checkpoints=arguments.keep,
+        log_every=4,
+        seed=5,
+        num_workers=arguments.workers,
+        progress="none",
+        on_failure="recover",
+        replicate_shards=arguments.replicate,
+        replicate_every=4,
+    )
+
+
+def digest(trainer: Trainer) -> str:
+    """Return a digest of the whole parameters, buffers and optimizer state (collective)."""
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = get_state_dict(trainer.wrapped.inner, trainer.optimizer, options=options)
+    named: dict[str, torch.Tensor] = dict(model)
+    for name, values in optimizer["state"].items():
+        named |= {f"{name} {key}": each for key, each in values.items()}
+    found = hashlib.sha256()
+    for name, tensor in sorted(named.items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Log:
+    """The steps of this process, each when it begins and when it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def install(self) -> None:
+        kill_plan.before(Trainer, "_take_step", self._begin)
+        kill_plan.before(Trainer, "_count_step", self._end)
+
+    def _begin(self, trainer: Trainer, step: Step, _count: int) -> None:
+        position = trainer.position
+        indices = [index for batch in step.batches for index in batch.indices or ()]
+        self._write("begin", step=position.step + 1, epoch=position.epoch, rank=trainer.world.rank, indices=indices)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._write("end", step=trainer.position.step, epoch=trainer.position.epoch, rank=trainer.world.rank)
+
+    def _write(self, what: str, **values: Any) -> None:
+        world = mpicomm.current_world().recoveries
+        self._file.write(json.dumps({"what": what, "time": time.time(), "world": world, **values}) + "\n")
+        self._file.flush()
+
+
+if __name__ == "__main__":
+    main()
