@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import launch_plan, restarts, run_line
+from mpicomm.cli import horovodrun, launch_plan, restarts, run_line
 from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.restarts import RestartPolicy
@@ -66,6 +68,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
+    parser.add_argument(
+        run_line.HOROVOD,
+        action="store_true",
+        help="run a script that imports horovod.torch with mpicomm.horovod; accepts the options of horovodrun too",
+    )
     # 2. nodes, restarts and stop
     parser.add_argument(
         "--nnodes", metavar="MIN:MAX", type=_node_range, help="number of hosts to use, N or MIN:MAX (default: all)"
@@ -96,6 +103,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
     parser.set_defaults(run=run, parser=parser)
+    assert isinstance(parser, Parser)
+    parser.translate = functools.partial(_translated, parser)
+
+
+def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
+    """Replace the options of horovodrun after `--horovod`, and print the equivalents."""
+    try:
+        translated, notes = horovodrun.translated(line)
+    except ValueError as error:
+        parser.error(str(error))
+    for note in notes:
+        print_message("run", note)
+    return translated
 
 
 class _Refuse(argparse.Action):
@@ -130,6 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     program = request.program(arguments.words, arguments.module, sys.executable)
     _check_exists(program)
+    if arguments.horovod:
+        program = request.with_horovod(program, sys.executable)
     return Request(
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
