@@ -8,6 +8,7 @@ Programs written for `import horovod.torch as hvd` run unchanged; docs/horovod.m
 
 from __future__ import annotations
 
+from mpicomm.horovod import elastic
 from mpicomm.horovod.compression import Compression
 from mpicomm.horovod.context import (
     ccl_built,
@@ -44,8 +45,16 @@ from mpicomm.horovod.differentiable import (
     reducescatter,
 )
 from mpicomm.horovod.exceptions import HorovodInternalError
+from mpicomm.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from mpicomm.horovod.optimizer import DistributedOptimizer
 from mpicomm.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from mpicomm.horovod.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from mpicomm.horovod.sync_batch_norm import SyncBatchNorm
 from mpicomm.horovod.tensor_operations import (
     allgather_async,
     allreduce_,
@@ -72,15 +81,18 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -92,11 +104,15 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

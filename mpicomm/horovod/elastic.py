@@ -6,23 +6,23 @@ form a new world, the state of one of them is sent to the others, and the functi
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import queue
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from mpicomm import runtime
-from mpicomm.errors import RankFailedError
-from mpicomm.horovod import context, operations
+from mpicomm.horovod import context
+from mpicomm.horovod.differentiable import allreduce
 from mpicomm.horovod.elastic_sampler import ElasticSampler
-from mpicomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from mpicomm.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from mpicomm.horovod.reduce_op import Min
+
+T = TypeVar("T")
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -216,10 +216,55 @@ _HANDLERS: dict[type, type[_Handler]] = {
 def _surviving_rank() -> int:
     """Return the lowest rank that was in the previous world: a spare, which has joined since, has no state."""
     world = runtime.current_world()
-    candidate = world.size if world.previous_rank is None else world.rank
-    lowest = operations.allreduce(torch.tensor([candidate]), op=operations.Min, name="elastic.surviving_rank")
+    candidate = world.size if getattr(world, "previous_rank", 0) is None else world.rank
+    lowest = allreduce(torch.tensor([candidate]), op=Min, name="elastic.surviving_rank")
     return int(lowest)
 
 
 def _broadcast_from_survivor(obj: Any) -> Any:
     return broadcast_object(obj, _surviving_rank(), "elastic.state")
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Call a function again after a failure of ranks, from the last commit; use it as a decorator.
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                ...
+                state.commit()
+
+    Args:
+        func: The function; its first argument is the `State`. It runs operations on all ranks, and commits its state.
+
+    Returns:
+        The function, which returns when `func` does. An operation that fails although all ranks are running is raised
+        if it fails again without a commit in between.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        needs_sync = True
+        while True:
+            try:
+                if needs_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt as interrupt:
+                needs_sync = not interrupt.skip_sync
+            except HorovodInternalError:
+                state.restore()
+                needs_sync = True
+            _reset()
+            state.on_reset()
+
+    return wrapper
+
+
+def _reset() -> None:
+    """Form the job anew (collective)."""
+    context.shutdown()
+    context.init()

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from mpicomm.collective_ops import pytree
-from mpicomm.horovod import context, operations
+from mpicomm.horovod import context
+from mpicomm.horovod.differentiable import allgather
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
+from mpicomm.horovod.tensor_operations import broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
@@ -25,11 +27,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         ValueError: If `params` holds something else.
     """
     handles = [
-        operations.broadcast_async_(tensor, root_rank, None if name is None else f"broadcast_parameters.{name}")
+        broadcast_async_(tensor, root_rank, None if name is None else f"broadcast_parameters.{name}")
         for name, tensor in _named_tensors(params)
     ]
     for handle in handles:
-        operations.synchronize(handle)
+        synchronize(handle)
 
 
 def broadcast_optimizer_state(
@@ -80,13 +82,13 @@ def broadcast_object(
     if context.rank() == root_rank:
         content = _pickled(obj, "broadcast_object")
         length = torch.tensor([content.numel()])
-        operations.broadcast_(length, root_rank, f"{label}.length", process_set)
-        operations.broadcast_(content, root_rank, f"{label}.content", process_set)
+        broadcast_(length, root_rank, f"{label}.length", process_set)
+        broadcast_(content, root_rank, f"{label}.content", process_set)
         return obj
     length = torch.zeros(1, dtype=torch.int64)
-    operations.broadcast_(length, root_rank, f"{label}.length", process_set)
+    broadcast_(length, root_rank, f"{label}.length", process_set)
     content = torch.empty(int(length), dtype=torch.uint8)
-    operations.broadcast_(content, root_rank, f"{label}.content", process_set)
+    broadcast_(content, root_rank, f"{label}.content", process_set)
     return pytree.unpickled(content)
 
 
@@ -102,8 +104,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     label = f"allgather_object.{name or ''}"
     content = _pickled(obj, "allgather_object")
-    lengths = operations.allgather(torch.tensor([content.numel()]), f"{label}.length").tolist()
-    everything = operations.allgather(content, f"{label}.content")
+    lengths = allgather(torch.tensor([content.numel()]), f"{label}.length").tolist()
+    everything = allgather(content, f"{label}.content")
     return [pytree.unpickled(each) for each in everything.split(lengths)]
 
 

@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 
-from mpicomm.horovod import context, operations
+from mpicomm.horovod import context
 from mpicomm.horovod.compression import Compression
 from mpicomm.horovod.functions import broadcast_object
-from mpicomm.horovod.operations import Adasum, Average
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
+from mpicomm.horovod.reduce_op import Adasum, Average
+from mpicomm.horovod.tensor_operations import (
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
 
 Bucket = tuple[torch.Tensor, ...]
 """Parameters whose gradients are reduced by one call."""
@@ -326,15 +332,15 @@ class _GradientReducer:
         settings, name = self.settings, self.names[parameter]
         gradient = _gradient(parameter)
         if gradient.is_sparse and not settings.sparse_as_dense:
-            reduced = operations.sparse_allreduce_async(
+            reduced = sparse_allreduce_async(
                 gradient, name=name, op=settings.op, process_set=settings.process_set
             )
             return lambda: setattr(parameter, "grad", reduced())
         compressed, ctx = settings.compression.compress(gradient.to_dense() if gradient.is_sparse else gradient)
-        handle = operations.allreduce_async_(
+        handle = allreduce_async_(
             compressed, name=name, op=settings.op, process_set=settings.process_set, **settings.scales
         )
-        return lambda: self._store(parameter, operations.synchronize(handle), ctx)
+        return lambda: self._store(parameter, synchronize(handle), ctx)
 
     def _start_group(self, bucket: Bucket) -> Callable[[], None]:
         settings = self.settings
@@ -346,7 +352,7 @@ class _GradientReducer:
             )
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
         compressed, contexts = zip(*(settings.compression.compress(each) for each in dense), strict=True)
-        handle = operations.grouped_allreduce_async_(
+        handle = grouped_allreduce_async_(
             list(compressed),
             name=self.names[bucket[0]],
             op=settings.op,
@@ -355,7 +361,7 @@ class _GradientReducer:
         )
 
         def complete() -> None:
-            for parameter, reduced, ctx in zip(bucket, operations.synchronize(handle), contexts, strict=True):
+            for parameter, reduced, ctx in zip(bucket, synchronize(handle), contexts, strict=True):
                 self._store(parameter, reduced, ctx)
 
         return complete
@@ -489,10 +495,10 @@ class _AdasumOptimizer(_ReducingOptimizer):
         for parameter, start in zip(parameters, before, strict=True):
             compressed, ctx = settings.compression.compress(parameter.detach() - start)
             name = self._reducer.names[parameter]
-            handles.append((operations.allreduce_async_(compressed, name=name, op=Adasum), ctx))
+            handles.append((allreduce_async_(compressed, name=name, op=Adasum), ctx))
         with torch.no_grad():
             for parameter, start, (handle, ctx) in zip(parameters, before, handles, strict=True):
-                change = settings.compression.decompress(operations.synchronize(handle), ctx)
+                change = settings.compression.decompress(synchronize(handle), ctx)
                 parameter.copy_(start + change)
         return loss
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpicomm.horovod import context, operations
+from mpicomm.horovod import context
+from mpicomm.horovod.differentiable import allreduce
+from mpicomm.horovod.reduce_op import Sum
 
 
 class SyncBatchNorm(nn.BatchNorm1d):
@@ -57,13 +59,13 @@ def _statistics(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]
     """
     dims = [0, *range(2, batch.dim())]
     values = batch.new_tensor([batch.numel() / batch.size(1)])
-    sums = operations.allreduce(
-        torch.cat([batch.sum(dims), values]), op=operations.Sum, name="sync_batch_norm.sum"
+    sums = allreduce(
+        torch.cat([batch.sum(dims), values]), op=Sum, name="sync_batch_norm.sum"
     )
     count = sums[-1].item()
     mean = sums[:-1] / count
     squares = (batch - _by_channel(mean, batch)).square().sum(dims)
-    variance = operations.allreduce(squares, op=operations.Sum, name="sync_batch_norm.squares") / count
+    variance = allreduce(squares, op=Sum, name="sync_batch_norm.squares") / count
     return mean, variance, count
 
 

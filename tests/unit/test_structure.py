@@ -36,6 +36,7 @@ LAYERS = {
     "runtime": 6,
     "collective_ops": 7,
     "training": 8,
+    "horovod": 8,
     "bench": 8,
     "reports": 8,
     "job_info": 8,

@@ -13,7 +13,7 @@ from mpicomm.horovod import (
     compression,
     elastic,
     elastic_sampler,
-    errors,
+    exceptions,
     functions,
     optimizer,
     process_sets,
@@ -37,7 +37,7 @@ _SUBMODULES: dict[str, types.ModuleType] = {
     "torch.elastic.sampler": elastic_sampler,
     "common": common,
     "common.elastic": elastic,
-    "common.exceptions": errors,
+    "common.exceptions": exceptions,
     "common.process_sets": process_sets,
 }
 
