@@ -20,7 +20,7 @@ from mpicomm.horovod.exceptions import SHUT_DOWN, HorovodInternalError
 from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.stalls import StallCheck
-from mpicomm.horovod.submission import Submission
+from mpicomm.horovod.submission import JOIN, Submission
 from mpicomm.horovod.timeline import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
@@ -56,6 +56,7 @@ class ProcessSetEngine:
         self._new: list[Submission] = []
         self._num_waiting = 0
         self._counts: dict[str, int] = {}
+        self._num_joins = 0
         self._is_closing = False
         self._reason = SHUT_DOWN
         self._closed: BaseException | None = None  # why operations can no longer complete
@@ -68,7 +69,7 @@ class ProcessSetEngine:
         """Return the name of an operation without a name: the ranks number these in the order of their calls."""
         with self._lock:
             number = self._counts[kind] = self._counts.get(kind, -1) + 1
-        return f"{kind}.noname.{number}"
+            return f"{kind}.noname.{self._num_joins}.{number}"
 
     def submit(self, submission: Submission) -> Submission:
         """Submit an operation; does not wait for other ranks.
@@ -151,6 +152,9 @@ class ProcessSetEngine:
         with self._lock:
             for each in ready:
                 self._pending.pop(each.name, None)
+                if each.signature.kind == JOIN:  # ranks that joined earlier have numbered fewer operations
+                    self._counts.clear()
+                    self._num_joins += 1
         self._operations.run(ready)
         self._timeline.end_operations(ready)
 
