@@ -34,9 +34,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         synchronize(handle)
 
 
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None
-) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
     """Copy the options and the state of `root_rank`'s optimizer to the other ranks (collective).
 
     A parameter without a gradient gets a gradient of zeros, on all ranks, as in Horovod.
@@ -56,6 +54,7 @@ def broadcast_optimizer_state(
         )
     _fill_gradients(optimizer, model)
     # 1. the options and numbers, with the properties of the tensors in their place
+    _check_counts(optimizer, root_rank)
     is_root = context.rank() == root_rank
     groups = _described(optimizer) if is_root else None
     groups = broadcast_object(groups, root_rank, "broadcast_optimizer_state")
@@ -79,17 +78,14 @@ def broadcast_object(
         TypeError: If the object cannot be pickled.
     """
     label = f"broadcast_object.{name or ''}"
-    if context.rank() == root_rank:
-        content = _pickled(obj, "broadcast_object")
-        length = torch.tensor([content.numel()])
-        broadcast_(length, root_rank, f"{label}.length", process_set)
-        broadcast_(content, root_rank, f"{label}.content", process_set)
-        return obj
-    length = torch.zeros(1, dtype=torch.int64)
+    content = _pickled(obj, "broadcast_object") if context.rank() == root_rank else None
+    length = torch.tensor([0 if not isinstance(content, torch.Tensor) else content.numel()])
     broadcast_(length, root_rank, f"{label}.length", process_set)
-    content = torch.empty(int(length), dtype=torch.uint8)
+    _check_pickled(content, [root_rank], length.tolist())
+    if content is None:
+        content = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(content, root_rank, f"{label}.content", process_set)
-    return pytree.unpickled(content)
+    return obj if context.rank() == root_rank else pytree.unpickled(content)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -104,14 +100,32 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     label = f"allgather_object.{name or ''}"
     content = _pickled(obj, "allgather_object")
-    lengths = allgather(torch.tensor([content.numel()]), f"{label}.length").tolist()
+    length = 0 if isinstance(content, Exception) else content.numel()
+    lengths = allgather(torch.tensor([length]), f"{label}.length").tolist()
+    _check_pickled(content, range(len(lengths)), lengths)
     everything = allgather(content, f"{label}.content")
     return [pytree.unpickled(each) for each in everything.split(lengths)]
 
 
-def _pickled(obj: Any, what: str) -> torch.Tensor:
-    (tensor,) = pytree.pickled(obj, what).tensors
+def _pickled(obj: Any, what: str) -> torch.Tensor | TypeError:
+    """Return the pickle of an object, or the error, which must be raised on all ranks."""
+    try:
+        (tensor,) = pytree.pickled(obj, what).tensors
+    except TypeError as error:
+        return error
     return tensor
+
+
+def _check_pickled(content: torch.Tensor | TypeError | None, ranks: Iterable[int], lengths: list[int]) -> None:
+    """Raise an error on all ranks if a rank could not pickle its object, for which it has sent the length 0."""
+    if isinstance(content, TypeError):
+        raise content
+    failed = [rank for rank, length in zip(ranks, lengths, strict=True) if not length]
+    if failed:
+        raise TypeError(
+            f"rank {failed[0]} could not pickle its object; its own error states the type.\n"
+            f"Pass the picklable parts of it."
+        )
 
 
 def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, torch.Tensor]]:
@@ -170,6 +184,17 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, model: nn.Module | None) -
             parameter.grad = zeros.to_sparse() if is_sparse else zeros
 
 
+def _check_counts(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Check on all ranks that the parameter groups have the same lengths on all ranks (collective)."""
+    counts = allgather_object([len(group["params"]) for group in optimizer.param_groups], "optimizer.counts")
+    for rank, found in enumerate(counts):
+        if found != counts[root_rank]:
+            raise ValueError(
+                f"the optimizers have different parameters: groups of {counts[root_rank]} on rank {root_rank}, of "
+                f"{found} on rank {rank}.\nCreate the optimizer with the same parameters on all ranks."
+            )
+
+
 def _described(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[dict[str, Any] | None]]]:
     """Return the options of every group and the state of its parameters, without the content of tensors."""
     return [
@@ -188,13 +213,6 @@ def _described(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], l
 
 def _replace_state(optimizer: torch.optim.Optimizer, groups: list[Any]) -> list[torch.Tensor]:
     """Set the options and the state that `_described` returned on the root rank, and return the tensors to fill."""
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    expected = [len(states) for _, states in groups]
-    if counts != expected:
-        raise ValueError(
-            f"the parameter groups of this optimizer have {counts} parameters, those of the root rank {expected}.\n"
-            f"Create the optimizer with the same parameters on all ranks."
-        )
     optimizer.state.clear()
     for group, (options, states) in zip(optimizer.param_groups, groups, strict=True):
         device = group["params"][0].device if group["params"] else torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -128,9 +129,7 @@ def _parameter_names(
         }
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in named):
-        raise ValueError(
-            "named_parameters must be pairs of a name and a parameter.\nPass model.named_parameters()."
-        )
+        raise ValueError("named_parameters must be pairs of a name and a parameter.\nPass model.named_parameters().")
     counts = collections.Counter(name for name, _ in named)
     if repeated := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(
@@ -200,7 +199,7 @@ def _split(parameters: Sequence[torch.Tensor], count: int) -> list[Bucket]:
     """Split a list into parts whose lengths differ by at most one."""
     count = min(count, len(parameters))
     edges = [len(parameters) * index // count for index in range(count + 1)] if count else []
-    return [tuple(parameters[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    return [tuple(parameters[start:end]) for start, end in itertools.pairwise(edges)]
 
 
 # -- the reduction of gradients ----------------------------------------------------------------------------------------
@@ -332,9 +331,7 @@ class _GradientReducer:
         settings, name = self.settings, self.names[parameter]
         gradient = _gradient(parameter)
         if gradient.is_sparse and not settings.sparse_as_dense:
-            reduced = sparse_allreduce_async(
-                gradient, name=name, op=settings.op, process_set=settings.process_set
-            )
+            reduced = sparse_allreduce_async(gradient, name=name, op=settings.op, process_set=settings.process_set)
             return lambda: setattr(parameter, "grad", reduced())
         compressed, ctx = settings.compression.compress(gradient.to_dense() if gradient.is_sparse else gradient)
         handle = allreduce_async_(

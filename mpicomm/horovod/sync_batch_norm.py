@@ -59,9 +59,7 @@ def _statistics(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]
     """
     dims = [0, *range(2, batch.dim())]
     values = batch.new_tensor([batch.numel() / batch.size(1)])
-    sums = allreduce(
-        torch.cat([batch.sum(dims), values]), op=Sum, name="sync_batch_norm.sum"
-    )
+    sums = allreduce(torch.cat([batch.sum(dims), values]), op=Sum, name="sync_batch_norm.sum")
     count = sums[-1].item()
     mean = sums[:-1] / count
     squares = (batch - _by_channel(mean, batch)).square().sum(dims)

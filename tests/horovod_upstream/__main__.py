@@ -1,6 +1,6 @@
 """Run Horovod's own test/parallel/test_torch.py on mpicomm.horovod: `python -m tests.horovod_upstream PATH`.
 
-PATH is that file in a checkout of Horovod, or a git directory of Horovod. The file runs unmodified, on 2 and on 4 ranks.
+PATH is that file in a checkout of Horovod, or a git directory of Horovod. The file runs unmodified, on 2 and 4 ranks.
 `--write` writes docs/results/horovod-tests.json, in which the results of each MPI are replaced by its next run, and the
 table in docs/horovod-tests.md. The file's helpers need `pip install mock cloudpickle`.
 """

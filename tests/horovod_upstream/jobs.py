@@ -28,7 +28,17 @@ def run(size: int, file: Path, *, limit: float, pattern: str = "", shows: bool =
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="horovod-tests-") as scratch:
         journal = Journal(Path(scratch, "journal"))
-        command = ["-m", "mpicomm.horovod", "-m", "pytest", str(file), "-p", "tests.horovod_upstream.plugin", "-s", "-q"]
+        command = [
+            "-m",
+            "mpicomm.horovod",
+            "-m",
+            "pytest",
+            str(file),
+            "-p",
+            "tests.horovod_upstream.plugin",
+            "-s",
+            "-q",
+        ]
         command += ["-p", "no:cacheprovider", "-k", pattern, "--rootdir", str(file.parent)]
         command += ["--journal", str(journal.path), "--limit", str(limit)]
         jobs.until_finished(journal, lambda: _start(size, command), shows=shows)

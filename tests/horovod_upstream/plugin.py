@@ -114,7 +114,9 @@ def _verdict(reports: list[pytest.TestReport]) -> Verdict:
             crash = getattr(report.longrepr, "reprcrash", None)
             lines = [each for each in report.longreprtext.splitlines() if each.startswith(">")]
             where = f" in `{lines[-1][1:].strip()}`" if lines else ""
-            return Verdict(verdicts.FAIL, verdicts.in_one_line(f"{crash.message if crash else report.longreprtext}{where}"))
+            return Verdict(
+                verdicts.FAIL, verdicts.in_one_line(f"{crash.message if crash else report.longreprtext}{where}")
+            )
     for report in reports:
         if report.skipped:
             assert isinstance(report.longrepr, tuple)

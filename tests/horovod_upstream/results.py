@@ -57,7 +57,11 @@ def store(runs: Mapping[int, Run], source: Source) -> None:
     head = job_info.description("", _COMMAND)
     about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
     found = json.loads(PATH.read_text()) if PATH.exists() else {}
-    ours = {"source": dataclasses.asdict(source), **about, "runs": {str(size): run.to_json() for size, run in runs.items()}}
+    ours = {
+        "source": dataclasses.asdict(source),
+        **about,
+        "runs": {str(size): run.to_json() for size, run in runs.items()},
+    }
     result_files.write(PATH, dict(sorted({**found, mpi.library().vendor: ours}.items(), reverse=True)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import mpicomm.horovod as torch
@@ -54,7 +53,7 @@ class _MissingSubmodule:
     """Explains why a submodule is missing: the others are in `sys.modules`, where Python looks first."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         """Raise an error if a submodule of `horovod` is requested; see `importlib.abc.MetaPathFinder`."""
         if not name.startswith(f"{__name__}."):
             return None
