@@ -31,12 +31,14 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         return
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ValueError(f"init: process_sets must be 'dynamic' or a list, got {process_sets!r}.\nPass one of these.")
+            raise ValueError(
+                f"init: process_sets must be 'dynamic' or a list, got {process_sets!r}.\nPass one of these."
+            )
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         process_sets = ()
-    is_comm = hasattr(comm, "Get_group")
-    world = runtime.bootstrap(comm=comm if is_comm else None)
-    if comm is not None and not is_comm and sorted(comm) not in ([], list(range(world.size))):
+    communicator: Any = comm if hasattr(comm, "Get_group") else None
+    world = runtime.bootstrap(comm=communicator)
+    if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):
         raise ValueError(
             f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
             f"Pass a communicator of these ranks, or use process_sets."
@@ -107,7 +109,7 @@ def _nodes_with(local: int) -> list[int]:
     return sorted(node for node, count in counts.items() if count > local)
 
 
-# -- queries about the build ---------------------------------------------------------------------------------------------
+# -- queries about the build -------------------------------------------------------------------------------------------
 
 
 def mpi_threads_supported() -> bool:
@@ -169,7 +171,7 @@ def rocm_built() -> bool:
     return torch.version.hip is not None
 
 
-# -- the timeline ----------------------------------------------------------------------------------------------------
+# -- the timeline ------------------------------------------------------------------------------------------------------
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

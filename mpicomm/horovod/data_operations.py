@@ -7,26 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mpicomm.backend.torch_internals import AllreduceOptions
 from mpicomm.horovod import adasum, submission
 from mpicomm.horovod.exceptions import HorovodInternalError
 from mpicomm.horovod.fusion import FusionBuffer, Pair
+from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Ready
-from mpicomm.horovod.reduce_op import TORCH_OPS, Adasum
+from mpicomm.horovod.reduce_op import Adasum
 from mpicomm.horovod.submission import Layout
 
 
 class DataOperations:
     """The operations of one process set. Every method is collective, with equal arguments on all ranks."""
 
-    def __init__(self, group: Any, exchange: GroupExchange, fusion_threshold: int) -> None:
-        self._group, self._exchange, self._threshold = group, exchange, fusion_threshold
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, calls: GroupCalls, exchange: GroupExchange, fusion_threshold: int) -> None:
+        self._calls, self._exchange, self._threshold = calls, exchange, fusion_threshold
         self._buffers: dict[tuple[torch.dtype, torch.device], FusionBuffer] = {}
-        self._options = {op: _options(torch_op) for op, torch_op in TORCH_OPS.items()}
         self._runners: dict[str, Callable[[list[Ready]], None]] = {
             submission.ALLREDUCE: self._allreduce,
             submission.ALLGATHER: self._allgather,
@@ -53,7 +50,7 @@ class DataOperations:
                     for each in ready:
                         _finish(each, error=error)
 
-    # -- reductions ----------------------------------------------------------------------------------------------
+    # -- reductions ------------------------------------------------------------------------------------------------
 
     def _allreduce(self, items: list[Ready]) -> None:
         # 1. the tensors that can be fused: of one dtype, device, operation and factors
@@ -87,34 +84,34 @@ class DataOperations:
 
     def _reduce(self, whole: torch.Tensor, parts: Sequence[torch.Tensor], op: int) -> None:
         if op == Adasum:
-            adasum.reduce(parts, whole, self._group)
+            adasum.reduce(parts, whole, self._calls.group)
         else:
-            self._group.allreduce([whole], self._options[op]).wait()
+            self._calls.all_reduce(whole, op)
 
     def _reducescatter(self, items: list[Ready]) -> None:
         for each in items:
             signature, outputs = each.signature, []
             for source in each.submission.tensors:  # type: ignore[union-attr]
-                rows, rest = divmod(source.shape[0], self._size)
-                counts = [rows + (rank < rest) for rank in range(self._size)]
+                rows, rest = divmod(source.shape[0], self._calls.size)
+                counts = [rows + (rank < rest) for rank in range(self._calls.size)]
                 if signature.prescale != 1:
                     source = source.clone()  # noqa: PLW2901  the caller's tensor must not change
                     _scale(source, signature.prescale)
-                output = source.new_empty((counts[self._rank], *source.shape[1:]))
+                output = source.new_empty((counts[self._calls.rank], *source.shape[1:]))
                 chunks = [chunk.contiguous() for chunk in source.split(counts)]
-                dist.reduce_scatter(output, chunks, op=TORCH_OPS[signature.op], group=self._group)
+                self._calls.reduce_scatter(output, chunks, signature.op)
                 _scale(output, signature.postscale)
                 outputs.append(output)
             _finish(each, outputs)
 
-    # -- data movement -------------------------------------------------------------------------------------------
+    # -- data movement ---------------------------------------------------------------------------------------------
 
     def _broadcast(self, items: list[Ready]) -> None:
         for each in items:
             for pair in _pairs(each):
-                if pair.output is not pair.source and self._rank == each.signature.root:
+                if pair.output is not pair.source and self._calls.rank == each.signature.root:
                     pair.output.copy_(pair.source)
-                dist.broadcast(pair.output, group=self._group, group_src=each.signature.root)
+                self._calls.broadcast(pair.output, each.signature.root)
             _finish(each, each.submission.outputs)  # type: ignore[union-attr]
 
     def _allgather(self, items: list[Ready]) -> None:
@@ -130,9 +127,9 @@ class DataOperations:
     def _gather_rows(self, source: torch.Tensor, rows: list[int]) -> torch.Tensor:
         output = source.new_empty((sum(rows), *source.shape[1:]))
         if min(rows) == max(rows):
-            dist.all_gather_into_tensor(output, source, group=self._group)
+            self._calls.all_gather(output, source)
         else:
-            dist.all_gather(list(output.split(rows)), source, group=self._group)
+            self._calls.all_gather_list(output.split(rows), source)
         return output
 
     def _alltoall(self, items: list[Ready]) -> None:
@@ -146,11 +143,11 @@ class DataOperations:
             (source,), counts = own.tensors, [numbers[index] for numbers in received]
             output = source.new_empty((sum(counts), *source.shape[1:]))
             rows = source.contiguous()[: sum(sent[index])]
-            dist.all_to_all_single(output, rows, counts, sent[index], group=self._group)
+            self._calls.all_to_all(output, rows, counts, sent[index])
             splits = own.splits
             _finish(each, [output, torch.tensor(counts, dtype=splits.dtype, device=splits.device)])  # type: ignore[union-attr]
 
-    # -- without data --------------------------------------------------------------------------------------------
+    # -- without data ----------------------------------------------------------------------------------------------
 
     def _barrier(self, items: list[Ready]) -> None:
         for each in items:  # the negotiation was the barrier
@@ -185,10 +182,3 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:  # an integer factor may be a fraction
         tensor.copy_(tensor.double().mul_(factor))
-
-
-def _options(torch_op: Any) -> Any:
-    options = AllreduceOptions()
-    options.reduceOp = torch_op
-    options.asyncOp = False
-    return options

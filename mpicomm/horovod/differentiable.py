@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mpicomm.horovod.compression import Compression, Compressor
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
 from mpicomm.horovod.reduce_op import Average, Sum
 from mpicomm.horovod.tensor_operations import (
-    effective_op,
     allgather_async,
     alltoall_async,
     broadcast_async,
+    effective_op,
     grouped_allgather_async,
     grouped_allreduce_async,
     grouped_reducescatter_async,
     synchronize,
 )
 
-Tensor, Tensors = torch.Tensor, Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 class _Allreduce(torch.autograd.Function):
@@ -67,9 +68,9 @@ def allreduce(
         ValueError: If an argument is invalid, or an operation of the same name is pending.
         HorovodInternalError: If the arguments differ between ranks, or the ranks can no longer communicate.
     """
-    return grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )[0]
+    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
+        0
+    ]
 
 
 def grouped_allreduce(
@@ -111,9 +112,7 @@ class _Allgather(torch.autograd.Function):
         return None, None, *parts
 
 
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of all ranks along the first dimension (collective, differentiable).
 
     Args:
@@ -135,7 +134,7 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """Gather a list of tensors as one operation (collective, differentiable); see `allgather`."""
-    return _Allgather.apply(name, process_set, *tensors)  # type: ignore[no-any-return]
+    return _Allgather.apply(name, process_set, *tensors)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -144,7 +143,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -172,7 +171,7 @@ def broadcast(
         ValueError: If an argument is invalid, or an operation of the same name is pending.
         HorovodInternalError: If the arguments differ between ranks, or the ranks can no longer communicate.
     """
-    return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return]
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
 
 
 class _Alltoall(torch.autograd.Function):
@@ -267,9 +266,7 @@ def reducescatter(
         HorovodInternalError: If the operation is not supported, the arguments differ between ranks, or the ranks can no
             longer communicate.
     """
-    return grouped_reducescatter(
-        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
-    )[0]
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
 def grouped_reducescatter(

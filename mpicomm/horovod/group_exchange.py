@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
-from mpicomm.backend.torch_internals import AllgatherOptions, AllreduceOptions
+from mpicomm.horovod.group_calls import GroupCalls
 
 _WORD_BYTES = 8
 
@@ -15,14 +12,8 @@ _WORD_BYTES = 8
 class GroupExchange:
     """Exchanges small values between the ranks of a group. Every method is collective."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._size = group.size()
-        self._and = AllreduceOptions()
-        self._and.reduceOp = dist.ReduceOp.BAND
-        self._and.asyncOp = False
-        self._gather = AllgatherOptions()
-        self._gather.asyncOp = False
+    def __init__(self, calls: GroupCalls) -> None:
+        self._calls = calls
         self._memory = bytearray()
         self._words = torch.empty(0, dtype=torch.int64)
 
@@ -33,7 +24,7 @@ class GroupExchange:
             self._memory = bytearray(num_bytes)
             self._words = torch.frombuffer(self._memory, dtype=torch.int64)
         self._memory[:] = value.to_bytes(num_bytes, "little")
-        self._group.allreduce([self._words], self._and).wait()
+        self._calls.bitwise_and(self._words)
         return int.from_bytes(self._memory, "little")
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -42,24 +33,20 @@ class GroupExchange:
         sizes = self.all_gather_numbers([len(data)])
         longest = max(size for (size,) in sizes)
         data.extend(bytes(longest - len(data)))
-        received = torch.empty(self._size * longest, dtype=torch.uint8)
-        self._run_all_gather(received, torch.frombuffer(data, dtype=torch.uint8))
+        received = torch.empty(len(sizes) * longest, dtype=torch.uint8)
+        self._calls.all_gather(received, torch.frombuffer(data, dtype=torch.uint8))
         whole = received.numpy().tobytes()
         return [whole[rank * longest :][:size].decode() for rank, (size,) in enumerate(sizes)]
 
     def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of all ranks, which are equally many (collective)."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        received = torch.empty(self._size, len(numbers), dtype=torch.int64)
-        self._run_all_gather(received.view(-1), mine)
-        return received.tolist()  # type: ignore[no-any-return]
+        received = torch.empty(self._calls.size, len(numbers), dtype=torch.int64)
+        self._calls.all_gather(received.view(-1), torch.tensor(numbers, dtype=torch.int64))
+        return received.tolist()
 
     def all_to_all_numbers(self, numbers: list[list[int]]) -> list[list[int]]:
         """Send each rank a list of numbers and return the lists of all ranks, which are equally long (collective)."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         received = torch.empty_like(mine)
-        self._group.alltoall_base(received, mine, [], []).wait()
-        return received.tolist()  # type: ignore[no-any-return]
-
-    def _run_all_gather(self, received: torch.Tensor, mine: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(received, mine, group=self._group)
+        self._calls.all_to_all(received, mine)
+        return received.tolist()

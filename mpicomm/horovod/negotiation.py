@@ -139,7 +139,7 @@ class Negotiation:
             self._to_describe.append(self._mine[self._slots[slot].name])  # type: ignore[union-attr]
         self._bits = 0
 
-    # -- the cache -----------------------------------------------------------------------------------------------
+    # -- the cache -------------------------------------------------------------------------------------------------
 
     def _take_cached(self, bits: int) -> list[Ready]:
         """Return the operations of the slots that all ranks have submitted."""
@@ -181,7 +181,7 @@ class Negotiation:
             self._bits &= ~(1 << index)
             self._to_describe.append(self._mine[name])
 
-    # -- descriptions --------------------------------------------------------------------------------------------
+    # -- descriptions ----------------------------------------------------------------------------------------------
 
     def _exchange_descriptions(self) -> None:
         now, mine = time.monotonic(), self._to_describe

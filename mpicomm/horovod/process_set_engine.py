@@ -17,6 +17,7 @@ from typing import Any
 from mpicomm.backend.wake_timer import WakeTimer
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.exceptions import SHUT_DOWN, HorovodInternalError
+from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.stalls import StallCheck
@@ -44,12 +45,13 @@ class ProcessSetEngine:
         self._cycle_seconds, self._heartbeat_seconds = variables.cycle_seconds, variables.heartbeat_seconds
         self._cycle_ns = max(_NOW_NS, int(1e9 * variables.cycle_seconds))
         self._timeline = timeline
-        exchange = GroupExchange(group)
+        calls = GroupCalls(group)
+        exchange = GroupExchange(calls)
         self._negotiation = Negotiation(
             exchange, rank, len(ranks), variables.cache_capacity, variables.stall_check_seconds / 2
         )
         self._stall_check = StallCheck(self._negotiation, ranks, variables, is_reporter=rank == 0)
-        self._operations = DataOperations(group, exchange, variables.fusion_threshold)
+        self._operations = DataOperations(calls, exchange, variables.fusion_threshold)
         self._driver = threading.Lock()  # held by the thread that runs a cycle
         self._lock = threading.Lock()  # guards the following
         self._pending: dict[str, Submission] = {}
@@ -125,7 +127,7 @@ class ProcessSetEngine:
             self._thread.join()
             self._timer.close()
 
-    # -- cycles --------------------------------------------------------------------------------------------------
+    # -- cycles ----------------------------------------------------------------------------------------------------
 
     def _cycle(self) -> bool:
         """Run one cycle (collective); the caller holds `_driver`. Returns whether an operation has completed."""
@@ -169,7 +171,7 @@ class ProcessSetEngine:
             failure.__cause__ = error
             each.finish(error=failure)
 
-    # -- the thread ----------------------------------------------------------------------------------------------
+    # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._closed is None:

@@ -52,7 +52,9 @@ class ProcessSet:
             )
         ranks = list(ranks_or_comm)
         if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
-            raise ValueError(f"ProcessSet: ranks must be integers, got {arguments.shown(ranks)}.\nPass a list of ranks.")
+            raise ValueError(
+                f"ProcessSet: ranks must be integers, got {arguments.shown(ranks)}.\nPass a list of ranks."
+            )
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
@@ -124,7 +126,7 @@ class _Registry:
         for index, each in enumerate(process_sets):
             if not self.add(each):
                 raise ValueError(
-                    f"init: process_sets[{index}] has the ranks of an earlier set: {each}.\nPass each set of ranks once."
+                    f"init: process_sets[{index}] has the ranks of an earlier set: {each}.\nPass each set once."
                 )
 
     def add(self, process_set: ProcessSet) -> bool:

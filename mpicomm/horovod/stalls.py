@@ -60,7 +60,7 @@ class StallCheck:
             [
                 "mpicomm: stalled tensors: some ranks have submitted these names, other ranks have not:",
                 *lines,
-                "Submit every name on all ranks of its process set, or call hvd.join() on ranks that have no more data.",
+                "Submit every name on all ranks of its process set, or call hvd.join() on ranks without further data.",
             ]
         )
 

@@ -47,7 +47,9 @@ class Signature(NamedTuple):
     def from_json(cls, fields: Sequence[Any]) -> Signature:
         """Return the arguments that `to_json` represented."""
         kind, layouts, *rest = fields
-        return cls(kind, tuple(Layout(getattr(torch, name), tuple(shape), device) for name, shape, device in layouts), *rest)
+        return cls(
+            kind, tuple(Layout(getattr(torch, name), tuple(shape), device) for name, shape, device in layouts), *rest
+        )
 
 
 class Submission:
@@ -123,7 +125,7 @@ def _first_difference(one: Signature, other: Signature) -> tuple[str, Any, Any]:
     if one.root != other.root:
         return "the root ranks differ", one.root, other.root
     factors = [(each.prescale, each.postscale) for each in (one, other)]
-    return "the prescale and postscale factors differ", *factors
+    return "the prescale and postscale factors differ", factors[0], factors[1]
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mpicomm import arguments
 from mpicomm.horovod import reduce_op, submission
@@ -15,7 +16,7 @@ from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_s
 from mpicomm.horovod.reduce_op import Adasum, Average, Sum
 from mpicomm.horovod.submission import ANY_ROWS, Layout, Signature, Submission
 
-Tensor, Tensors = torch.Tensor, Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 _ADASUM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -62,7 +63,7 @@ def synchronize(handle: Submission | Callable[[], Any]) -> Any:
     return handle.result[0] if handle.result else None
 
 
-# -- submission ----------------------------------------------------------------------------------------------------------
+# -- submission --------------------------------------------------------------------------------------------------------
 
 
 def _submit(
@@ -93,16 +94,21 @@ def _layouts(tensors: Tensors, what: str, *, any_rows: bool = False, needs_rows:
             )
         shape = tensor.shape
         if needs_rows and not shape:
-            raise ValueError(f"{what}: the tensor must have at least one dimension, got a scalar.\nUse tensor.reshape(1).")
+            raise ValueError(
+                f"{what}: the tensor must have at least one dimension, got a scalar.\nUse tensor.reshape(1)."
+            )
         layouts.append(Layout(tensor.dtype, (ANY_ROWS, *shape[1:]) if any_rows else shape, tensor.device.type))
     return tuple(layouts)
 
 
 def effective_op(op: int | None, average: bool | None, what: str) -> int:
+    """Return the operation that `op` and the deprecated `average` select."""
     if average is not None:
         if op is not None:
             raise ValueError(f"{what}: got both op and average.\nPass op only.")
-        warnings.warn(f"{what}: average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn(
+            f"{what}: average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4
+        )
         return Average if average else Sum
     return Average if op is None else reduce_op.check(op, what)
 
@@ -115,10 +121,12 @@ def _check_adasum(process_set: ProcessSet, tensors: Tensors) -> None:
         raise NotImplementedError(f"Adasum needs a power of two of ranks, got {size}.\nUse another op.")
     for each in tensors:
         if each.dtype not in _ADASUM_DTYPES:
-            raise ValueError(f"Adasum reduces floating-point tensors, got {each.dtype}.\nUse another op, or convert it.")
+            raise ValueError(
+                f"Adasum reduces floating-point tensors, got {each.dtype}.\nUse another op, or convert it."
+            )
 
 
-# -- allreduce -----------------------------------------------------------------------------------------------------------
+# -- allreduce ---------------------------------------------------------------------------------------------------------
 
 
 def _allreduce(
@@ -200,7 +208,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor in place over all ranks, and return it; see `allreduce_async`."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)  # type: ignore[no-any-return]
+    return synchronize(handle)
 
 
 def grouped_allreduce_async(
@@ -215,9 +223,7 @@ def grouped_allreduce_async(
     """Start to reduce a list of tensors as one operation; see `allreduce_async`."""
     op = effective_op(op, average, "grouped_allreduce")
     outputs = [_like(each) for each in tensors]
-    return _allreduce(
-        list(tensors), outputs, name, op, prescale_factor, postscale_factor, process_set, is_group=True
-    )
+    return _allreduce(list(tensors), outputs, name, op, prescale_factor, postscale_factor, process_set, is_group=True)
 
 
 def grouped_allreduce_async_(
@@ -246,7 +252,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """Reduce a list of tensors in place as one operation, and return it; see `allreduce_async`."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)  # type: ignore[no-any-return]
+    return synchronize(handle)
 
 
 def sparse_allreduce_async(
@@ -282,7 +288,7 @@ def sparse_allreduce_async(
     return result
 
 
-# -- allgather, broadcast --------------------------------------------------------------------------------------------------
+# -- allgather, broadcast ----------------------------------------------------------------------------------------------
 
 
 def allgather_async(
@@ -314,12 +320,12 @@ def grouped_allgather_async(
     return _submit(process_set, name, Signature(submission.ALLGATHER, layouts), list(tensors), is_group=True)
 
 
-def _broadcast(
-    tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-) -> Submission:
+def _broadcast(tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Submission:
     ranks = process_set.ranks or []
     if process_set.process_set_id is not None and root_rank not in ranks:
-        raise ValueError(f"broadcast: root_rank must be one of the ranks {ranks}, got {root_rank!r}.\nPass one of these.")
+        raise ValueError(
+            f"broadcast: root_rank must be one of the ranks {ranks}, got {root_rank!r}.\nPass one of these."
+        )
     layouts = _layouts([tensor], submission.BROADCAST)
     root = ranks.index(root_rank) if ranks else 0
     return _submit(process_set, name, Signature(submission.BROADCAST, layouts, root=root), [tensor], [output])
@@ -357,10 +363,10 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Send the root's tensor to all ranks, in place, and return it; see `broadcast_async`."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
-# -- alltoall, reducescatter -----------------------------------------------------------------------------------------------
+# -- alltoall, reducescatter -------------------------------------------------------------------------------------------
 
 
 def alltoall_async(
@@ -472,7 +478,7 @@ def grouped_reducescatter_async(
     return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_group=True)
 
 
-# -- synchronisation -------------------------------------------------------------------------------------------------------
+# -- synchronisation ---------------------------------------------------------------------------------------------------
 
 
 def join(device: int = -1) -> int:
@@ -487,7 +493,7 @@ def join(device: int = -1) -> int:
     del device
     engine = engine_of(global_process_set, submission.JOIN)
     handle = engine.submit(Submission(submission.JOIN, Signature(submission.JOIN), is_cacheable=False))
-    return synchronize(handle)  # type: ignore[no-any-return]
+    return synchronize(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

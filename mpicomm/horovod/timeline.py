@@ -61,7 +61,9 @@ class HorovodTimeline:
     def end_operations(self, items: Iterable[Ready]) -> None:
         """Note that operations are complete."""
         if self._file is not None:
-            self._write([(each.name, "E", each.signature.kind.upper()) for each in items if each.submission is not None])
+            self._write(
+                [(each.name, "E", each.signature.kind.upper()) for each in items if each.submission is not None]
+            )
 
     def _write(self, events: Iterable[tuple[str, str, str]]) -> None:
         micros = (time.monotonic_ns() - self._start) / 1000
