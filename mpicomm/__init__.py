@@ -50,10 +50,11 @@ if TYPE_CHECKING:
         MismatchError,
         MpicommError,
         MPINotFoundError,
+        RankFailedError,
         RendezvousError,
         TrainingError,
     )
-    from mpicomm.runtime import World, bootstrap, current_world, dump_flight_recorder, shutdown
+    from mpicomm.runtime import World, bootstrap, current_world, dump_flight_recorder, recover, shutdown
     from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.training.preemption import Preempted
     from mpicomm.training.trainer import Trainer
@@ -87,6 +88,7 @@ _HOMES = {
     "as_completed": "mpicomm.collective_ops.handles",
     "bootstrap": "mpicomm.runtime",
     "current_world": "mpicomm.runtime",
+    "recover": "mpicomm.runtime",
     "shutdown": "mpicomm.runtime",
     "World": "mpicomm.runtime",
     "dump_flight_recorder": "mpicomm.runtime",
@@ -98,6 +100,7 @@ _HOMES = {
     "LaunchError": "mpicomm.errors",
     "MPINotFoundError": "mpicomm.errors",
     "DeviceError": "mpicomm.errors",
+    "RankFailedError": "mpicomm.errors",
     "RendezvousError": "mpicomm.errors",
     "CheckpointError": "mpicomm.errors",
     "TrainingError": "mpicomm.errors",
@@ -112,6 +115,7 @@ __all__ = [
     "MismatchError",
     "MpicommError",
     "Preempted",
+    "RankFailedError",
     "RendezvousError",
     "Trainer",
     "TrainingError",
@@ -134,6 +138,7 @@ __all__ = [
     "gather_object",
     "irecv",
     "isend",
+    "recover",
     "recv",
     "recv_object",
     "reduce",

@@ -5,6 +5,7 @@ MpicommError
 |-- MPINotFoundError   mpi4py or the MPI library that it loads is missing
 |-- DeviceError        the requested device does not exist, or, with NCCL, a rank has no GPU or shares one
 |-- RendezvousError    the rendezvous timed out, or ranks cannot reach rank 0
+|-- RankFailedError    ranks of the job have failed; recover() continues without them
 |-- CheckpointError    a checkpoint cannot be written or read, or belongs to another model
 |-- TrainingError      a loss is not finite, or the parameters differ between ranks
 `-- MismatchError      ranks called different collectives, or one collective with different arguments
@@ -14,6 +15,7 @@ Invalid arguments raise `ValueError`, `TypeError` or `NotImplementedError`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 
@@ -57,6 +59,32 @@ class MismatchError(MpicommError):
     all_reduce, reduce, reduce_scatter, gather, all_gather, scatter, their `_object` forms, and broadcast with `out`
     always compare the ranks' calls. The other operations, and those of torch.distributed, do with MPICOMM_DEBUG=1 only.
     """
+
+
+class RankFailedError(MpicommError):
+    """Ranks of the job have failed, and the program has called `bootstrap(on_failure="recover")`.
+
+    Every operation on every group raises it until the surviving ranks have called `recover()`.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), hosts: Sequence[str] = (), reason: str = "") -> None:
+        """Create the error; the package raises it.
+
+        Args:
+            message: The message.
+            ranks: The failed ranks.
+            hosts: The host of each failed rank.
+            reason: Why they failed.
+        """
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        """The ranks that are known to have failed, in ascending order; more may have."""
+
+        self.hosts = tuple(hosts)
+        """The host of each of these ranks."""
+
+        self.reason = reason
+        """Why they failed, as far as it is known."""
 
 
 class CheckpointError(MpicommError):

@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import types
 import warnings
@@ -47,6 +48,10 @@ _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _pid: int | None = None  # the process that called `initialize`
 _is_abandoned = False
 _passed_fence = False  # whether this rank has waited for all other ranks to leave MPI_Init
+_tracking = threading.Lock()
+_tracked: dict[int, Intracomm] = {}  # by id(): the communicators that operations use
+_is_revoked = False  # whether the tracked communicators are revoked
+_FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _fence_time = (ctypes.c_long * 2)()
 _FENCE_SECONDS = 5.0
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
@@ -214,6 +219,63 @@ def set_job_comm(comm: Intracomm | None) -> None:
     """Set the job's communicator; None after `shutdown()`."""
     global _job_comm  # noqa: PLW0603  MPI's state is the process's, and so is this
     _job_comm = comm
+
+
+# -- failed ranks ------------------------------------------------------------------------------------------------------
+
+
+def tracked(comm: Intracomm) -> Intracomm:
+    """Return a communicator, after adding it to those that `revoke_all` revokes. Free it with `free`."""
+    with _tracking:
+        _tracked[id(comm)] = comm
+        if _is_revoked:  # created while another thread revoked all others
+            comm.Revoke()
+    return comm
+
+
+def free(comm: Intracomm) -> None:
+    """Free a communicator (collective, unless it is revoked)."""
+    with _tracking:
+        _tracked.pop(id(comm), None)
+    comm.Free()
+
+
+def revoke_all() -> None:
+    """Revoke all tracked communicators: MPI calls on them raise an error on all ranks, also those in progress.
+
+    May be called on any thread. Communicators that are created later are revoked, too, until `forget_revoked`.
+    """
+    global _is_revoked  # noqa: PLW0603  MPI's state is the process's, and so is this
+    with _tracking:
+        _is_revoked = True
+        for comm in _tracked.values():
+            if comm and not comm.Is_revoked():
+                comm.Revoke()
+
+
+def forget_revoked() -> None:
+    """Stop tracking the revoked communicators; those created from now on are not revoked."""
+    global _is_revoked  # noqa: PLW0603  MPI's state is the process's, and so is this
+    with _tracking:
+        _tracked.clear()
+        _is_revoked = False
+
+
+def failed_ranks(comm: Intracomm) -> list[int]:
+    """Return the ranks of a communicator that MPI knows to have failed. Does not communicate."""
+    mpi = api()
+    failed = comm.Get_failed()
+    try:
+        return sorted(mpi.Group.Translate_ranks(failed, None, comm.group)) if failed.size else []
+    finally:
+        failed.Free()
+
+
+def tolerates_failures() -> bool:
+    """Return whether MPI continues if a rank fails: an Open MPI with ULFM, under `mpirun --with-ft ulfm`."""
+    has_calls = all(hasattr(api().Comm, name) for name in ("Revoke", "Shrink", "Agree", "Get_failed"))
+    is_enabled = os.environ.get(_FT_ENABLED, "").lower() in ("1", "true", "yes", "enabled")  # mpirun sets it
+    return has_calls and api().get_vendor()[0] == "Open MPI" and is_enabled
 
 
 def is_usable() -> bool:

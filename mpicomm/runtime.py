@@ -15,6 +15,7 @@ import functools
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,16 +30,29 @@ from mpicomm.errors import MpicommError
 from mpicomm.launch import detect
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backend_choice, environ_job, interfaces, mpi_job
+from mpicomm.startup import backend_choice, environ_job, interfaces, mpi_job, survivors
 from mpicomm.startup.start_request import JoinedJob, StartRequest
+from mpicomm.startup.survivors import NextWorld, Place
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, channel_setup, dump, exit_hooks, first_report, parent_link
+from mpicomm.watchdog import (
+    agent,
+    channel_setup,
+    dump,
+    exit_hooks,
+    first_report,
+    hang_report,
+    parent_link,
+    rank_failures,
+)
 from mpicomm.watchdog.agent import Watchdog
 from mpicomm.watchdog.channel import Channel
+from mpicomm.watchdog.rank_failures import RankFailures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_SPARE_SECONDS = 0.2  # between two checks of a spare whether all ranks have exited
+_ABORT_SECONDS = 10.0  # for MPI_Abort on another rank to end this process
 _LEAVE_PAUSE = 0.01  # seconds between two polls of messages in flight, while other ranks still run
 _DUMPS = "mpicomm-dumps"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -72,6 +86,12 @@ class World(Topology):
     comm: Intracomm | None = dataclasses.field(repr=False)
     """A private duplicate of the job's communicator, for use with mpi4py; None where MPI is not in use."""
 
+    previous_rank: int | None = None
+    """This process's rank before the last recovery; None if it was a spare. Its rank, if there was no recovery."""
+
+    recoveries: int = 0
+    """The number of times that the job has continued after failures of ranks."""
+
     def __str__(self) -> str:
         place = f"rank {self.rank} of {self.size} on {self.hostname}"
         if self.num_nodes > 1:
@@ -91,10 +111,23 @@ class _Session:
     """The state that `shutdown` must undo."""
 
     request: StartRequest
+    launch: Launch
+    settings: Settings
+    job: JoinedJob
     world: World
-    store: dist.Store
+    """On a spare, its topology is that of all processes."""
+
     claim: Callable[[], bool]
     """Returns whether this rank is the first to report why the job fails."""
+
+    name: str
+    """The name of the job, the same after each recovery."""
+
+    place: Place
+    """The place of this process in the world."""
+
+    failures: RankFailures | None = None
+    """The failed ranks of this world; None if a failure aborts the job."""
 
     watch: Watchdog | None = None
     dumps: Path | None = None
@@ -117,6 +150,8 @@ def bootstrap(
     comm: Intracomm | None = None,
     device: str | int | torch.device | None = None,
     abort_on_error: bool = True,
+    on_failure: str = "abort",
+    min_ranks: int = 1,
 ) -> World:
     """Form one job of the processes that srun, mpirun or torchrun started (collective).
 
@@ -132,6 +167,9 @@ def bootstrap(
         comm: An mpi4py communicator of the ranks that form the job; all ranks by default.
         device: The device of this rank; by default chosen among the visible GPUs.
         abort_on_error: Whether an unhandled exception on this rank aborts the whole job.
+        on_failure: What the other ranks do when a rank dies: "abort" aborts the job; "recover" raises RankFailedError
+            in their operations, and `recover()` continues without it (Open MPI with ULFM).
+        min_ranks: With "recover": if fewer ranks are left, the job is aborted.
 
     Returns:
         The World: rank, size, topology, device and backend.
@@ -150,7 +188,7 @@ def bootstrap(
     """
     global _session  # noqa: PLW0603  a process is in one job at a time, as in torch.distributed
     # 1. a second call, in the rank or in a child process
-    request = StartRequest(backend, timeout, comm, device, abort_on_error)
+    request = StartRequest(backend, timeout, comm, device, abort_on_error, on_failure, min_ranks)
     if _session is not None and _session.is_open:
         if _session.pid != os.getpid():
             raise MpicommError(mpi.IN_A_CHILD)
@@ -182,9 +220,47 @@ def bootstrap(
         if abort_on_error:  # the program may free the communicator that it passed
             _arm_abort(base.rank, base.size, job.comm)
     # 4. start the watchdog, export the variables and initialise the process group
-    _session = _open_session(request, launch, settings, job)
+    session = _new_session(request, launch, settings, job)
+    try:
+        _open_session(session)
+    except BaseException:
+        if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
+            session.watch.leave(1, is_stuck=False, waits=False)
+        _restore_environ(session)
+        raise
+    _session = session
     atexit.register(_shutdown_at_exit)
+    if job.is_spare:
+        _wait_as_spare()
     return _session.world
+
+
+def recover() -> World:
+    """Continue without the failed ranks, after operations have raised RankFailedError (collective over the others).
+
+    The remaining ranks form a new World: without gaps between the ranks, or with a spare in the place of each failed
+    rank. It has a new store, a new default process group, and `torch.distributed` and the environment variables
+    describe it. All groups of the old world are unusable. A failure during the recovery starts it again. If fewer than
+    `min_ranks` ranks are left, the job is aborted.
+
+    Returns:
+        The new World.
+
+    Raises:
+        MpicommError: If `bootstrap(on_failure="recover")` has not been called, no rank has failed, or the new world
+            cannot be formed.
+    """
+    session = _session
+    if session is None or not session.is_open or session.failures is None:
+        raise MpicommError(
+            'recover: the job was not started with on_failure="recover".\n'
+            'Call mpicomm.bootstrap(on_failure="recover") first.'
+        )
+    if not session.failures.find():
+        raise MpicommError(
+            "recover: no rank has failed.\nCall recover() only after an operation has raised RankFailedError."
+        )
+    return _recover(session).world
 
 
 def shutdown() -> None:
@@ -201,7 +277,7 @@ def shutdown() -> None:
     # 1. wait for all ranks
     session.is_open = False
     atexit.unregister(_shutdown_at_exit)
-    if session.watch is not None:
+    if session.watch is not None and not session.job.is_spare:
         _leave(session.watch)
     # 2. release torch's and MPI's resources
     if dist.is_initialized():
@@ -209,13 +285,13 @@ def shutdown() -> None:
     torch_internals.let_gloo_finish()
     _restore_environ(session)
     mpi.set_job_comm(None)
-    if session.world.comm is not None and mpi.is_usable() and not mpi.is_abandoned():
-        session.world.comm.Free()
+    rank_failures.set_current(None)
+    if mpi.is_usable() and not mpi.is_abandoned():
+        for comm in filter(None, {id(each): each for each in (session.job.comm, session.job.base)}.values()):
+            mpi.free(comm)
     # 3. stop the watchdog
-    if session.watch is not None:
-        session.watch.stop()
-        session.watch = None
-        agent.set_current(None)
+    channel_setup.stop_watchdog(session.watch)
+    session.watch = None
     exit_hooks.disarm()
     # The store stays open until the process exits or calls bootstrap again: other ranks may still use it.
 
@@ -281,8 +357,16 @@ def _leave(watch: Watchdog) -> None:
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
-def _open_session(request: StartRequest, launch: Launch, settings: Settings, job: JoinedJob) -> _Session:
-    """Start the watchdog, export the variables and initialise the process group (collective)."""
+def _new_session(
+    request: StartRequest, launch: Launch, settings: Settings, job: JoinedJob, before: _Session | None = None
+) -> _Session:
+    """Return the session of a job that this process has joined.
+
+    Args:
+        before: The session of the last world, if ranks have failed in it.
+    """
+    recoveries = 0 if before is None else before.world.recoveries + 1
+    previous_rank = job.where.rank if before is None else before.place.rank
     world = World(
         **dataclasses.asdict(job.where),
         device=job.device,
@@ -291,29 +375,47 @@ def _open_session(request: StartRequest, launch: Launch, settings: Settings, job
         master_addr=job.address,
         master_port=job.port,
         comm=job.comm,
+        previous_rank=previous_rank,
+        recoveries=recoveries,
     )
-    session = _Session(request, world, job.store, first_report.claim_in(job.store, world.rank))
-    # 1. start the watchdog, if MPI has connected the ranks
-    if job.comm is not None:
-        mpi.set_job_comm(job.comm)
+    name = f"{job.started}-{job.port}" if before is None else before.name
+    size = world.size if not job.is_spare else world.size - settings.num_spares
+    place = Place(None if job.is_spare else world.rank, size)
+    session = _Session(request, launch, settings, job, world, first_report.claim_in(job.store, world.rank), name, place)
+    if job.comm is not None or job.is_spare:
         if settings.dump_dir != "none":
-            session.dumps = Path(settings.dump_dir or _DUMPS, f"{job.started}-{job.port}").absolute()
-        channel = Channel(world.rank, job.channel_token, settings.seconds_to_lose_host)
-        limits = agent.Limits(settings.seconds_to_report, session.dumps, ends_local_processes=launch.step is not None)
+            session.dumps = Path(settings.dump_dir or _DUMPS, name).absolute()
+        if request.recovers and job.everyone is not None:
+            session.failures = RankFailures(job.comm, job.everyone.hosts)
+    return session
+
+
+def _open_session(session: _Session) -> None:
+    """Start the watchdog, export the variables and initialise the process group (collective)."""
+    job, settings = session.job, session.settings
+    # 1. start the watchdog, if MPI has connected the ranks
+    rank_failures.set_current(session.failures)
+    if job.base is not None and job.everyone is not None:
+        for comm in filter(None, {id(each): each for each in (job.base, job.comm)}.values()):
+            mpi.tracked(comm)
+        mpi.set_job_comm(job.comm)
+        channel = Channel(job.everyone.rank, job.channel_token, settings.seconds_to_lose_host)
+        limits = agent.Limits(
+            settings.seconds_to_report,
+            session.dumps,
+            ends_local_processes=session.launch.step is not None,
+            job=session.name,
+            spares=job.everyone.size - session.place.size,
+            recovers=session.failures is not None,
+        )
         prepare = functools.partial(gpus.prepare_thread_for_events, job.device)
         session.watch = channel_setup.start_watchdog(
-            job.comm, job.where, job.address, channel, limits, session.claim, prepare, settings.parent
+            job.base, job.everyone, job.address, channel, limits, session.claim, prepare, settings.parent
         )
     # 2. export the variables and initialise the process group
-    try:
+    if not job.is_spare:
         _export(session)
         _make_group(session)
-    except BaseException:
-        if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
-            session.watch.leave(1, is_stuck=False, waits=False)
-        _restore_environ(session)
-        raise
-    return session
 
 
 def _export(session: _Session) -> None:
@@ -349,13 +451,125 @@ def _make_group(session: _Session) -> None:
     with compatibility.explained():
         dist.init_process_group(
             _TORCH_NAMES.get(world.backend, world.backend),
-            store=dist.PrefixStore("mpicomm", session.store),
+            store=dist.PrefixStore("mpicomm", session.job.store),
             rank=world.rank,
             world_size=world.size,
             timeout=session.request.limit,
         )
     if session.request.abort_on_error:
         sys.excepthook = hook  # torch has replaced it by one that prints the rank, which this one prints, too
+
+
+# -- recovery ----------------------------------------------------------------------------------------------------------
+
+
+def recoveries() -> int:
+    """Return the number of times that the job has continued after failures of ranks; 0 without `bootstrap`."""
+    return 0 if _session is None else _session.world.recoveries
+
+
+def _recover(last: _Session) -> _Session:
+    """End the last world, and form the next one of the processes that are left (collective over these)."""
+    global _session  # noqa: PLW0603  a process is in one job at a time, as in torch.distributed
+    start = time.monotonic()
+    assert last.failures is not None
+    assert last.job.base is not None
+    comm, place, size = last.job.base, last.place, last.job.base.size
+    mpi.revoke_all()
+    _end_world(last)
+    while True:
+        # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
+        comm, found = survivors.regroup(comm, place)
+        assert found is not None
+        _stop_watching(last)
+        mpi.forget_revoked()
+        groups.release_abandoned()
+        comm, place = found.comm, found.place
+        _check_enough(last, found)
+        # 2. form the next world
+        session, error = None, None
+        try:
+            job = mpi_job.rejoin(
+                comm, found.size, last.request, last.settings.interface, last.world.backend, last.world.device
+            )
+            session = _new_session(last.request, last.launch, last.settings, job, last)
+            _open_session(session)
+        except Exception as caught:  # noqa: BLE001  if another process has failed, the next attempt is without it
+            error = caught
+            mpi.revoke_all()
+            comm.Revoke()  # other processes may wait for this one
+        # 3. all processes agree that they have formed it
+        if survivors.agree(comm, error is None):
+            break
+        mpi.revoke_all()
+        if session is not None:
+            _end_world(session)
+            _stop_watching(session)
+        if comm.size == size:  # no process has failed in this attempt
+            raise MpicommError(
+                f"recover: the new world cannot be formed: {error or 'see the error of another rank'}.\nEnd the job."
+            ) from error
+        size = comm.size
+    assert session is not None
+    _session = session
+    if session.request.abort_on_error:
+        _arm_abort(session.world.rank, session.world.size, session.job.base)
+    if comm.rank == 0:
+        number, seconds = session.world.recoveries, time.monotonic() - start
+        exit_hooks.print_stderr(
+            f"[mpicomm] {_describe(last, found)}; continuing with {session.world.size} ranks after {seconds:.2f} s "
+            f"(recovery {number})\n"
+        )
+    return session
+
+
+def _end_world(session: _Session) -> None:
+    """End the groups and the variables of a world without communication; all communicators are revoked."""
+    assert session.failures is not None
+    groups.end_all(session.failures.error(), "its world has ended, since ranks have failed")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _restore_environ(session)
+    mpi.set_job_comm(None)
+
+
+def _stop_watching(session: _Session) -> None:
+    channel_setup.stop_watchdog(session.watch)
+    session.watch = None
+
+
+def _check_enough(session: _Session, found: NextWorld) -> None:
+    """Abort the job if fewer ranks are left than the program needs."""
+    least = session.request.min_ranks
+    if found.size >= least:
+        return
+    if found.comm.rank == 0:
+        exit_hooks.print_stderr(
+            f"[mpicomm] {_describe(session, found)}; {found.size} ranks are left, fewer than min_ranks={least}; "
+            f"aborting the job\n"
+        )
+        found.comm.Abort(1)
+    time.sleep(_ABORT_SECONDS)
+    os._exit(1)
+
+
+def _describe(session: _Session, found: NextWorld) -> str:
+    """Return which ranks have failed, and why."""
+    assert session.failures is not None
+    assert session.job.everyone is not None
+    reasons = dict.fromkeys(session.failures.reason_of(rank) for rank in found.failed)
+    return f"{hang_report.full_name(found.failed, session.job.everyone.hosts)} failed: {'; '.join(reasons)}"
+
+
+def _wait_as_spare() -> None:
+    """Wait until this process takes the place of a failed rank; end the process if all ranks have exited."""
+    while _session is not None and _session.job.is_spare:
+        assert _session.failures is not None
+        watch, failures = _session.watch, _session.failures
+        while not failures.has_any.wait(_SPARE_SECONDS):
+            if watch is None or watch.has_seen_all_exit():
+                raise SystemExit(0)
+        _recover(_session)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,10 @@ class Settings:
     native: str | None = None
     """0: torch computes the reductions in shared memory, instead of the package's C library; default 1."""
 
+    spares: str | None = None
+    """The number of processes that wait to take the places of failed ranks, with `bootstrap(on_failure="recover")`;
+    `mpicomm run --spares` sets it; default 0."""
+
     parent: str | None = None
     """The addresses of `mpicomm run`, to which rank 0 connects; `mpicomm run` sets it."""
 
@@ -93,6 +97,11 @@ class Settings:
     def uses_native(self) -> bool:
         """Whether the C library may be used."""
         return self.native != "0"
+
+    @property
+    def num_spares(self) -> int:
+        """The number of processes that wait to take the places of failed ranks."""
+        return 0 if self.spares is None else int(self.spares)
 
     @property
     def seconds_to_report(self) -> float:
@@ -170,6 +179,7 @@ _VALUES = {
     "gpu_chunk_kib": _Value(
         "a positive whole number of KiB", lambda text: text.isdecimal() and int(text) > 0, f" for {_GPU_CHUNK_KIB}"
     ),
+    "spares": _Value("a whole number of processes", str.isdecimal, " for 0"),
     "shared_memory": _one_of("0", "1"),
     "native": _one_of("0", "1"),
 }

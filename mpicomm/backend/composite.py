@@ -73,8 +73,11 @@ class CompositeProcessGroup(MPIProcessGroup):
         super().abort()
 
     def shutdown(self) -> None:
-        """Shut down the inner backend, then this one (collective)."""
-        self._inner.shutdown()
+        """Shut down the inner backend, then this one (collective, unless the group's world has ended)."""
+        if self._operations.record.has_ended:
+            self._inner.abort()
+        else:
+            self._inner.shutdown()
         self._stream.close()
         super().shutdown()
 

@@ -28,7 +28,7 @@ from mpicomm.backend.pending_messages import PendingMessages
 from mpicomm.backend.profiling import Profiler
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
 from mpicomm.watchdog import flight_recorder
 from mpicomm.watchdog.flight_recorder import Operation
@@ -337,6 +337,27 @@ class Executor:
             mpi.abandon()
         self.messages.give_up(error)
 
+    def end(self, error: RankFailedError) -> None:
+        """End the group without communication, after a rank has failed and all communicators are revoked.
+
+        Args:
+            error: The error of operations that have not completed.
+        """
+        if not self._state.is_open:
+            return
+        self._state.is_open = False
+        self._kept.clear()
+        # 1. fail the queued operations and the messages in flight; calls in progress return, since MPI has revoked them
+        self.messages.stop()
+        if self._worker is not None:
+            self._worker.give_up(error)
+        self.messages.end(error)
+        # 2. release the communicators, unless a thread still uses them
+        worker = self._worker
+        if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
+            self._on_close()
+            mpi.free(self._comm)
+
     def is_stuck(self) -> bool:
         """Return whether an operation of a broken group is still not complete, after a grace period."""
         return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
@@ -358,7 +379,7 @@ class Executor:
             self.keep_communicator()
         self._on_close()
         if not self._keeps_communicator:
-            self._comm.Free()
+            mpi.free(self._comm)
 
     def _is_at_rest(self) -> bool:
         """Return whether no MPI call of a broken group is pending."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm import mpi
 from mpicomm.errors import MpicommError
-from mpicomm.watchdog import agent, flight_recorder, hang_report
+from mpicomm.watchdog import agent, flight_recorder, hang_report, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
@@ -18,11 +18,19 @@ def check_unbroken(record: flight_recorder.Group) -> None:
     """Check that no error on this or another rank has made a group unusable.
 
     Raises:
-        MpicommError: If one has.
+        RankFailedError: If a rank has failed, and the job can be recovered.
+        MpicommError: If another error has.
     """
-    if record.broken:
-        flight_recorder.refuse_children()
-        raise MpicommError(f"group {record.name} cannot be used any more: {record.broken}.\nEnd the job.")
+    if not record.broken:
+        return
+    flight_recorder.refuse_children()
+    what = f"group {record.name} cannot be used any more: {record.broken}."
+    if record.has_ended:
+        raise MpicommError(f"{what}\nUse the default group, or create a new one with torch.distributed.new_group().")
+    failures = rank_failures.current()
+    if failures is not None and failures.has_any.is_set():
+        raise failures.error()
+    raise MpicommError(f"{what}\nEnd the job.")
 
 
 class GroupState:
@@ -69,7 +77,12 @@ class GroupState:
         Args:
             error: The exception that ended the operation on this rank; a signal handler may raise any exception
                 between two parts of an operation.
+
+        Raises:
+            RankFailedError: In place of the error, if it occurred because a rank has failed.
         """
+        if (failed := rank_failures.error_after(error)) is not None:
+            raise failed from error
         if self.record.broken or getattr(error, "is_on_all_ranks", False):
             return
         how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
-from mpicomm.backend import gpu_transport, torch_internals
+from mpicomm.backend import gpu_transport, shm_selector, torch_internals
 from mpicomm.backend.operations import Operations
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog import flight_recorder, rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -62,8 +62,12 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
     record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
     operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:
-        comm = make_comm()
+        comm = mpi.tracked(make_comm())
         transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT
+    except Exception as error:
+        if (failed := rank_failures.error_after(error)) is not None:
+            raise failed from error
+        raise
     finally:
         operation.finish()
     operations = Operations(comm, record, settings, transport)
@@ -84,6 +88,23 @@ def drain() -> None:
     """Wait until all operations that this rank has queued, on any group, have run."""
     for operations in list(_all_operations):
         operations.executor.drain()
+
+
+def end_all(error: RankFailedError, cause: str) -> None:
+    """End all groups without communication, after a rank has failed and all communicators are revoked.
+
+    Args:
+        error: The error of operations that have not completed.
+        cause: Why the groups cannot be used any more, for later calls.
+    """
+    for operations in list(_all_operations):
+        operations.executor.end(error)
+    flight_recorder.end_all(cause)
+
+
+def release_abandoned() -> None:
+    """Release the memory of interrupted operations, once all ranks have ended their groups."""
+    shm_selector.release_abandoned()
 
 
 def is_stuck() -> bool:

@@ -116,6 +116,13 @@ class PendingMessages:
             message.give_up(error)
         _abandoned.extend(self._in_flight)  # MPI may still read and write their memory
 
+    def end(self, error: Exception) -> None:
+        """Complete the messages in flight with an error, after their communicator has been revoked."""
+        self.advance()  # MPI completes them with an error
+        for message in list(self._in_flight):
+            message.give_up(error)
+        _abandoned.extend(self._in_flight)
+
     def _get_poller(self) -> Poller:
         with self._starting:
             if self._poller is None:

@@ -34,6 +34,11 @@ _abandoned: list[torch.Tensor] = []
 """Tensors of interrupted operations: other ranks may still read and write their memory."""
 
 
+def release_abandoned() -> None:
+    """Release the tensors of interrupted operations, once no rank is in an operation of that time any more."""
+    _abandoned.clear()
+
+
 class ShmSelector:
     """Selects the algorithms of one group's collectives, and runs those that use shared memory.
 
@@ -164,7 +169,7 @@ class ShmSelector:
         if not agreement.all_true(self._comm, self._is_wanted):
             return
         # 2. split the group by node; all nodes must have the same number of ranks, and more than one
-        node_comm = self.split_by_node(self._comm)
+        node_comm = mpi.tracked(self.split_by_node(self._comm))
         self._comms.append(node_comm)
         sizes = set(self._comm.allgather(node_comm.size))
         if len(sizes) > 1 or sizes == {1}:
@@ -200,7 +205,7 @@ class ShmSelector:
             self._choices.add(Algorithm.PEER_MEMORY, algorithms.PEER_MEMORY)
             return
         first = node_comm.bcast(self._comm.rank, 0)
-        across = cast("Intracomm", self._comm.Split(node.rank, first))
+        across = mpi.tracked(cast("Intracomm", self._comm.Split(node.rank, first)))
         self._comms.append(across)
         self._hierarchical = HierarchicalCollectives(self._comm, node, across)
         self._choices.add(Algorithm.HIERARCHICAL, algorithms.ACROSS_NODES)
@@ -244,7 +249,7 @@ class ShmSelector:
         self._choices.clear()
         self._slots = self._node = self._hierarchical = None
         while self._comms:
-            self._comms.pop().Free()
+            mpi.free(self._comms.pop())
 
 
 def _ordered(reduction: Reduction) -> OrderedSum:

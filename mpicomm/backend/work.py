@@ -16,7 +16,7 @@ from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.callbacks import OrderedFuture, Queue, all_of
 from mpicomm.durations import Deadline, seconds_of
 from mpicomm.errors import MpicommError
-from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
@@ -335,7 +335,9 @@ class MessageWork(_Work):
             if self._arrived is not None:
                 self._arrived(self._status)
         except mpi.api().Exception as error:
-            self._error = RuntimeError(f"{self._what()} failed: {error}.\nCheck that both ranks pass the same size.")
+            self._error = rank_failures.error_after(error) or RuntimeError(
+                f"{self._what()} failed: {error}.\nCheck that both ranks pass the same size."
+            )
         except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
             self._error = error
         self._memory = None

@@ -27,12 +27,19 @@ _TOKEN_BYTES = 16
 class Job:
     """The reports of rank 0 of one job."""
 
-    def __init__(self, hosts: Mapping[str, str]) -> None:
+    def __init__(self, hosts: Mapping[str, str], name: str = "", *, recovers: bool = False) -> None:
         """Create the record.
 
         Args:
             hosts: The ranks of every host, as text.
+            name: The name of the job, the same after each recovery.
+            recovers: Whether the job may continue with another rank 0.
         """
+        self.name = name
+        self.is_replaced = False
+        """Whether ranks have failed, and the others continue as another job of the same name."""
+
+        self._recovers = recovers
         self._hosts = {rank: host for host, text in hosts.items() for rank in hang_report.parse_ranges(text)}
         self._finished: set[int] = set()
         self.cause = ""
@@ -44,13 +51,13 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every rank has reached its orderly end."""
-        return len(self._finished) == len(self._hosts)
+        """Whether every rank has reached its orderly end, or the ranks continue as another job."""
+        return self.is_replaced or len(self._finished) == len(self._hosts)
 
     @property
     def has_failed(self) -> bool:
         """Whether the job is being aborted, or rank 0 has ended before all ranks had reached their orderly end."""
-        return bool(self.cause) or not (self.is_connected or self.is_finished)
+        return bool(self.cause) or not (self.is_connected or self.is_finished or self._recovers)
 
     def receive(self, message: Message) -> None:
         """Record a message of rank 0."""
@@ -138,7 +145,9 @@ class JobListener:
         for message in messages:
             if isinstance(message, JobStarted) and connection in self._waiting:
                 self._waiting.remove(connection)
-                self._of[connection] = Job(message.hosts)
+                for job in self.jobs:
+                    job.is_replaced = job.is_replaced or bool(job.name and job.name == message.name)
+                self._of[connection] = Job(message.hosts, message.name, recovers=message.recovers)
                 self.jobs.append(self._of[connection])
             elif connection in self._of:
                 self._of[connection].receive(message)

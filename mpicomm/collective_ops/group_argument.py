@@ -59,10 +59,13 @@ class GroupArgument:
 
 
 _known: dict[Any, GroupArgument] = {}
-_made: dict[tuple[str, tuple[int, ...]], Any] = {}
-"""The groups created for `"node"`, `"leaders"` and communicators, by kind and ranks."""
+_Key = tuple[str, tuple[int, ...], int]
+"""Kind and ranks of a group, and the number of recoveries before it was created."""
 
-_counts: collections.defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
+_made: dict[_Key, Any] = {}
+"""The groups created for `"node"`, `"leaders"` and communicators."""
+
+_counts: collections.defaultdict[_Key, Iterator[int]] = collections.defaultdict(itertools.count)
 """How often each group was created, for its name; equal on all its ranks."""
 
 
@@ -149,7 +152,7 @@ def _of_comm(comm: Any, what: str) -> Any:
 
 def _made_once(kind: str, ranks: Sequence[int]) -> Any:
     """Return the group of some ranks; the first use creates it (collective over these ranks)."""
-    key = (kind, tuple(ranks))
+    key = (kind, tuple(ranks), runtime.recoveries())  # a rank that was a spare has created no groups before
     handle = _made.get(key)
     if handle is None or not torch_internals.is_alive(handle):
         name = f"mpicomm:{kind}:{next(_counts[key])}:{'-'.join(map(str, ranks))}"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import secrets
+import shlex
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.distributed as dist
 
 from mpicomm import agreement, mpi
@@ -27,6 +31,7 @@ from mpicomm.startup.startup_barrier import Notice, startup_barrier
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_CONNECT_LIMIT = datetime.timedelta(seconds=5)  # for the store of a rank 0 that has failed during the recovery
 _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
 
 
@@ -119,6 +124,7 @@ def join(
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
     startup_barrier(base, "bootstrap()", limit, missing_notice, hosts)
     # 2. agree on the plan
+    spares = _spares(base.size, request, settings)
     comm = base.Dup()
     listeners: list[socket.socket] = []
     plan = _agree(comm, request, launch, settings.interface, listeners)
@@ -127,10 +133,72 @@ def join(
     if plan.warning and comm.rank == 0:
         warnings.warn(plan.warning, stacklevel=3)
     # 3. select the device and open the store
-    where = topology.from_nodes(comm.rank, plan.nodes, plan.hosts)
     device = devices.select(plan.gpus[comm.rank])
-    store = rendezvous.open_store(comm, where, listeners, plan.places, plan.store_token, request.limit)
-    return JoinedJob(where, device, plan.backend, *store, comm, plan.channel_token, plan.started)
+    return _open(comm, comm.size - spares, plan, device, listeners, request.limit)
+
+
+def rejoin(
+    comm: Intracomm, size: int, request: StartRequest, interface: str | None, backend: str | None, device: torch.device
+) -> JoinedJob:
+    """Form the job of the processes that are left after a failure (collective).
+
+    Args:
+        comm: The communicator of these processes: the ranks of the world, then the spares.
+        size: The number of ranks of the world.
+        request: The arguments of `bootstrap`.
+        interface: The network interface of the store.
+        backend: The backend of the job.
+        device: The device of this process.
+
+    Raises:
+        MpicommError: On every process, if the store cannot be opened.
+        Exception: An exception of MPI, on some processes only, if another process fails meanwhile.
+    """
+    listeners: list[socket.socket] = []
+    node = topology.first_rank_of_node(comm)
+
+    def decide(facts: list[tuple[str, int]]) -> _Plan:
+        hosts, nodes = [host for host, _ in facts], [node for _, node in facts]
+        # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
+        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), {}, interface))
+        return _plan(hosts, nodes, [None] * len(hosts), backend, listeners)
+
+    try:
+        plan = agreement.decide_on_rank_0(comm, lambda: (socket.gethostname(), node), decide)
+        return _open(comm, size, plan, device, listeners, request.limit, connect_limit=_CONNECT_LIMIT)
+    finally:
+        for listener in listeners:
+            listener.close()  # does nothing for the one that the store has taken over
+
+
+def _open(
+    comm: Intracomm,
+    size: int,
+    plan: _Plan,
+    device: torch.device,
+    listeners: list[socket.socket],
+    limit: datetime.timedelta,
+    connect_limit: datetime.timedelta | None = None,
+) -> JoinedJob:
+    """Open the store, and split the ranks of the world from the spares (collective)."""
+    everyone = topology.from_nodes(comm.rank, plan.nodes, plan.hosts)
+    store = rendezvous.open_store(comm, everyone, listeners, plan.places, plan.store_token, limit, connect_limit)
+    is_spare = comm.rank >= size
+    where, world = everyone, comm
+    if size < comm.size:
+        world = cast("Intracomm", comm.Split(mpi.api().UNDEFINED if is_spare else 0, comm.rank))
+        where = everyone if is_spare else topology.from_nodes(comm.rank, plan.nodes[:size], plan.hosts[:size])
+    return JoinedJob(
+        where,
+        device,
+        plan.backend,
+        *store,
+        None if is_spare else world,
+        plan.channel_token,
+        plan.started,
+        base=comm,
+        everyone=everyone,
+    )
 
 
 def _agree(
@@ -154,19 +222,64 @@ def _agree(
         uuids = devices.assign_on_nodes([each.gpus for each in facts], nodes)
         backend = _choose_backend(facts, uuids, hosts)
         listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), os.environ, interface))
-        return _Plan(
-            hosts,
-            nodes,
-            [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)],
-            backend,
-            places=[listener.getsockname()[:2] for listener in listeners],
-            store_token=secrets.token_bytes(),
-            channel_token=secrets.token_bytes(),
-            started=time.strftime("%Y%m%d-%H%M%S"),
-            warning=next((f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu), None),
-        )
+        indices = [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)]
+        warning = next((f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu), None)
+        return _plan(hosts, nodes, indices, backend, listeners, warning)
 
     return agreement.decide_on_rank_0(comm, collect, decide)
+
+
+def _plan(
+    hosts: list[str],
+    nodes: list[int],
+    gpus: list[int | None],
+    backend: str | None,
+    listeners: list[socket.socket],
+    warning: str | None = None,
+) -> _Plan:
+    return _Plan(
+        hosts,
+        nodes,
+        gpus,
+        backend,
+        places=[listener.getsockname()[:2] for listener in listeners],
+        store_token=secrets.token_bytes(),
+        channel_token=secrets.token_bytes(),
+        started=time.strftime("%Y%m%d-%H%M%S"),
+        warning=warning,
+    )
+
+
+def _spares(size: int, request: StartRequest, settings: Settings) -> int:
+    """Return the number of spares, the same on all ranks.
+
+    Raises:
+        LaunchError: If the job cannot continue after a failure, or has too few ranks.
+    """
+    if not request.recovers:
+        return 0
+    if not mpi.tolerates_failures():
+        raise raised_on_all_ranks(LaunchError(_cannot_recover(mpi.library().title)))
+    if size - settings.num_spares < request.min_ranks:
+        raise raised_on_all_ranks(
+            LaunchError(
+                f"bootstrap(min_ranks={request.min_ranks}) needs {request.min_ranks} ranks and the spares "
+                f"(MPICOMM_SPARES={settings.num_spares}), got {size} processes.\n"
+                f"Start {request.min_ranks + settings.num_spares} processes or more: mpicomm run -n."
+            )
+        )
+    return settings.num_spares
+
+
+def _cannot_recover(library: str) -> str:
+    return (
+        f'bootstrap(on_failure="recover") needs Open MPI 5 with ULFM under `mpirun --with-ft ulfm`, got {library} '
+        f"without it.\n"
+        f"Without ULFM, restart the ranks from a checkpoint (mpicomm run --max-restarts N), or let the scheduler "
+        f"requeue the job.\n"
+        f"With Open MPI 5, start with:\n"
+        f"  mpicomm run --fault-tolerant {shlex.join(sys.orig_argv[1:])}"
+    )
 
 
 def _check_launch(launch: Launch) -> None:

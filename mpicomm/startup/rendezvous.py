@@ -57,6 +57,7 @@ def open_store(
     places: list[tuple[str, int]],
     token: bytes,
     timeout: datetime.timedelta,
+    connect_limit: datetime.timedelta | None = None,
 ) -> tuple[dist.Store, str, int]:
     """Open the job's store on rank 0 and connect every rank to it (collective).
 
@@ -67,6 +68,7 @@ def open_store(
         places: Their addresses and ports.
         token: Random bytes with which rank 0 proves its identity.
         timeout: The timeout of the store's operations.
+        connect_limit: The timeout of the connection to the store; None for that of its operations.
 
     Returns:
         The store, and the address and the port at which it listens.
@@ -95,7 +97,9 @@ def open_store(
             )
 
     agreement.run_on_rank_0(comm, serve)
-    store = store or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    if store is None:
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=connect_limit or timeout)
+        store.set_timeout(timeout)
     return store, address, port
 
 

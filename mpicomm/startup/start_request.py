@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.arguments import FLAG, Expected
+from mpicomm import arguments
+from mpicomm.arguments import FLAG, POSITIVE, Expected
 from mpicomm.durations import in_seconds
 from mpicomm.startup import backend_choice, devices
 from mpicomm.startup.topology import Topology
@@ -23,6 +24,7 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default
 _SHORTEST_TIMEOUT = 1  # seconds; processes need some time to start
 _DEFAULT_WAIT_LIMIT = 600.0  # seconds that bootstrap waits for ranks by default
 
+_ON_FAILURE = arguments.one_of("abort", "recover")
 _COMM = Expected(
     "an mpi4py intracommunicator or None",
     # Duck-typed, since MPI is not loaded under torchrun. Intercommunicators have a remote group.
@@ -42,6 +44,8 @@ class StartRequest:
     comm: Intracomm | None = None
     device: str | int | torch.device | None = None
     abort_on_error: bool = True
+    on_failure: str = "abort"
+    min_ranks: int = 1
 
     def check(self) -> None:
         """Check the arguments, before the job is formed.
@@ -55,6 +59,13 @@ class StartRequest:
         _COMM.check(self.comm, "comm")
         devices.EXPECTED.or_none().check(self.device, "device")
         FLAG.check(self.abort_on_error, "abort_on_error")
+        _ON_FAILURE.check(self.on_failure, "on_failure")
+        POSITIVE.check(self.min_ranks, "min_ranks")
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the job continues if a rank fails."""
+        return self.on_failure == "recover"
 
     def check_repeats(self, first: StartRequest, backend: str | None, device: torch.device) -> None:
         """Check that the arguments of a second call equal those of the first; default values are ignored.
@@ -101,6 +112,8 @@ class JoinedJob:
     """The job that a rank has joined."""
 
     where: Topology
+    """The topology of the world; of all processes on a spare."""
+
     device: torch.device
     backend: str | None
     """The backend of the process group."""
@@ -120,6 +133,17 @@ class JoinedJob:
 
     started: str = ""
     """The time of the start, the same on all ranks."""
+
+    base: Intracomm | None = None
+    """The communicator of all processes: the ranks of the world, then the spares; None without MPI."""
+
+    everyone: Topology | None = None
+    """The topology of all processes; None without MPI."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this process is a spare."""
+        return self.base is not None and self.comm is None
 
 
 def this_command() -> str:

@@ -16,11 +16,11 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, signals
+from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
@@ -51,6 +51,15 @@ class Limits:
 
     directory: Path | None
     """Directory of the dump files; None to write no files."""
+
+    job: str = ""
+    """The name of the job, the same after each recovery."""
+
+    spares: int = 0
+    """The number of spares: the highest ranks, which call no operations."""
+
+    recovers: bool = False
+    """Whether the job continues if a rank dies."""
 
     ends_local_processes: bool = False
     """Whether to kill ranks of this node that cannot end themselves: srun, for example, waits for a stopped rank."""
@@ -86,7 +95,16 @@ class Watchdog:
         self._is_stopping = False
         self._is_established = False
         self._early_losses: list[ChannelEvent] = []  # before every rank had connected
-        self._coordinator = Coordinator(place.hosts, place.hubs, limits.hang_seconds, self) if place.rank == 0 else None
+        self._coordinator = None
+        if place.rank == 0:
+            self._coordinator = Coordinator(
+                place.hosts,
+                place.hubs,
+                limits.hang_seconds,
+                self,
+                spares=limits.spares,
+                recovers=limits.recovers,
+            )
         self._operations = OperationMonitor(place.rank, limits.hang_seconds, limits.directory, self._report)
         self._connected = ConnectedRanks(place, channel, self._send_to_rank_0)
         self._rank_0 = Rank0Monitor(place, self._connected.state_of)
@@ -121,7 +139,8 @@ class Watchdog:
         def attach() -> None:
             assert self._coordinator is not None
             self._channel.attach_parent(connection)
-            self.report_to_parent(protocol.JobStarted(_ranks_by_host(self.place)))
+            hosts = _ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
+            self.report_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
             self._coordinator.repeat_reports_to_parent()  # ranks may have exited during the connection's set-up
 
         self._post(attach)
@@ -150,6 +169,10 @@ class Watchdog:
         while not self._exit.all_exited.wait(pause) and self._thread.is_alive():
             meanwhile()
         return self._exit.is_stuck
+
+    def has_seen_all_exit(self) -> bool:
+        """Return whether every rank of the world has reported its exit."""
+        return self._exit.all_exited.is_set()
 
     def take_down(self) -> None:
         """Start the deadline for destroying the process groups."""
@@ -304,6 +327,9 @@ class Watchdog:
             return  # a launcher that sends SIGTERM sends it to the other ranks, too
         elif event.rank is not None:
             self._send_to_rank_0(protocol.RankDied(event.rank, cause_of_loss(event.lost)))
+        elif self._limits.recovers:
+            if not self._exit.all_exited.is_set():
+                self.send(protocol.RanksFailed({str(self.place.hub): f"died: {cause_of_loss(event.lost)}"}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost)
 
@@ -374,6 +400,9 @@ class Watchdog:
             case protocol.RaiseSignal():
                 if signals.handled(message.signal) == message.signal:
                     os.kill(os.getpid(), message.signal)
+            case protocol.RanksFailed():
+                if (failures := rank_failures.current()) is not None:
+                    failures.record({int(rank): reason for rank, reason in message.reasons.items()})
             case protocol.JobEnding():
                 self._end(message)
 
@@ -442,9 +471,9 @@ class Watchdog:
                 self._report(protocol.DumpFailed(self.place.rank, problem))
 
 
-def _ranks_by_host(place: RankInfo) -> dict[str, str]:
+def _ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
     found: dict[str, list[int]] = {}
-    for rank, host in enumerate(place.hosts):
+    for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
     return {host: hang_report.ranges(ranks) for host, ranks in found.items()}
 

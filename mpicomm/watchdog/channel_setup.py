@@ -64,6 +64,7 @@ def start_watchdog(
     except OSError as error:
         problem = error
     watch.start()
+    agent.set_current(watch)
 
     def check() -> None:
         if problem is not None:
@@ -80,13 +81,19 @@ def start_watchdog(
                 f"Open the ports between the nodes, or set MPICOMM_INTERFACE to a network with open ports.",
                 stacklevel=2,
             )
-        watch.stop()
+        stop_watchdog(watch)
         return None
     watch.establish()
-    agent.set_current(watch)
     if comm.rank == 0 and parent:
         _connect_to_parent(watch, parent, channel.host_timeout)
     return watch
+
+
+def stop_watchdog(watch: Watchdog | None) -> None:
+    """Stop a watchdog, if there is one, and close its channel."""
+    if watch is not None:
+        watch.stop()
+        agent.set_current(None)
 
 
 def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> None:

@@ -61,15 +61,28 @@ class _Collection:
 class Coordinator:
     """Decides from the reports of the ranks whether the job hangs, which ranks are at fault, and when to abort."""
 
-    def __init__(self, hosts: Sequence[str], hubs: Sequence[int], hang_seconds: float, actions: Actions) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        hubs: Sequence[int],
+        hang_seconds: float,
+        actions: Actions,
+        *,
+        spares: int = 0,
+        recovers: bool = False,
+    ) -> None:
         """Create the coordinator.
 
         Args:
-            hosts: The host of every rank.
+            hosts: The host of every rank, spares last.
             hubs: The hub of every rank.
             hang_seconds: Seconds between two hang reports.
+            spares: The number of spares, which call no operations.
+            recovers: Whether the job continues if a rank dies.
         """
-        self.size = len(hosts)
+        self.size = len(hosts) - spares
+        self._recovers = recovers
+        self._failed: set[int] = set()
         self._hosts = hosts
         self._hubs = hubs
         self._hang_seconds = hang_seconds
@@ -115,8 +128,7 @@ class Coordinator:
             case protocol.RankExited():
                 self._receive_exit(message, now)
             case protocol.ExitingAtOnce():
-                what = f"called os._exit({message.status})"
-                self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=_EXIT_REMEDY)
+                self._end_rank(message.rank, f"called os._exit({message.status})", _EXIT_REMEDY, now)
                 self._actions.send(protocol.Acknowledgement(message.rank))
             case protocol.RankTerminated():
                 self._terminated.add(message.rank)
@@ -300,7 +312,16 @@ class Coordinator:
         what, remedy = f"died: {message.reason}", DEATH_REMEDY
         if message.rank in self._terminated:
             what, remedy = "was terminated by SIGTERM, which rank 0 did not receive", _SIGTERM_REMEDY
-        self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
+        self._end_rank(message.rank, what, remedy, now)
+
+    def _end_rank(self, rank: int, what: str, remedy: str, now: float) -> None:
+        """Abort the job because a rank has ended, or let the other ranks continue without it."""
+        if not self._recovers or self.is_ending:
+            self._abort(f"{self._name([rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
+        elif rank not in self._failed:
+            self._failed.add(rank)
+            if rank < self.size:  # a spare that is lost leaves the world complete
+                self._actions.send(protocol.RanksFailed({str(rank): what}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:
         is_one = len(absent) == 1

@@ -88,6 +88,9 @@ class Group:
         self.broken = ""
         """The error, on this or another rank, after which the group cannot be used any more; empty before."""
 
+        self.has_ended = False
+        """Whether the group belongs to a world that ended when `recover()` formed a new one."""
+
         self.sequence = 0
         """The number of collective operations that this rank has called on the group."""
 
@@ -396,6 +399,20 @@ def break_group(name: str, cause: str) -> None:
     group = _groups.get(name)
     if group is not None and not group.broken:
         group.broken = cause
+
+
+def break_all(cause: str) -> None:
+    """Record that no group can be used any more; causes that groups have already are kept."""
+    for name in list(_groups):
+        break_group(name, cause)
+
+
+def end_all(cause: str) -> None:
+    """Forget all groups and their operations, since their world has ended; they cannot be used any more."""
+    for group in list(_groups.values()):
+        group.broken, group.has_ended, group.running = cause, True, None
+    _groups.clear()
+    _running.clear()
 
 
 def has_open_collectives() -> bool:

@@ -221,9 +221,13 @@ class GroupBroken(Message):
 
 @dataclass(frozen=True)
 class JobStarted(Message):
-    """The job has been formed; `hosts` has the ranks of every host, as text (`hang_report.ranges`)."""
+    """The job has been formed, or continues after a failure; `hosts` has each host's ranks (`hang_report.ranges`)."""
 
     hosts: dict[str, str]
+    name: str = ""
+    """The same for the worlds of one job."""
+    recovers: bool = False
+    """Whether the job may continue with another rank 0."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +268,16 @@ class CollectStatus(Message):
 
     number: int
     files: bool
+
+
+@dataclass(frozen=True)
+class RanksFailed(Message):
+    """Ranks have failed, and the others continue without them; by rank, as text: why it failed.
+
+    Rank 0 sends it, and every hub whose connection to rank 0 is lost.
+    """
+
+    reasons: dict[str, str]
 
 
 @dataclass(frozen=True)

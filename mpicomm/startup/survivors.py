@@ -1,0 +1,113 @@
+"""The ranks that are left after failures: MPI agrees on them, and they get their ranks in the next world.
+
+The communicator has all processes of the job: the ranks of the world, then the spares. A spare takes the number of a
+failed rank. If there are more failed ranks than spares, the remaining ranks keep their order, without gaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from mpicomm import mpi
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a process in the last world."""
+
+    rank: int | None
+    """Its rank; None on a spare."""
+
+    size: int
+    """The number of ranks."""
+
+    finished: frozenset[int] = frozenset()
+    """The ranks that had reached the end of the program when another rank failed, and take no part any more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NextWorld:
+    """The processes of the next world, before it is formed."""
+
+    comm: Intracomm
+    """All processes: the ranks of the next world in their order, then the spares."""
+
+    size: int
+    """The number of ranks of the next world."""
+
+    failed: tuple[int, ...]
+    """The ranks of the last world that have failed."""
+
+    place: Place
+    """The place of this process in the last world."""
+
+
+def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tuple[Intracomm, NextWorld | None]:
+    """Find the processes that are left, and order them for the next world (collective over these processes).
+
+    A failure in the meantime starts it again.
+
+    Args:
+        comm: The communicator of all processes of the last world; it is revoked.
+        place: The place of this process in it.
+        is_finished: Whether this process has reached the end of the program: it only agrees on the failed ranks.
+
+    Returns:
+        A communicator of all processes that are left, and the next world; None for a process that has finished.
+    """
+    while True:
+        comm = cast("Intracomm", comm.Shrink())
+        found, error = None, None
+        try:
+            found = _next_world(comm, place, is_finished=is_finished)
+        except mpi.api().Exception as caught:
+            comm.Revoke()  # other processes may wait for this one
+            error = caught
+        if agree(comm, error is None):
+            return comm, found
+
+
+def agree(comm: Intracomm, is_done: bool) -> bool:
+    """Return whether a step is done on all processes, and none has failed (collective, also if `comm` is revoked)."""
+    try:
+        return bool(comm.Agree(is_done))
+    except mpi.api().Exception:  # of all processes: one has failed
+        return False
+
+
+def _next_world(comm: Intracomm, place: Place, *, is_finished: bool) -> NextWorld | None:
+    of_all: list[tuple[int | None, bool]] = comm.allgather((place.rank, is_finished))
+    ranks = [rank for rank, _ in of_all]
+    finished = place.finished | {rank for rank, has_finished in of_all if has_finished and rank is not None}
+    failed = sorted(set(range(place.size)) - set(ranks) - finished)
+    numbers = assign([rank for rank, has_finished in of_all if not has_finished], failed)
+    size = sum(1 for rank in ranks if rank is not None and rank not in finished) + min(len(failed), ranks.count(None))
+    mine = place.size
+    if not is_finished:
+        mine = numbers[sum(1 for _, has_finished in of_all[: comm.rank] if not has_finished)]
+    ordered = comm.Split(mpi.api().UNDEFINED if is_finished else 0, mine)
+    if is_finished:
+        return None
+    return NextWorld(cast("Intracomm", ordered), size, tuple(failed), dataclasses.replace(place, finished=finished))
+
+
+def assign(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:
+    """Return the next rank of every process: those of the next world from 0, then those of the remaining spares.
+
+    Args:
+        ranks: The last rank of every process; None for a spare.
+        failed: The failed ranks.
+    """
+    vacant = iter(failed)
+    last = max([rank for rank in ranks if rank is not None] + list(failed), default=-1)
+    numbers = []
+    for index, rank in enumerate(ranks):
+        number = next(vacant, None) if rank is None else rank
+        numbers.append(last + 1 + index if number is None else number)  # behind all ranks, in their order
+    order = {number: place for place, number in enumerate(sorted(numbers))}
+    return [order[number] for number in numbers]

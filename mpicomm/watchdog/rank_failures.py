@@ -1,0 +1,106 @@
+"""The failed ranks of a world that can be recovered, and the error that operations raise because of them.
+
+The watchdog records failures as soon as a connection is lost; an operation whose MPI call fails records those that MPI
+knows. Recording one breaks all groups and revokes their communicators, so that blocked calls return on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mpicomm import mpi
+from mpicomm.errors import RankFailedError
+from mpicomm.watchdog import flight_recorder, hang_report
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_EVIDENCE_SECONDS = 1.0  # after an error of MPI, for the watchdog or MPI to report which rank has failed
+UNKNOWN_REASON = "its process ended without reporting an error (killed or crashed)"
+
+
+class RankFailures:
+    """The failed ranks of one world, as this rank knows them."""
+
+    def __init__(self, comm: Intracomm | None, hosts: Sequence[str]) -> None:
+        """Start without failures.
+
+        Args:
+            comm: The communicator of the world; None on a spare.
+            hosts: The host of every rank, spares last.
+        """
+        self._comm = comm
+        self._hosts = hosts
+        self._lock = threading.Lock()
+        self._reasons: dict[int, str] = {}
+        self.has_any = threading.Event()
+        """Whether a rank has failed."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are known to have failed."""
+        return sorted(self._reasons)
+
+    def record(self, reasons: Mapping[int, str]) -> None:
+        """Record why ranks have failed; may be called on any thread. The first reason of a rank is kept."""
+        with self._lock:
+            self._reasons = {**reasons, **self._reasons}
+        flight_recorder.break_all(f"{self.describe()} failed")
+        mpi.revoke_all()
+        self.has_any.set()
+
+    def describe(self) -> str:
+        """Return the failed ranks and their hosts."""
+        return hang_report.full_name(self.ranks, self._hosts)
+
+    def reason_of(self, rank: int) -> str:
+        """Return why a rank failed."""
+        return self._reasons.get(rank, UNKNOWN_REASON)
+
+    def find(self) -> bool:
+        """Wait until it is known which rank has failed, at most for a second; return whether it is."""
+        return mpi.poll(self._is_known, _EVIDENCE_SECONDS)
+
+    def _is_known(self) -> bool:
+        if not self.has_any.is_set() and self._comm is not None and (failed := mpi.failed_ranks(self._comm)):
+            self.record(dict.fromkeys(failed, UNKNOWN_REASON))
+        return self.has_any.is_set()
+
+    def error(self) -> RankFailedError:
+        """Return the error of operations."""
+        ranks = self.ranks
+        reason = "; ".join(dict.fromkeys(self._reasons[rank] for rank in ranks))
+        who = hang_report.full_name(ranks, self._hosts) if ranks else "a rank"
+        return RankFailedError(
+            f"{who} failed{f': {reason}' if reason else ''}.\n"
+            f"Call mpicomm.recover() on the remaining ranks to continue without {'it' if len(ranks) < 2 else 'them'}.",
+            ranks,
+            [self._hosts[rank] for rank in ranks],
+            reason,
+        )
+
+
+_current: RankFailures | None = None
+
+
+def current() -> RankFailures | None:
+    """Return the failures of the current world; None if a failure aborts the job."""
+    return _current
+
+
+def set_current(failures: RankFailures | None) -> None:
+    """Set the failures of the current world; None if a failure aborts the job."""
+    global _current  # noqa: PLW0603  a process is in one job at a time
+    _current = failures
+
+
+def error_after(error: BaseException) -> RankFailedError | None:
+    """Return the error to raise in place of one of an operation, if a rank has failed; else None."""
+    if _current is None or not isinstance(error, Exception) or isinstance(error, RankFailedError):
+        return None
+    # Other errors may be those of the program.
+    may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError))
+    has_failed = _current.find() if may_be_failure else _current.has_any.is_set()
+    return _current.error() if has_failed else None
