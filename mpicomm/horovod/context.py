@@ -37,14 +37,22 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         process_sets = ()
     communicator: Any = comm if hasattr(comm, "Get_group") else None
-    world = runtime.bootstrap(comm=communicator)
+    world = runtime.bootstrap(comm=communicator, **_recovery_options())
     if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):
         raise ValueError(
             f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
             f"Pass a communicator of these ranks, or use process_sets."
         )
     registry().open(list(process_sets or ()))
+    atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit, os.getpid())
+
+
+def _recovery_options() -> dict[str, Any]:
+    """Return the arguments of `bootstrap` that let `hvd.elastic.run` continue without failed ranks."""
+    if os.environ.get("HOROVOD_ELASTIC", "") in ("", "0"):
+        return {}
+    return {"on_failure": "recover", "min_ranks": int(os.environ.get("HOROVOD_ELASTIC_MIN_NP") or 1)}
 
 
 def shutdown() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,12 +16,14 @@ import torch
 from torch import nn
 
 from mpicomm import runtime
+from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
 from mpicomm.horovod.differentiable import allreduce
 from mpicomm.horovod.elastic_sampler import ElasticSampler
 from mpicomm.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from mpicomm.horovod.reduce_op import Min
+from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
 
@@ -29,6 +32,9 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 class State:
     """The state of a training that a failure must not lose; base class of `ObjectState` and `TorchState`."""
+
+    num_commits = 0
+    """The number of calls of `commit`."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         """Create a state.
@@ -54,6 +60,7 @@ class State:
     def commit(self) -> None:
         """Save the state in host memory; after a failure, training continues from the last commit."""
         self.save()
+        self.num_commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -214,9 +221,9 @@ _HANDLERS: dict[type, type[_Handler]] = {
 
 
 def _surviving_rank() -> int:
-    """Return the lowest rank that was in the previous world: a spare, which has joined since, has no state."""
+    """Return the lowest rank that was in the previous world, because a spare has no state (collective)."""
     world = runtime.current_world()
-    candidate = world.size if getattr(world, "previous_rank", 0) is None else world.rank
+    candidate = world.size if world.previous_rank is None else world.rank
     lowest = allreduce(torch.tensor([candidate]), op=Min, name="elastic.surviving_rank")
     return int(lowest)
 
@@ -237,17 +244,21 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 ...
                 state.commit()
 
+    A spare that replaces a failed rank runs the program from its start, so the program must not run operations before
+    it calls the function.
+
     Args:
-        func: The function; its first argument is the `State`. It runs operations on all ranks, and commits its state.
+        func: The function; its first argument is the `State`.
 
     Returns:
-        The function, which returns when `func` does. An operation that fails although all ranks are running is raised
-        if it fails again without a commit in between.
+        The function. An operation that fails although no rank has failed is raised if that happens twice without a
+        commit in between.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        needs_sync = True
+        _warn_without_recovery()
+        needs_sync, commits_at_error = True, -1
         while True:
             try:
                 if needs_sync:
@@ -255,7 +266,11 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 needs_sync = not interrupt.skip_sync
-            except HorovodInternalError:
+            except (HorovodInternalError, RankFailedError):
+                if not _has_failed_rank():
+                    if state.num_commits == commits_at_error:
+                        raise
+                    commits_at_error = state.num_commits
                 state.restore()
                 needs_sync = True
             _reset()
@@ -264,7 +279,28 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     return wrapper
 
 
+def _warn_without_recovery() -> None:
+    if rank_failures.current() is None and context.rank() == 0:
+        warnings.warn(
+            "hvd.elastic.run: the job was started without recovery, so a failed rank ends it.\n"
+            "Start it with `mpicomm run --horovod --fault-tolerant`.",
+            stacklevel=3,
+        )
+
+
+def _has_failed_rank() -> bool:
+    failures = rank_failures.current()
+    return failures is not None and failures.find()
+
+
 def _reset() -> None:
-    """Form the job anew (collective)."""
-    context.shutdown()
-    context.init()
+    """Form the job anew, without the failed ranks (collective over the others)."""
+    try:
+        if _has_failed_rank():
+            runtime.recover()
+        context.shutdown()
+        context.init()
+    except (HorovodInternalError, RankFailedError):
+        if not _has_failed_rank():
+            raise
+        _reset()  # another rank has failed

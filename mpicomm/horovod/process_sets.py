@@ -94,7 +94,8 @@ class _Registry:
         self.sets: dict[int, ProcessSet] = {}
         self.engines: dict[int, ProcessSetEngine] = {}  # of the sets that contain this rank
         self._groups: dict[int, Any] = {}
-        self._num_registered = 0
+        self._num_registered = 0  # in the current world
+        self._recoveries = 0
         self.timeline = HorovodTimeline()
         self._rank = 0
 
@@ -118,6 +119,8 @@ class _Registry:
         """Register the global process set and further ones (collective)."""
         world = runtime.current_world()
         self._rank = world.rank
+        if world.recoveries != self._recoveries:
+            self._recoveries, self._num_registered = world.recoveries, 0
         variables = Variables.from_environ(os.environ)
         if variables.timeline and world.rank == 0:
             self.timeline.start(variables.timeline, marks_cycles=variables.marks_cycles)
@@ -167,8 +170,9 @@ class _Registry:
 
     def _register(self, process_set: ProcessSet) -> None:
         number = 0 if process_set is global_process_set else self._num_registered
-        # Names of groups are not used twice in a job, also after a shutdown.
-        name = f"horovod:{self._num_registered}"
+        # Names of groups are not used twice in a world, also after a shutdown, and are equal on its ranks, of which some
+        # may have joined in a recovery.
+        name = f"horovod:{self._recoveries}:{self._num_registered}"
         self._num_registered += 1
         process_set.process_set_id = number
         self.sets[number] = process_set

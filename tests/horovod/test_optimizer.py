@@ -298,7 +298,7 @@ def two_linear() -> nn.Sequential:
     ("options", "message"),
     [
         (lambda model: {"named_parameters": [*model[0].named_parameters(), *model[1].named_parameters()]}, "unique"),
-        (lambda model: {"named_parameters": model[0].named_parameters()}, r"no name for 2 .* 0\.2 of shape \(1, 1\)"),
+        (lambda model: {"named_parameters": model[0].named_parameters()}, r"no name for 2 .*0\.2 of shape \(1, 1\)"),
         (lambda model: {"named_parameters": model.parameters()}, "pairs of a name and a parameter"),
         (lambda model: {"backward_passes_per_step": 0}, "positive integer, got 0"),
         (lambda model: {"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "requires op=hvd.Average"),
