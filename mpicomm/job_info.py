@@ -162,6 +162,7 @@ def _software(world: World) -> dict[str, str]:
     if world.comm is not None:
         found["MPI"] = mpi.library().title
         found["MPI thread level"] = _THREADS[mpi.api().Query_thread()]
+        found["fault tolerance"] = "on (ULFM)" if mpi.tolerates_failures() else "off"
         found["shared memory"] = _shared_memory(Settings.from_environ(os.environ))
     else:
         found["MPI"] = "not in use"

@@ -51,6 +51,7 @@ _passed_fence = False  # whether this rank has waited for all other ranks to lea
 _tracking = threading.Lock()
 _tracked: dict[int, Intracomm] = {}  # by id(): the communicators that operations use
 _is_revoked = False  # whether the tracked communicators are revoked
+_has_lost_processes = False
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _fence_time = (ctypes.c_long * 2)()
 _FENCE_SECONDS = 5.0
@@ -327,9 +328,19 @@ def is_abandoned() -> bool:
     return _is_abandoned
 
 
+def record_lost_processes() -> None:
+    """Do not finalise MPI at exit, since processes of the job have failed.
+
+    MPI_Finalize of Open MPI 5.0 then hangs in one of ten jobs, in a PMIx fence. Under `mpirun --with-ft ulfm` a process
+    that exits without it does not count as failed, and its shared memory is removed.
+    """
+    global _has_lost_processes  # noqa: PLW0603  MPI's state is the process's, and so is this
+    _has_lost_processes = True
+
+
 def finalize() -> None:
     """Finalise MPI if `initialize` initialised it (collective)."""
-    if _is_ours and is_usable() and not _is_abandoned:
+    if _is_ours and is_usable() and not _is_abandoned and not _has_lost_processes:
         api().Finalize()
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mpicomm import mpi
 from mpicomm.arguments import PATH
 from mpicomm.backend import compatibility, gpus, groups, plugin, torch_internals
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.launch import detect
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
@@ -223,7 +223,11 @@ def bootstrap(
     session = _new_session(request, launch, settings, job)
     try:
         _open_session(session)
-    except BaseException:
+    except BaseException as error:
+        if rank_failures.error_after(error) or isinstance(error, RankFailedError):
+            _session = _recover(session)
+            atexit.register(_shutdown_at_exit)
+            return _session.world
         if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
             session.watch.leave(1, is_stuck=False, waits=False)
         _restore_environ(session)
@@ -256,6 +260,9 @@ def recover() -> World:
             'recover: the job was not started with on_failure="recover".\n'
             'Call mpicomm.bootstrap(on_failure="recover") first.'
         )
+    if rank_failures.current() is None:
+        time.sleep(_ABORT_SECONDS)
+        raise MpicommError("recover: the job is being aborted.\nCheck the output of the other ranks for the cause.")
     if not session.failures.find():
         raise MpicommError(
             "recover: no rank has failed.\nCall recover() only after an operation has raised RankFailedError."
@@ -278,7 +285,10 @@ def shutdown() -> None:
     session.is_open = False
     atexit.unregister(_shutdown_at_exit)
     if session.watch is not None and not session.job.is_spare:
-        _leave(session.watch)
+        try:
+            _leave(session.watch)
+        except RankFailedError:
+            _leave_without_failed(session)
     # 2. release torch's and MPI's resources
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -386,7 +396,7 @@ def _new_session(
         if settings.dump_dir != "none":
             session.dumps = Path(settings.dump_dir or _DUMPS, name).absolute()
         if request.recovers and job.everyone is not None:
-            session.failures = RankFailures(job.comm, job.everyone.hosts)
+            session.failures = RankFailures(job.comm, job.everyone.hosts, place.size)
     return session
 
 
@@ -485,6 +495,8 @@ def _recover(last: _Session) -> _Session:
         mpi.forget_revoked()
         groups.release_abandoned()
         comm, place = found.comm, found.place
+        if not found.size:
+            raise SystemExit(0)  # of a spare: all ranks have finished
         _check_enough(last, found)
         # 2. form the next world
         session, error = None, None
@@ -536,6 +548,14 @@ def _end_world(session: _Session) -> None:
 def _stop_watching(session: _Session) -> None:
     channel_setup.stop_watchdog(session.watch)
     session.watch = None
+
+
+def _leave_without_failed(session: _Session) -> None:
+    """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
+    assert session.job.base is not None
+    mpi.revoke_all()
+    _end_world(session)
+    survivors.regroup(session.job.base, session.place, is_finished=True)
 
 
 def _check_enough(session: _Session, found: NextWorld) -> None:

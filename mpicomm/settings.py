@@ -13,6 +13,9 @@ LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
 PARENT = "MPICOMM_PARENT"
 """The variable in which `mpicomm run` passes its address to rank 0."""
 
+SPARES = "MPICOMM_SPARES"
+"""The variable in which `mpicomm run` passes the number of spares."""
+
 STOPPED_STATUS = 85
 """Exit status of ranks that have saved a checkpoint and stopped, because of a signal or the time limit."""
 

@@ -8,38 +8,45 @@ from collections.abc import Callable, Sequence
 from mpicomm.cli import run_line
 
 
-def _bytes(mebibytes: str) -> str:
+def _same_as(ours: str) -> Callable[[str], list[str]]:
+    return lambda value: [ours, value]
+
+
+def _variable(name: str) -> Callable[[str], list[str]]:
+    return lambda value: [run_line.VARIABLE, f"{name}={value}"]
+
+
+def _fusion_threshold(mebibytes: str) -> list[str]:
     if not mebibytes.isdecimal():
         raise ValueError(f"--fusion-threshold-mb must be a number of MiB, got {mebibytes}.\nPass 0 or more.")
-    return str(int(mebibytes) * 2**20)
+    return _variable("HOROVOD_FUSION_THRESHOLD")(str(int(mebibytes) * 2**20))
 
 
-_EQUIVALENTS: dict[str, str] = {
-    **run_line.FOREIGN,
-    "--num-proc": run_line.RANKS,
-    "-hostfile": run_line.HOSTFILE,
-    "--output-filename": "--log-dir",
+def _minimum(ranks: str) -> list[str]:
+    return ["--fault-tolerant", *_variable("HOROVOD_ELASTIC_MIN_NP")(ranks)]
+
+
+_WITH_VALUE: dict[str, Callable[[str], list[str]]] = {
+    **{option: _same_as(ours) for option, ours in run_line.FOREIGN.items()},
+    "--num-proc": _same_as(run_line.RANKS),
+    "--output-filename": _same_as("--log-dir"),
+    "--min-np": _minimum,
+    "--min-num-proc": _minimum,
+    "--timeline-filename": _variable("HOROVOD_TIMELINE"),
+    "--fusion-threshold-mb": _fusion_threshold,
+    "--cycle-time-ms": _variable("HOROVOD_CYCLE_TIME"),
+    "--cache-capacity": _variable("HOROVOD_CACHE_CAPACITY"),
+    "--stall-check-warning-time-seconds": _variable("HOROVOD_STALL_CHECK_TIME_SECONDS"),
+    "--stall-check-shutdown-time-seconds": _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
 }
-"""Options with a value, and the options of `mpicomm run` with the same value."""
+"""The options with a value, and the options of `mpicomm run` that follow from it."""
 
-_VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
-    "--timeline-filename": ("HOROVOD_TIMELINE", str),
-    "--fusion-threshold-mb": ("HOROVOD_FUSION_THRESHOLD", _bytes),
-    "--cycle-time-ms": ("HOROVOD_CYCLE_TIME", str),
-    "--cache-capacity": ("HOROVOD_CACHE_CAPACITY", str),
-    "--stall-check-warning-time-seconds": ("HOROVOD_STALL_CHECK_TIME_SECONDS", str),
-    "--stall-check-shutdown-time-seconds": ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str),
+_FLAGS: dict[str, list[str]] = {
+    "--timeline-mark-cycles": _variable("HOROVOD_TIMELINE_MARK_CYCLES")("1"),
+    "--no-stall-check": _variable("HOROVOD_STALL_CHECK_DISABLE")("1"),
+    **dict.fromkeys(("--mpi", "--gloo", "--verbose", "--disable-cache"), []),
 }
-"""Options with a value, the variables of mpicomm.horovod, and how their values follow."""
-
-_FLAGS = {
-    "--timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
-    "--no-stall-check": "HOROVOD_STALL_CHECK_DISABLE",
-}
-"""Options without a value, and the variables that they set to 1."""
-
-_WITHOUT_EFFECT = ("--mpi", "--gloo", "--verbose", "--disable-cache")
-"""Options without a value that select or describe Horovod's own launcher."""
+"""The options without a value. Those with no equivalent select or describe Horovod's own launcher."""
 
 
 def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -54,14 +61,13 @@ def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: If the value of an option is not valid.
     """
-    options, rest = run_line.leading(line, (*_EQUIVALENTS, *_VARIABLES))
+    options, rest = run_line.leading(line, tuple(_WITH_VALUE))
     if [run_line.HOROVOD] not in options:
         return list(line), []
     found: list[str] = []
     notes = []
     for words in options:
-        name, has_value, value = words[0].partition("=")
-        ours = _equivalent(name, value if has_value else " ".join(words[1:]))
+        ours = _equivalent(words)
         if ours is None:
             found += words
             continue
@@ -71,13 +77,10 @@ def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*found, *rest], notes
 
 
-def _equivalent(name: str, value: str) -> list[str] | None:
-    """Return the options of `mpicomm run` for one of horovodrun; None if it is not one of horovodrun."""
-    if name in _EQUIVALENTS:
-        return [_EQUIVALENTS[name], value]
-    if name in _VARIABLES:
-        variable, convert = _VARIABLES[name]
-        return [run_line.VARIABLE, f"{variable}={convert(value)}"]
-    if name in _FLAGS:
-        return [run_line.VARIABLE, f"{_FLAGS[name]}=1"]
-    return [] if name in _WITHOUT_EFFECT else None
+def _equivalent(words: Sequence[str]) -> list[str] | None:
+    """Return the options of `mpicomm run` for one of horovodrun with its value; None for another option."""
+    option, has_value, value = words[0].partition("=")
+    values = [value] if has_value else words[1:]
+    if option in _WITH_VALUE and values:
+        return _WITH_VALUE[option](values[0])
+    return _FLAGS.get(option)

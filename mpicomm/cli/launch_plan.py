@@ -43,6 +43,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     # 1. torchrun's agent on this node
     machine = _machine(environ)
     if request.node is not None:
+        _refuse_fault_tolerance(request, "torchrun")
         return commands.torchrun(request, request.node, machine, environ)
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
@@ -55,13 +56,23 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if (
         isinstance(job, SlurmAllocation)
         and not request.hosts
+        and not request.is_fault_tolerant  # Slurm ends the step if a task is killed; mpirun does not
         and (mpi_type := _srun_type(library, environ)) is not None
     ):
         return commands.srun(request, machine, job, mpi_type, environ)
     if isinstance(job, FluxAllocation) and not request.hosts:
+        _refuse_fault_tolerance(request, "flux run")
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
     return commands.mpiexec(request, machine, library, _mpiexec(library, environ), environ, job=job, agent=agent)
+
+
+def _refuse_fault_tolerance(request: Request, launcher: str) -> None:
+    if request.is_fault_tolerant:
+        raise LaunchError(
+            f"--fault-tolerant and --spares need Open MPI's mpirun, but {launcher} starts the ranks here.\n"
+            f"Restart the ranks from a checkpoint instead: --max-restarts N, or torchrun --max-restarts N."
+        )
 
 
 def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...], bool]:

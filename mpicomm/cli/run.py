@@ -23,8 +23,10 @@ from mpicomm.launch import allocation, request
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
+from mpicomm.settings import SPARES
 
 _PORT = 29500  # torchrun's default
+_ELASTIC = "HOROVOD_ELASTIC"  # with it, hvd.init() lets hvd.elastic.run continue without failed ranks
 _DESCRIPTION = """\
 Start a program on several ranks, with the launcher that belongs to the MPI that mpi4py loads.
 
@@ -83,6 +85,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_number,
         default=0,
         help="start the ranks again after a failure, up to N times, on the hosts that are left (default: 0)",
+    )
+    parser.add_argument(
+        "--fault-tolerant",
+        action="store_true",
+        help='let the other ranks continue if a rank dies, in programs that call bootstrap(on_failure="recover") '
+        "(Open MPI 5)",
+    )
+    parser.add_argument(
+        "--spares",
+        metavar="N",
+        type=_number,
+        default=0,
+        help="let N of the ranks wait to take the places of ranks that die; implies --fault-tolerant",
     )
     parser.add_argument(
         "--grace-period",
@@ -150,8 +165,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     program = request.program(arguments.words, arguments.module, sys.executable)
     _check_exists(program)
+    spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
+    is_fault_tolerant = arguments.fault_tolerant or arguments.spares > 0
+    elastic = {}
     if arguments.horovod:
         program = request.with_horovod(program, sys.executable)
+        elastic = {_ELASTIC: "1"} if is_fault_tolerant else {}
     return Request(
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
@@ -160,7 +179,8 @@ def _request(arguments: argparse.Namespace) -> Request:
         log_dir=arguments.log_dir,
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
-        variables=request.variables(arguments.env, os.environ),
+        is_fault_tolerant=is_fault_tolerant,
+        variables={**request.variables(arguments.env, os.environ), **spares, **elastic},
     )
 
 

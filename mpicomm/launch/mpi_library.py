@@ -32,6 +32,8 @@ class Implementation:
     tagged: str = "-prepend-rank"
     agent: str = "-launcher ssh -launcher-exec {agent}"
     """Uses a program that takes ssh's place."""
+    fault_tolerant: str = ""
+    """Lets the other ranks continue if a rank fails; empty if it cannot."""
     forwarded: str = ""
     """Forwards a variable to other hosts, if it does not forward all."""
 
@@ -66,6 +68,7 @@ OPEN_MPI = Implementation(
     unbound="--map-by :OVERSUBSCRIBE --bind-to none",
     tagged="--tag-output",
     agent="--mca plm_rsh_agent {agent}",
+    fault_tolerant="--with-ft ulfm",  # since Open MPI 5
     forwarded="-x {name}",
     binding_variables=("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy"),
     root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
@@ -184,6 +187,11 @@ class Library:
     def mpiexec_above(self) -> str:
         """Return the first executable candidate above the library, else `mpiexec`. Runs no command."""
         return next((path for path in self.mpiexec_candidates([]) if os.access(path, os.X_OK)), "mpiexec")
+
+    @property
+    def fault_tolerant_options(self) -> str:
+        """The options of its mpiexec with which the other ranks continue if a rank fails; empty if it has none."""
+        return self.implementation.fault_tolerant if int(self.version.split(".")[0]) >= 5 else ""
 
     def owns_mpiexec(self, output: str) -> bool:
         """Return whether a launcher with this output of `--version` can start programs with this library."""

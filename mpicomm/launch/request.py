@@ -43,6 +43,8 @@ class Request:
     appends_logs: bool = False
     """Whether the logs keep the output of an earlier attempt."""
     tag_output: bool = False
+    is_fault_tolerant: bool = False
+    """Whether the other ranks continue if a rank fails."""
     forwards_all: bool = False
     """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -81,19 +81,23 @@ def agree(comm: Intracomm, is_done: bool) -> bool:
 
 
 def _next_world(comm: Intracomm, place: Place, *, is_finished: bool) -> NextWorld | None:
+    # 1. who is left, and who has failed
     of_all: list[tuple[int | None, bool]] = comm.allgather((place.rank, is_finished))
-    ranks = [rank for rank, _ in of_all]
+    ranks = [rank for rank, _ in of_all if rank is not None]
     finished = place.finished | {rank for rank, has_finished in of_all if has_finished and rank is not None}
     failed = sorted(set(range(place.size)) - set(ranks) - finished)
-    numbers = assign([rank for rank, has_finished in of_all if not has_finished], failed)
-    size = sum(1 for rank in ranks if rank is not None and rank not in finished) + min(len(failed), ranks.count(None))
-    mine = place.size
-    if not is_finished:
-        mine = numbers[sum(1 for _, has_finished in of_all[: comm.rank] if not has_finished)]
-    ordered = comm.Split(mpi.api().UNDEFINED if is_finished else 0, mine)
+    # 2. those that continue get their next ranks; if all have finished, no spare takes a place
+    going_on = [rank for rank, has_finished in of_all if not has_finished]
+    active = [rank for rank in going_on if rank is not None]
+    vacant = failed if active else []
+    size = len(active) + min(len(vacant), going_on.count(None))
+    numbers = assign(going_on, vacant)
+    before = sum(1 for _, has_finished in of_all[: comm.rank] if not has_finished)
+    ordered = comm.Split(mpi.api().UNDEFINED if is_finished else 0, 0 if is_finished else numbers[before])
     if is_finished:
         return None
-    return NextWorld(cast("Intracomm", ordered), size, tuple(failed), dataclasses.replace(place, finished=finished))
+    place = dataclasses.replace(place, finished=finished)
+    return NextWorld(cast("Intracomm", ordered), size, tuple(failed), place)
 
 
 def assign(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:

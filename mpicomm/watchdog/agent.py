@@ -165,9 +165,14 @@ class Watchdog:
 
         Returns:
             Whether a rank has an operation that may never end.
+
+        Raises:
+            RankFailedError: If a rank has failed that has not reported its exit, and the others continue without it.
         """
         while not self._exit.all_exited.wait(pause) and self._thread.is_alive():
             meanwhile()
+            if (failures := rank_failures.current()) is not None and failures.has_any.is_set():
+                raise failures.error()
         return self._exit.is_stuck
 
     def has_seen_all_exit(self) -> bool:
@@ -411,6 +416,7 @@ class Watchdog:
     def _end(self, message: protocol.JobEnding) -> None:
         if self._exit_at == math.inf:
             self._exit_at = time.monotonic() + _ENDED_SECONDS
+            rank_failures.set_current(None)  # ranks that the abort ends first must not be recovered from
             if message.files:
                 self._write_files()
             self._kill_unresponsive_processes()

@@ -320,8 +320,8 @@ class Coordinator:
             self._abort(f"{self._name([rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
         elif rank not in self._failed:
             self._failed.add(rank)
-            if rank < self.size:  # a spare that is lost leaves the world complete
-                self._actions.send(protocol.RanksFailed({str(rank): what}))
+            self._actions.report_to_parent(protocol.RankFinished(rank))  # the job does not need it any more
+            self._actions.send(protocol.RanksFailed({str(rank): what}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:
         is_one = len(absent) == 1

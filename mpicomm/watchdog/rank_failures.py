@@ -24,14 +24,16 @@ UNKNOWN_REASON = "its process ended without reporting an error (killed or crashe
 class RankFailures:
     """The failed ranks of one world, as this rank knows them."""
 
-    def __init__(self, comm: Intracomm | None, hosts: Sequence[str]) -> None:
+    def __init__(self, comm: Intracomm | None, hosts: Sequence[str], size: int) -> None:
         """Start without failures.
 
         Args:
             comm: The communicator of the world; None on a spare.
             hosts: The host of every rank, spares last.
+            size: The number of ranks of the world.
         """
         self._comm = comm
+        self._size = size
         self._hosts = hosts
         self._lock = threading.Lock()
         self._reasons: dict[int, str] = {}
@@ -44,9 +46,16 @@ class RankFailures:
         return sorted(self._reasons)
 
     def record(self, reasons: Mapping[int, str]) -> None:
-        """Record why ranks have failed; may be called on any thread. The first reason of a rank is kept."""
+        """Record why ranks have failed; may be called on any thread. The first reason of a rank is kept.
+
+        A spare that is lost leaves the world complete.
+        """
+        mpi.record_lost_processes()
+        in_world = {rank: reason for rank, reason in reasons.items() if rank < self._size}
+        if not in_world:
+            return
         with self._lock:
-            self._reasons = {**reasons, **self._reasons}
+            self._reasons = {**in_world, **self._reasons}
         flight_recorder.break_all(f"{self.describe()} failed")
         mpi.revoke_all()
         self.has_any.set()
