@@ -1,13 +1,14 @@
-"""The module `horovod`, whose submodules are those of `mpicomm.horovod`."""
+"""The module `horovod`, whose submodules have the names of `mpicomm.horovod`."""
 
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import Any
 
-import mpicomm.horovod as torch
+import mpicomm.horovod
 from mpicomm.horovod import (
     compression,
     elastic,
@@ -22,23 +23,22 @@ from mpicomm.horovod import (
 __version__ = "0.28.1"  # the release of Horovod whose interface this is
 __path__: list[str] = []  # a package without files: its submodules are in sys.modules
 
-common = types.ModuleType("horovod.common", "Horovod's package of the parts that do not depend on PyTorch.")
-
-_SUBMODULES: dict[str, types.ModuleType] = {
-    "torch": torch,
-    "torch.mpi_ops": torch,
-    "torch.compression": compression,
-    "torch.functions": functions,
-    "torch.optimizer": optimizer,
-    "torch.sync_batch_norm": sync_batch_norm,
-    "torch.elastic": elastic,
-    "torch.elastic.state": elastic,
-    "torch.elastic.sampler": elastic_sampler,
-    "common": common,
+_SUBMODULES: dict[str, types.ModuleType | None] = {
+    "common": None,
     "common.elastic": elastic,
     "common.exceptions": exceptions,
     "common.process_sets": process_sets,
+    "torch": mpicomm.horovod,
+    "torch.compression": compression,
+    "torch.elastic": elastic,
+    "torch.elastic.sampler": elastic_sampler,
+    "torch.elastic.state": elastic,
+    "torch.functions": functions,
+    "torch.mpi_ops": mpicomm.horovod,
+    "torch.optimizer": optimizer,
+    "torch.sync_batch_norm": sync_batch_norm,
 }
+"""The submodules, each after its package, and the module whose public names it has."""
 
 
 def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,6 +47,17 @@ def run(*args: Any, **kwargs: Any) -> Any:
         "horovod.run starts processes itself, which mpicomm.horovod does not support.\n"
         "Start the script on all ranks: mpicomm run --horovod -n 4 SCRIPT.py"
     )
+
+
+def _add(name: str, source: types.ModuleType | None) -> None:
+    full = f"{__name__}.{name}"
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(full, None, is_package=True))
+    if source is not None:
+        module.__doc__ = source.__doc__
+        vars(module).update({key: value for key, value in vars(source).items() if not key.startswith("_")})
+    sys.modules[full] = module
+    package, _, last = full.rpartition(".")
+    setattr(sys.modules[package], last, module)
 
 
 class _MissingSubmodule:
@@ -63,8 +74,6 @@ class _MissingSubmodule:
         )
 
 
-for _name, _module in _SUBMODULES.items():
-    sys.modules[f"{__name__}.{_name}"] = _module
-for _name in ("elastic", "exceptions", "process_sets"):
-    setattr(common, _name, _SUBMODULES[f"common.{_name}"])
+for _name, _source in _SUBMODULES.items():
+    _add(_name, _source)
 sys.meta_path.insert(0, _MissingSubmodule)  # type: ignore[arg-type]  # a class with the static method of a finder
