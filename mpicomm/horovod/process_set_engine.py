@@ -21,7 +21,7 @@ from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.stalls import StallCheck
-from mpicomm.horovod.submission import Submission
+from mpicomm.horovod.submission import JOIN, Submission
 from mpicomm.horovod.timeline import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
@@ -57,7 +57,8 @@ class ProcessSetEngine:
         self._pending: dict[str, Submission] = {}
         self._new: list[Submission] = []
         self._num_waiting = 0
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int] = {}  # of operations without a name, by kind, since the last join
+        self._num_joins = 0
         self._is_closing = False
         self._reason = SHUT_DOWN
         self._closed: BaseException | None = None  # why operations can no longer complete
@@ -67,10 +68,13 @@ class ProcessSetEngine:
         self._thread.start()
 
     def next_name(self, kind: str) -> str:
-        """Return the name of an operation without a name: the ranks number these in the order of their calls."""
+        """Return the name of an operation without a name: the ranks number these in the order of their calls.
+
+        The numbers start again after each join, before which a rank without data makes fewer calls.
+        """
         with self._lock:
             number = self._counts[kind] = self._counts.get(kind, -1) + 1
-        return f"{kind}.noname.{number}"
+            return f"{kind}.noname.{self._num_joins}.{number}"
 
     def submit(self, submission: Submission) -> Submission:
         """Submit an operation; does not wait for other ranks.
@@ -153,6 +157,9 @@ class ProcessSetEngine:
         with self._lock:
             for each in ready:
                 self._pending.pop(each.name, None)
+                if each.signature.kind == JOIN:
+                    self._num_joins += 1
+                    self._counts.clear()
         self._operations.run(ready)
         self._timeline.end_operations(ready)
 
