@@ -99,7 +99,7 @@ def difference(signatures: dict[int, Signature]) -> str:
     Args:
         signatures: The arguments by rank.
     """
-    (first, expected), *others = signatures.items()
+    (first, expected), *others = sorted(signatures.items(), key=lambda item: item[0])
     for rank, got in others:
         if got == expected:
             continue
