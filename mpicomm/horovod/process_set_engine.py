@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.wake_timer import WakeTimer
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.exceptions import SHUT_DOWN, HorovodInternalError
@@ -62,6 +63,7 @@ class ProcessSetEngine:
         self._is_closing = False
         self._reason = SHUT_DOWN
         self._closed: BaseException | None = None  # why operations can no longer complete
+        self._gpu = ThreadDevice()
         self._timer = WakeTimer()
         self._sleep()
         self._thread = threading.Thread(target=self._run, name=f"mpicomm-horovod-{name}", daemon=True)
@@ -85,6 +87,7 @@ class ProcessSetEngine:
         """
         name = submission.name
         submission.engine = self
+        self._gpu.note()
         with self._lock:
             if self._closed is not None:
                 raise HorovodInternalError(SHUT_DOWN) from self._closed
@@ -179,6 +182,7 @@ class ProcessSetEngine:
     def _run(self) -> None:
         while self._closed is None:
             self._timer.wait()
+            self._gpu.enter()
             self._drive()
 
     def _drive(self) -> None:

@@ -1,6 +1,6 @@
-"""Submits tensors by name in a random order on every rank, and checks the results: `python -m tests.horovod.random_order`.
+"""Submits tensors by name in a random order on every rank, and checks the results.
 
-    mpirun -n 4 python -m tests.horovod.random_order 10000
+mpirun -n 4 python -m tests.horovod.random_order 10000
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def test_invalid_arguments() -> None:
         hvd.allreduce(torch.ones(1), op=9)
     with pytest.raises(ValueError, match=r"use hvd.sparse_allreduce_async\(\)"):
         hvd.allreduce(torch.ones(2).to_sparse())
-    with pytest.raises(ValueError, match="op must be hvd.Average or hvd.Sum"):
+    with pytest.raises(ValueError, match=r"op must be hvd\.Average or hvd\.Sum"):
         hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), "name", hvd.Max)
 
 
