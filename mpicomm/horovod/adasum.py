@@ -22,7 +22,7 @@ def reduce(parts: Sequence[torch.Tensor], whole: torch.Tensor, group: Any) -> No
         group: The group, with a power of two of ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    other = torch.empty_like(whole)
+    other = whole.new_empty(whole.shape)
     distance = 1
     while distance < size:
         partner = rank ^ distance

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpicomm import runtime
+from mpicomm.errors import LaunchError, raised_on_all_ranks
 from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_sets import ProcessSet, registry
 from mpicomm.runtime import World
@@ -38,6 +39,12 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         process_sets = ()
     communicator: Any = comm if hasattr(comm, "Get_group") else None
     world = runtime.bootstrap(comm=communicator, **_recovery_options())
+    if world.comm is None:
+        raise raised_on_all_ranks(
+            LaunchError(
+                "init: the operations of Horovod need MPI, which torchrun does not start.\nStart with mpicomm run."
+            )
+        )
     if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):
         raise ValueError(
             f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
@@ -121,19 +128,18 @@ def _nodes_with(local: int) -> list[int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI was initialized with MPI_THREAD_MULTIPLE, which mpicomm requires.
+    """Return True: MPI was initialized with MPI_THREAD_MULTIPLE, which mpicomm requires.
 
     Raises:
-        ValueError: If Horovod is not initialized, or the job does not use MPI.
+        ValueError: If Horovod is not initialized.
     """
-    if _world().comm is None:
-        raise ValueError("the job does not use MPI.\nStart it with mpicomm run or mpirun.")
+    _world()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Return whether the ranks communicate by MPI."""
-    return _world().comm is not None
+    """Return True: the ranks communicate by MPI."""
+    return True
 
 
 def mpi_built() -> bool:
@@ -142,13 +148,13 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether the ranks communicate by Gloo, as under torchrun."""
-    return _world().comm is None
+    """Return False: the ranks do not communicate by Gloo."""
+    return False
 
 
 def gloo_built() -> bool:
-    """Return True: Gloo is supported, under torchrun."""
-    return True
+    """Return False: Gloo is not supported."""
+    return False
 
 
 def nccl_built() -> int:

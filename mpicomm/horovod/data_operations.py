@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpicomm.horovod import adasum, submission
+from mpicomm.horovod import adasum, gpu_order, submission
 from mpicomm.horovod.exceptions import HorovodInternalError
 from mpicomm.horovod.fusion import FusionBuffer, Pair
 from mpicomm.horovod.group_calls import GroupCalls
@@ -44,6 +44,7 @@ class DataOperations:
                 by_kind.setdefault(each.signature.kind, []).append(each)
         with torch.no_grad():
             for kind, ready in by_kind.items():
+                gpu_order.wait([event for each in ready if each.submission for event in each.submission.events])
                 try:
                     self._runners[kind](ready)
                 except (ValueError, TypeError, RuntimeError) as error:
@@ -160,6 +161,8 @@ class DataOperations:
 
 def _finish(item: Ready, result: Sequence[Any] = (), error: Exception | None = None) -> None:
     if item.submission is not None:
+        if item.submission.events:
+            item.submission.events = gpu_order.record(result)
         item.submission.finish(result, error)
 
 

@@ -100,8 +100,9 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        gathered = tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
         ctx.rows, ctx.process_set = [each.shape[0] for each in tensors], process_set
-        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.wake_timer import WakeTimer
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.exceptions import SHUT_DOWN, HorovodInternalError
@@ -57,18 +58,22 @@ class ProcessSetEngine:
         self._pending: dict[str, Submission] = {}
         self._new: list[Submission] = []
         self._num_waiting = 0
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int] = {}  # of operations without a name, by kind, since the last join
         self._num_joins = 0
         self._is_closing = False
         self._reason = SHUT_DOWN
         self._closed: BaseException | None = None  # why operations can no longer complete
+        self._gpu = ThreadDevice()
         self._timer = WakeTimer()
         self._sleep()
         self._thread = threading.Thread(target=self._run, name=f"mpicomm-horovod-{name}", daemon=True)
         self._thread.start()
 
     def next_name(self, kind: str) -> str:
-        """Return the name of an operation without a name: the ranks number these in the order of their calls."""
+        """Return the name of an operation without a name: the ranks number these in the order of their calls.
+
+        The numbers start again after each join, before which a rank without data makes fewer calls.
+        """
         with self._lock:
             number = self._counts[kind] = self._counts.get(kind, -1) + 1
             return f"{kind}.noname.{self._num_joins}.{number}"
@@ -82,6 +87,7 @@ class ProcessSetEngine:
         """
         name = submission.name
         submission.engine = self
+        self._gpu.note()
         with self._lock:
             if self._closed is not None:
                 raise HorovodInternalError(SHUT_DOWN) from self._closed
@@ -154,9 +160,9 @@ class ProcessSetEngine:
         with self._lock:
             for each in ready:
                 self._pending.pop(each.name, None)
-                if each.signature.kind == JOIN:  # ranks that joined earlier have numbered fewer operations
-                    self._counts.clear()
+                if each.signature.kind == JOIN:
                     self._num_joins += 1
+                    self._counts.clear()
         self._operations.run(ready)
         self._timeline.end_operations(ready)
 
@@ -176,6 +182,7 @@ class ProcessSetEngine:
     def _run(self) -> None:
         while self._closed is None:
             self._timer.wait()
+            self._gpu.enter()
             self._drive()
 
     def _drive(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpicomm.horovod.negotiation import Announcement, Negotiation
 from mpicomm.horovod.variables import Variables
@@ -23,7 +23,7 @@ class StallCheck:
         self._shutdown_after = variables.stall_shutdown_seconds
         self._reported: dict[str, float] = {}
 
-    def run(self, write: Callable[[str], object] | None = None) -> str:
+    def run(self) -> str:
         """Report the names that have waited for longer than the limit.
 
         Returns:
@@ -42,7 +42,7 @@ class StallCheck:
         if late:
             self._reported.update(dict.fromkeys(late, now))
             if self._is_reporter:
-                (write or _write)(self._report(late, now))
+                _write(self._report(late, now))
         if self._shutdown_after:
             for name, each in announced.items():
                 if now - each.start >= self._shutdown_after:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpicomm.horovod.gpu_order import Events
 from mpicomm.horovod.reduce_op import NAMES, Sum
 
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
@@ -58,6 +59,7 @@ class Submission:
     __slots__ = (
         "engine",
         "error",
+        "events",
         "is_cacheable",
         "is_done",
         "name",
@@ -85,6 +87,9 @@ class Submission:
         self.engine: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
+        self.events: Events = []
+        """Of the inputs; once the operation is complete, of the outputs."""
+
         self.start = time.monotonic()
         self.is_done = False
 
@@ -99,7 +104,7 @@ def difference(signatures: dict[int, Signature]) -> str:
     Args:
         signatures: The arguments by rank.
     """
-    (first, expected), *others = signatures.items()
+    (first, expected), *others = sorted(signatures.items(), key=lambda item: item[0])
     for rank, got in others:
         if got == expected:
             continue

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpicomm import arguments
-from mpicomm.horovod import reduce_op, submission
+from mpicomm.horovod import gpu_order, reduce_op, submission
 from mpicomm.horovod.exceptions import HorovodInternalError
 from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_set
 from mpicomm.horovod.reduce_op import Adasum, Average, Sum
@@ -56,6 +56,9 @@ def synchronize(handle: Submission | Callable[[], Any]) -> Any:
     handle.engine.wait(handle)
     if handle.error is not None:
         raise handle.error
+    if handle.events:
+        gpu_order.wait(handle.events)
+        gpu_order.use_in_current_stream(handle.result)
     if isinstance(handle, _Grouped):
         return list(handle.result)
     if handle.splits is not None:
@@ -80,7 +83,10 @@ def _submit(
     engine = engine_of(process_set, kind)
     full = engine.next_name(kind) if name is None else f"{kind}.{name}"
     make = _Grouped if is_group else Submission
-    return engine.submit(make(full, signature, tensors, outputs, splits, is_cacheable=name is not None))
+    handle = make(full, signature, tensors, outputs, splits, is_cacheable=name is not None)
+    if any(each.device == "cuda" for each in signature.layouts):
+        handle.events = gpu_order.record(tensors)
+    return engine.submit(handle)
 
 
 def _layouts(tensors: Tensors, what: str, *, any_rows: bool = False, needs_rows: bool = False) -> tuple[Layout, ...]:

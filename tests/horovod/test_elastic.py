@@ -12,6 +12,8 @@ from torch import nn
 import mpicomm
 import mpicomm.horovod as hvd
 
+pytestmark = pytest.mark.usefixtures("dynamic")
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from torch import nn
 import mpicomm
 import mpicomm.horovod as hvd
 
+pytestmark = pytest.mark.usefixtures("dynamic")
+
 
 def model_of(rank: int) -> nn.Module:
     torch.manual_seed(rank)

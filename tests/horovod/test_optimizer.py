@@ -27,6 +27,8 @@ from tests.features.problem import (
     train_alone,
 )
 
+pytestmark = pytest.mark.usefixtures("dynamic")
+
 
 def wrapped(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), **options)

@@ -9,6 +9,8 @@ from torch import nn
 import mpicomm
 import mpicomm.horovod as hvd
 
+pytestmark = pytest.mark.usefixtures("dynamic")
+
 CHANNELS = 3
 
 

@@ -39,6 +39,7 @@ LAYERS = {
     "horovod": 8,
     "bench": 8,
     "reports": 8,
+    "horovod": 8,
     "job_info": 8,
     "cli": 9,
     "__main__": 10,
