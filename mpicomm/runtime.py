@@ -40,7 +40,6 @@ from mpicomm.watchdog import (
     dump,
     exit_hooks,
     first_report,
-    hang_report,
     parent_link,
     rank_failures,
 )
@@ -389,8 +388,7 @@ def _new_session(
         recoveries=recoveries,
     )
     name = f"{job.started}-{job.port}" if before is None else before.name
-    size = world.size if not job.is_spare else world.size - settings.num_spares
-    place = Place(None if job.is_spare else world.rank, size)
+    place = Place(None if job.is_spare else world.rank, job.size)
     session = _Session(request, launch, settings, job, world, first_report.claim_in(job.store, world.rank), name, place)
     if job.comm is not None or job.is_spare:
         if settings.dump_dir != "none":
@@ -405,6 +403,8 @@ def _open_session(session: _Session) -> None:
     job, settings = session.job, session.settings
     # 1. start the watchdog, if MPI has connected the ranks
     rank_failures.set_current(session.failures)
+    if session.failures is not None:
+        torch_internals.check_backward(rank_failures.check)
     if job.base is not None and job.everyone is not None:
         for comm in filter(None, {id(each): each for each in (job.base, job.comm)}.values()):
             mpi.tracked(comm)
@@ -490,7 +490,6 @@ def _recover(last: _Session) -> _Session:
     while True:
         # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
         comm, found = survivors.regroup(comm, place)
-        assert found is not None
         _stop_watching(last)
         mpi.forget_revoked()
         groups.release_abandoned()
@@ -555,7 +554,11 @@ def _leave_without_failed(session: _Session) -> None:
     assert session.job.base is not None
     mpi.revoke_all()
     _end_world(session)
-    survivors.regroup(session.job.base, session.place, is_finished=True)
+    comm, found = survivors.regroup(session.job.base, session.place, is_finished=True)
+    if comm.rank == 0 and not found.size and session.settings.parent:
+        # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
+        with contextlib.suppress(OSError, ValueError):
+            parent_link.report_end(parent_link.Parent.parse(session.settings.parent), session.name)
 
 
 def _check_enough(session: _Session, found: NextWorld) -> None:
@@ -576,9 +579,7 @@ def _check_enough(session: _Session, found: NextWorld) -> None:
 def _describe(session: _Session, found: NextWorld) -> str:
     """Return which ranks have failed, and why."""
     assert session.failures is not None
-    assert session.job.everyone is not None
-    reasons = dict.fromkeys(session.failures.reason_of(rank) for rank in found.failed)
-    return f"{hang_report.full_name(found.failed, session.job.everyone.hosts)} failed: {'; '.join(reasons)}"
+    return session.failures.describe(found.failed)
 
 
 def _wait_as_spare() -> None:

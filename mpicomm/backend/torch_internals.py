@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import sys
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import compatibility, versions
+from mpicomm.errors import RankFailedError
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -45,6 +47,8 @@ compatibility.require(
     "_C._len_torch_dispatch_stack",
     "_foreach_copy_",
     "autograd._profiler_enabled",
+    "autograd._engine_run_backward",
+    "autograd.graph._engine_run_backward",
     "distributed.ReduceOp.RedOpType",
     "distributed.distributed_c10d._check_p2p_op_list",
     "distributed.distributed_c10d._coalescing_manager",
@@ -172,6 +176,45 @@ def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[An
     future = future_of(tensors)
     future.set_result(tensors)
     return future
+
+
+def error_with_tensors(error: RankFailedError, tensors: Sequence[torch.Tensor]) -> RankFailedError:
+    """Return a copy of an error as the result of a future on which DDP may wait.
+
+    `Future.set_exception` stores the exception as the result, which Python code raises. DDP's C++ code takes the first
+    tensor in it, and crashes if there is none. `check_backward` then reports the error.
+    """
+    copied = copy.copy(error)
+    copied.tensors = tensors  # type: ignore[attr-defined]
+    return copied
+
+
+def check_backward(check: Callable[[Exception | None], None]) -> None:
+    """Call a function after every backward pass, with its error or None; the function may raise another error.
+
+    In a backward pass, DDP's C++ code waits for operations; their errors are lost there, or lose their type.
+    """
+    global _backward_check  # noqa: PLW0603  there is one autograd engine
+    if _backward_check is None:
+        run = torch.autograd.graph._engine_run_backward
+
+        @functools.wraps(run)
+        def run_and_check(*args: Any, **kwargs: Any) -> Any:
+            assert _backward_check is not None
+            try:
+                result = run(*args, **kwargs)
+            except Exception as error:
+                _backward_check(error)
+                raise
+            _backward_check(None)
+            return result
+
+        torch.autograd._engine_run_backward = run_and_check
+        torch.autograd.graph._engine_run_backward = run_and_check
+    _backward_check = check
+
+
+_backward_check: Callable[[Exception | None], None] | None = None
 
 
 def next_node() -> int:

@@ -15,7 +15,7 @@ from mpicomm import mpi
 from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.callbacks import OrderedFuture, Queue, all_of
 from mpicomm.durations import Deadline, seconds_of
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
@@ -141,7 +141,10 @@ class QueuedWork(_Work):
         if self._error is None:
             future.set_result(self.tensors)
         else:
-            future.set_exception(self._failure())
+            error = self._failure()
+            if isinstance(error, RankFailedError):
+                error = torch_internals.error_with_tensors(error, self.tensors)
+            future.set_exception(error)
 
     def _failure(self) -> Exception:
         """Return the error that wait() raises."""

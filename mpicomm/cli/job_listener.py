@@ -51,17 +51,13 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every rank has reached its orderly end, or the job does not need those that have not.
-
-        If rank 0 of a job fails that continues without it, the others continue as another job, or were at their end.
-        """
-        is_left = self._recovers and not self.is_connected
-        return self.is_replaced or is_left or len(self._finished) == len(self._hosts)
+        """Whether every rank has reached its orderly end, or the ranks continue as another job."""
+        return self.is_replaced or len(self._finished) == len(self._hosts)
 
     @property
     def has_failed(self) -> bool:
         """Whether the job is being aborted, or rank 0 has ended before all ranks had reached their orderly end."""
-        return bool(self.cause) or not (self.is_connected or self.is_finished)
+        return bool(self.cause) or not (self.is_connected or self.is_finished or self._recovers)
 
     def receive(self, message: Message) -> None:
         """Record a message of rank 0."""

@@ -197,6 +197,7 @@ def _open(
         plan.channel_token,
         plan.started,
         base=comm,
+        size=size,
         everyone=everyone,
     )
 

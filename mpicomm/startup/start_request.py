@@ -137,6 +137,9 @@ class JoinedJob:
     base: Intracomm | None = None
     """The communicator of all processes: the ranks of the world, then the spares; None without MPI."""
 
+    size: int = 0
+    """The number of ranks of the world."""
+
     everyone: Topology | None = None
     """The topology of all processes; None without MPI."""
 

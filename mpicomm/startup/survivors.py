@@ -35,7 +35,7 @@ class NextWorld:
     """The processes of the next world, before it is formed."""
 
     comm: Intracomm
-    """All processes: the ranks of the next world in their order, then the spares."""
+    """All processes: the ranks of the next world in their order, then the spares; COMM_NULL on a finished rank."""
 
     size: int
     """The number of ranks of the next world."""
@@ -47,7 +47,7 @@ class NextWorld:
     """The place of this process in the last world."""
 
 
-def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tuple[Intracomm, NextWorld | None]:
+def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tuple[Intracomm, NextWorld]:
     """Find the processes that are left, and order them for the next world (collective over these processes).
 
     A failure in the meantime starts it again.
@@ -58,7 +58,7 @@ def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tupl
         is_finished: Whether this process has reached the end of the program: it only agrees on the failed ranks.
 
     Returns:
-        A communicator of all processes that are left, and the next world; None for a process that has finished.
+        A communicator of all processes that are left, and the next world.
     """
     while True:
         comm = cast("Intracomm", comm.Shrink())
@@ -68,7 +68,7 @@ def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tupl
         except mpi.api().Exception as caught:
             comm.Revoke()  # other processes may wait for this one
             error = caught
-        if agree(comm, error is None):
+        if agree(comm, error is None) and found is not None:
             return comm, found
 
 
@@ -80,7 +80,7 @@ def agree(comm: Intracomm, is_done: bool) -> bool:
         return False
 
 
-def _next_world(comm: Intracomm, place: Place, *, is_finished: bool) -> NextWorld | None:
+def _next_world(comm: Intracomm, place: Place, *, is_finished: bool) -> NextWorld:
     # 1. who is left, and who has failed
     of_all: list[tuple[int | None, bool]] = comm.allgather((place.rank, is_finished))
     ranks = [rank for rank, _ in of_all if rank is not None]
@@ -94,8 +94,6 @@ def _next_world(comm: Intracomm, place: Place, *, is_finished: bool) -> NextWorl
     numbers = assign(going_on, vacant)
     before = sum(1 for _, has_finished in of_all[: comm.rank] if not has_finished)
     ordered = comm.Split(mpi.api().UNDEFINED if is_finished else 0, 0 if is_finished else numbers[before])
-    if is_finished:
-        return None
     place = dataclasses.replace(place, finished=finished)
     return NextWorld(cast("Intracomm", ordered), size, tuple(failed), place)
 

@@ -334,7 +334,7 @@ class Watchdog:
             self._send_to_rank_0(protocol.RankDied(event.rank, cause_of_loss(event.lost)))
         elif self._limits.recovers:
             if not self._exit.all_exited.is_set():
-                self.send(protocol.RanksFailed({str(self.place.hub): f"died: {cause_of_loss(event.lost)}"}))
+                self.send(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost)}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost)
 

@@ -309,19 +309,24 @@ class Coordinator:
         report = self._exits.get(message.rank)
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
-        what, remedy = f"died: {message.reason}", DEATH_REMEDY
+        what, reason, remedy = f"died: {message.reason}", message.reason, DEATH_REMEDY
         if message.rank in self._terminated:
-            what, remedy = "was terminated by SIGTERM, which rank 0 did not receive", _SIGTERM_REMEDY
-        self._end_rank(message.rank, what, remedy, now)
+            what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
+        self._end_rank(message.rank, what, remedy, now, reason)
 
-    def _end_rank(self, rank: int, what: str, remedy: str, now: float) -> None:
-        """Abort the job because a rank has ended, or let the other ranks continue without it."""
+    def _end_rank(self, rank: int, what: str, remedy: str, now: float, reason: str = "") -> None:
+        """Abort the job because a rank has ended, or let the other ranks continue without it.
+
+        Args:
+            what: What has happened to the rank, as the predicate of a sentence.
+            reason: The same as a sentence, if it differs.
+        """
         if not self._recovers or self.is_ending:
             self._abort(f"{self._name([rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
         elif rank not in self._failed:
             self._failed.add(rank)
             self._actions.report_to_parent(protocol.RankFinished(rank))  # the job does not need it any more
-            self._actions.send(protocol.RanksFailed({str(rank): what}))
+            self._actions.send(protocol.RanksFailed({str(rank): reason or f"it {what}"}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:
         is_one = len(absent) == 1

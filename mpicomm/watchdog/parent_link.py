@@ -16,6 +16,7 @@ from collections.abc import MutableMapping
 from mpicomm.settings import HOST_TIMEOUT, PARENT
 from mpicomm.watchdog import authentication
 from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.protocol import JobStarted, RankFinished
 
 CONNECT_SECONDS = 5.0
 
@@ -53,6 +54,18 @@ def take_address(environ: MutableMapping[str, str]) -> str | None:
     global _address  # noqa: PLW0603
     _address = environ.pop(PARENT, "") or _address
     return _address
+
+
+def report_end(parent: Parent, name: str) -> None:
+    """Report to `mpicomm run` that the ranks of a job of this name that are left have finished.
+
+    Raises:
+        OSError: If `mpicomm run` cannot be reached.
+    """
+    connection = connect(parent)
+    for message in (JobStarted({"": "0"}, name, recovers=True), RankFinished(0)):
+        connection.send(message)
+    connection.close()
 
 
 def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = CONNECT_SECONDS) -> Connection:

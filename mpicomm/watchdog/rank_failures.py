@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _EVIDENCE_SECONDS = 1.0  # after an error of MPI, for the watchdog or MPI to report which rank has failed
-UNKNOWN_REASON = "its process ended without reporting an error (killed or crashed)"
+_UNKNOWN = "its process ended without reporting an error (killed or crashed)"
 
 
 class RankFailures:
@@ -34,7 +34,7 @@ class RankFailures:
         """
         self._comm = comm
         self._size = size
-        self._hosts = hosts
+        self._hosts = hosts[:size]
         self._lock = threading.Lock()
         self._reasons: dict[int, str] = {}
         self.has_any = threading.Event()
@@ -56,17 +56,16 @@ class RankFailures:
             return
         with self._lock:
             self._reasons = {**in_world, **self._reasons}
-        flight_recorder.break_all(f"{self.describe()} failed")
+        flight_recorder.break_all(self.describe(self.ranks))
         mpi.revoke_all()
         self.has_any.set()
 
-    def describe(self) -> str:
-        """Return the failed ranks and their hosts."""
-        return hang_report.full_name(self.ranks, self._hosts)
-
-    def reason_of(self, rank: int) -> str:
-        """Return why a rank failed."""
-        return self._reasons.get(rank, UNKNOWN_REASON)
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Return which ranks have failed, and why."""
+        if not ranks:
+            return "a rank failed"
+        reasons = dict.fromkeys(self._reasons.get(rank, _UNKNOWN) for rank in ranks)
+        return f"{hang_report.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
 
     def find(self) -> bool:
         """Wait until it is known which rank has failed, at most for a second; return whether it is."""
@@ -74,20 +73,18 @@ class RankFailures:
 
     def _is_known(self) -> bool:
         if not self.has_any.is_set() and self._comm is not None and (failed := mpi.failed_ranks(self._comm)):
-            self.record(dict.fromkeys(failed, UNKNOWN_REASON))
+            self.record(dict.fromkeys(failed, _UNKNOWN))
         return self.has_any.is_set()
 
     def error(self) -> RankFailedError:
         """Return the error of operations."""
         ranks = self.ranks
-        reason = "; ".join(dict.fromkeys(self._reasons[rank] for rank in ranks))
-        who = hang_report.full_name(ranks, self._hosts) if ranks else "a rank"
         return RankFailedError(
-            f"{who} failed{f': {reason}' if reason else ''}.\n"
+            f"{self.describe(ranks)}.\n"
             f"Call mpicomm.recover() on the remaining ranks to continue without {'it' if len(ranks) < 2 else 'them'}.",
             ranks,
             [self._hosts[rank] for rank in ranks],
-            reason,
+            "; ".join(dict.fromkeys(self._reasons[rank] for rank in ranks)),
         )
 
 
@@ -113,3 +110,20 @@ def error_after(error: BaseException) -> RankFailedError | None:
     may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError))
     has_failed = _current.find() if may_be_failure else _current.has_any.is_set()
     return _current.error() if has_failed else None
+
+
+def check(error: Exception | None) -> None:
+    """Raise RankFailedError if a rank has failed.
+
+    Args:
+        error: The error of the code that has just run, or None.
+
+    Raises:
+        RankFailedError: If a rank has failed.
+    """
+    if error is not None:
+        failed = error_after(error)
+    else:
+        failed = _current.error() if _current is not None and _current.has_any.is_set() else None
+    if failed is not None:
+        raise failed from error
