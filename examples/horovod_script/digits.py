@@ -15,9 +15,9 @@ import argparse
 
 import horovod.torch as hvd
 import torch
-import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn, optim
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -44,10 +44,10 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of the digits."""
-        x = F.relu(self.conv1(x))
-        x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
-        x = F.dropout(F.relu(self.fc1(x)), training=self.training)
-        return F.log_softmax(self.fc2(x), dim=1)
+        x = functional.relu(self.conv1(x))
+        x = functional.relu(functional.max_pool2d(self.conv2(x), 2)).flatten(1)
+        x = functional.dropout(functional.relu(self.fc1(x)), training=self.training)
+        return functional.log_softmax(self.fc2(x), dim=1)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -60,9 +60,9 @@ def main(args: argparse.Namespace) -> None:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)
     train_set, test_set = TensorDataset(x[:1437], y[:1437]), TensorDataset(x[1437:], y[1437:])
-    train_sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())
+    train_sampler: DistributedSampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())
     train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=train_sampler)
-    test_sampler = DistributedSampler(test_set, num_replicas=hvd.size(), rank=hvd.rank())
+    test_sampler: DistributedSampler = DistributedSampler(test_set, num_replicas=hvd.size(), rank=hvd.rank())
     test_loader = DataLoader(test_set, batch_size=1000, sampler=test_sampler)
 
     # Horovod: scale the learning rate by the number of ranks, which Adasum does not need.
@@ -97,7 +97,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, loader: DataLoader) -> f
     total = torch.zeros(())
     for data, target in loader:
         optimizer.zero_grad()
-        loss = F.nll_loss(model(data), target)
+        loss = functional.nll_loss(model(data), target)
         loss.backward()
         optimizer.step()
         total += loss.detach()
@@ -110,7 +110,7 @@ def test(model: nn.Module, loader: DataLoader, length: int) -> None:
     loss, correct = 0.0, 0.0
     for data, target in loader:
         output = model(data)
-        loss += F.nll_loss(output, target, reduction="sum").item()
+        loss += functional.nll_loss(output, target, reduction="sum").item()
         correct += (output.argmax(dim=1) == target).sum().item()
     # Horovod: average the metrics of the ranks.
     loss, accuracy = metric_average(loss / length, "test_loss"), metric_average(correct / length, "test_accuracy")

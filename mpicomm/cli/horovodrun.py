@@ -44,7 +44,7 @@ _WITH_VALUE: dict[str, Callable[[str], list[str]]] = {
 _FLAGS: dict[str, list[str]] = {
     "--timeline-mark-cycles": _variable("HOROVOD_TIMELINE_MARK_CYCLES")("1"),
     "--no-stall-check": _variable("HOROVOD_STALL_CHECK_DISABLE")("1"),
-    **dict.fromkeys(("--mpi", "--gloo", "--verbose", "--disable-cache"), []),
+    **{option: [] for option in ("--mpi", "--gloo", "--verbose", "--disable-cache")},
 }
 """The options without a value. Those with no equivalent select or describe Horovod's own launcher."""
 

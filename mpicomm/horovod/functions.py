@@ -71,7 +71,7 @@ def broadcast_object(
     Args:
         obj: Any object that can be pickled. Ignored on ranks other than `root_rank`.
         root_rank: The rank of the object.
-        name: The name by which the ranks match the call; by default that of the object's type on `root_rank`.
+        name: The name by which the ranks match the call.
         process_set: The ranks that take part.
 
     Raises:
@@ -79,10 +79,10 @@ def broadcast_object(
     """
     label = f"broadcast_object.{name or ''}"
     content = _pickled(obj, "broadcast_object") if context.rank() == root_rank else None
-    length = torch.tensor([0 if not isinstance(content, torch.Tensor) else content.numel()])
+    length = torch.tensor([content.numel() if isinstance(content, torch.Tensor) else 0])
     broadcast_(length, root_rank, f"{label}.length", process_set)
     _check_pickled(content, [root_rank], length.tolist())
-    if content is None:
+    if not isinstance(content, torch.Tensor):
         content = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(content, root_rank, f"{label}.content", process_set)
     return obj if context.rank() == root_rank else pytree.unpickled(content)
@@ -100,9 +100,10 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     label = f"allgather_object.{name or ''}"
     content = _pickled(obj, "allgather_object")
-    length = 0 if isinstance(content, Exception) else content.numel()
+    length = 0 if isinstance(content, TypeError) else content.numel()
     lengths = allgather(torch.tensor([length]), f"{label}.length").tolist()
     _check_pickled(content, range(len(lengths)), lengths)
+    assert isinstance(content, torch.Tensor)
     everything = allgather(content, f"{label}.content")
     return [pytree.unpickled(each) for each in everything.split(lengths)]
 

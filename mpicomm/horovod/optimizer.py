@@ -216,7 +216,7 @@ class _Settings:
     process_set: ProcessSet
 
     @property
-    def scales(self) -> dict[str, float]:
+    def scales(self) -> dict[str, Any]:
         """The factors before and after the sum; Average divides by the number of ranks as well."""
         if self.op != Average:
             return {}
@@ -370,7 +370,7 @@ class _GradientReducer:
         if gradient.is_sparse:
             parameter.grad = value.to_sparse()
         elif value is not gradient:
-            gradient.set_(value)  # type: ignore[call-overload]
+            gradient.set_(value)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -475,11 +475,9 @@ class _AdasumOptimizer(_ReducingOptimizer):
     def synchronize(self) -> None:
         """Do nothing: the gradients are not reduced."""
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Not supported: the changes of the parameters must be combined in every step."""
+    def skip_synchronize(self) -> Any:
+        """Raise an error: the changes of the parameters must be combined in every step."""
         raise AssertionError("skip_synchronize() is not supported with op=hvd.Adasum.\nCall step() without it.")
-        yield
 
     def step(self, closure: Any = None) -> Any:
         """Take a step, and combine the changes of all ranks (collective)."""

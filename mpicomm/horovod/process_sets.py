@@ -170,8 +170,8 @@ class _Registry:
 
     def _register(self, process_set: ProcessSet) -> None:
         number = 0 if process_set is global_process_set else self._num_registered
-        # Names of groups are not used twice in a world, also after a shutdown, and are equal on its ranks, of which some
-        # may have joined in a recovery.
+        # Names of groups are not used twice in a world, also after a shutdown. They are equal on its ranks, although
+        # some may have joined in a recovery.
         name = f"horovod:{self._recoveries}:{self._num_registered}"
         self._num_registered += 1
         process_set.process_set_id = number

@@ -37,8 +37,8 @@ def test_an_option_of_horovodrun_is_replaced_and_its_equivalent_reported(line: s
 
 
 def test_options_of_horovods_own_launcher_have_no_effect() -> None:
-    found, notes = horovodrun.translated("--horovod --mpi --verbose -n 2 train.py --mpi".split())
-    assert found == "--horovod -n 2 train.py --mpi".split()
+    found, notes = horovodrun.translated(["--horovod", "--mpi", "--verbose", "-n", "2", "train.py", "--mpi"])
+    assert found == ["--horovod", "-n", "2", "train.py", "--mpi"]
     assert [note.partition(":")[0] for note in notes] == [
         "horovodrun's --mpi has no effect",
         "horovodrun's --verbose has no effect",
@@ -85,5 +85,7 @@ def test_a_program_runs_with_the_module_horovod(words: str, module: str, expecte
 @pytest.mark.parametrize("words", ["bash train.sh", "python -c pass", "python -u", "pytest"])
 def test_another_program_is_refused(words: str) -> None:
     program = request.program(words.split(), [], PYTHON)
-    with pytest.raises(LaunchError, match=r"requires a Python script or a module, got .*\n.*\n  python -m mpicomm.horovod"):
+    with pytest.raises(
+        LaunchError, match=r"requires a Python script or a module, got .*\n.*\n  python -m mpicomm.horovod"
+    ):
         request.with_horovod(program, PYTHON)

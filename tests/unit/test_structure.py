@@ -36,7 +36,6 @@ LAYERS = {
     "runtime": 6,
     "collective_ops": 7,
     "training": 8,
-    "horovod": 8,
     "bench": 8,
     "reports": 8,
     "horovod": 8,

@@ -76,4 +76,4 @@ class _MissingSubmodule:
 
 for _name, _source in _SUBMODULES.items():
     _add(_name, _source)
-sys.meta_path.insert(0, _MissingSubmodule)  # type: ignore[arg-type]  # a class with the static method of a finder
+sys.meta_path.insert(0, _MissingSubmodule)
