@@ -216,6 +216,17 @@ def test_ranks_without_data_contribute_zeros(first: int) -> None:
     assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(size))
 
 
+def test_ranks_number_calls_without_a_name_anew_after_a_join() -> None:
+    import torch.distributed as dist
+
+    for _ in range(hvd.rank()):
+        hvd.allreduce(torch.ones(1))
+    hvd.join()
+    names: list[Any] = [None] * hvd.size()
+    dist.all_gather_object(names, registry().engines[0].next_name("allreduce"))
+    assert names == [names[0]] * hvd.size()
+
+
 def test_operations_without_zeros_fail_after_a_join() -> None:
     if hvd.rank() != 0:
         for call in (hvd.allgather, hvd.reducescatter, lambda tensor: hvd.broadcast(tensor, 1)):

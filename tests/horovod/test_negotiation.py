@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from mpicomm.horovod.negotiation import Negotiation, Ready
-from mpicomm.horovod.submission import ALLREDUCE, BARRIER, JOIN, Layout, Signature, Submission
+from mpicomm.horovod.submission import ALLGATHER, ALLREDUCE, BARRIER, JOIN, Layout, Signature, Submission
 
 SIZE = 3
+MOST_ROUNDS = 2000
 
 
 class MemoryExchange:
@@ -68,11 +70,12 @@ def on_ranks(run: Callable[[int, Negotiation], Any], capacity: int = 8) -> tuple
             errors.append(error)
             exchange.abort()
 
-    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(SIZE)]
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(SIZE)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
+        assert not thread.is_alive(), "the ranks did not end"
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
@@ -142,6 +145,25 @@ def test_ranks_that_have_joined_take_part_without_a_submission() -> None:
     assert results[2] == [("a", True, -1), ("a", True, -1), (JOIN, True, 2)]
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_an_operation_without_zeros_is_an_error_after_a_join(is_cached: bool) -> None:
+    def run(rank: int, negotiation: Negotiation) -> list[str]:
+        def gather() -> Submission:
+            return Submission("g", Signature(ALLGATHER))
+
+        if is_cached:
+            negotiation.run_round([gather()], is_closing=False)
+        join = Submission(JOIN, Signature(JOIN), is_cacheable=False)
+        negotiation.run_round([join] if rank == 1 else [], is_closing=False)
+        ready, _ = negotiation.run_round([] if rank == 1 else [gather()], is_closing=False)
+        return [each.error for each in ready]
+
+    results, _ = on_ranks(run)
+    assert results == [results[0]] * SIZE
+    assert len(results[0]) == 1
+    assert results[0][0].startswith("g: allgather is not supported while ranks [1] have joined.\n")
+
+
 @pytest.mark.parametrize("capacity", [0, 1, 3, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sequences(capacity: int, seed: int) -> None:
@@ -154,7 +176,8 @@ def test_random_sequences(capacity: int, seed: int) -> None:
         waiting = [(step, index) for step in range(40) for index in range(6)]
         pending: set[int] = set()
         seen = []
-        while waiting or pending:
+        for number in itertools.count():
+            assert number < MOST_ROUNDS, f"pending: {sorted(pending)}"
             new = []
             # a rank submits a random number of names, of which none is pending and each is in the order of its steps
             for _ in range(own.randint(0, 4)):
@@ -189,9 +212,9 @@ def test_an_error_leaves_the_name_usable() -> None:
         ready = []
         for lengths in ([1, 2, 1], [4, 4, 4], [4, 4, 5], [4, 4, 4]):
             new = [submission("a", lengths[rank])]
-            while not (found := negotiation.run_round(new, is_closing=False)[0]):
-                new = []
-            ready += found
+            found = negotiation.run_round(new, is_closing=False)[0]
+            # another round if a name has just left the cache
+            ready += found or negotiation.run_round([], is_closing=False)[0]
         return [each.error for each in ready]
 
     results, _ = on_ranks(run)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import backend, kubernetes, launch_and_watchdog, shm_and_collective_ops, training
+from tests.mutants import backend, horovod, kubernetes, launch_and_watchdog, shm_and_collective_ops, training
 
 MUTANTS = [
     *backend.MUTANTS,
     *shm_and_collective_ops.MUTANTS,
     *launch_and_watchdog.MUTANTS,
+    *horovod.MUTANTS,
     *kubernetes.MUTANTS,
     *training.MUTANTS,
 ]
