@@ -14,7 +14,12 @@ from typing import Any
 from tests.compat import results
 from tests.launching import ROOT
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "compatibility.md", ROOT / "docs" / "horovod.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "compatibility.md",
+    ROOT / "docs" / "horovod.md",
+)
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _SIZES = {4: "4 B", 2**10: "1 KiB", 2**16: "64 KiB", 2**20: "1 MiB", 2**24: "16 MiB", 2**26: "64 MiB"}

@@ -48,8 +48,8 @@ MUTANTS = [
     ),
     Mutant(
         "horovod/optimizer.py",
-        old='            order = broadcast_object(list(trained), _first_rank(process_set), "optimizer.groups", process_set)\n',
-        new="            order = list(trained)\n",
+        old='order = broadcast_object(list(trained), _first_rank(process_set), "optimizer.groups", process_set)',
+        new="order = list(trained)",
         fault="Ranks that pass their parameters in different orders form different groups.",
         tests="tests/horovod/test_optimizer.py -k different_orders",
         ranks=4,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from tests.mutants import backend, horovod, kubernetes, launch_and_watchdog, shm_and_collective_ops, training
+from tests.mutants import (
+    backend,
+    horovod,
+    horovod_scripts,
+    kubernetes,
+    launch_and_watchdog,
+    shm_and_collective_ops,
+    training,
+)
 
 MUTANTS = [
     *backend.MUTANTS,
     *shm_and_collective_ops.MUTANTS,
     *launch_and_watchdog.MUTANTS,
     *horovod.MUTANTS,
+    *horovod_scripts.MUTANTS,
     *kubernetes.MUTANTS,
     *training.MUTANTS,
 ]
