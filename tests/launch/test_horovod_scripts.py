@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from mpicomm import horovod as hvd
 from mpicomm import mpi
 from mpicomm.horovod import __main__, context
-from tests.launching import Outcome, run_alone, run_command
+from tests.launching import ROOT, Outcome, run_alone, run_command
 
 RUN = (sys.executable, "-m", "mpicomm", "run", "--horovod")
 RANKS = 2
@@ -142,17 +142,9 @@ def installed(tmp_path: Path) -> Path:
 
 
 def alone(arguments: list[str], directory: Path) -> Outcome:
-    return run_alone(
-        ["-c", f"import sys; sys.path.append({str(directory)!r}); sys.argv[0] = 'x'\n{_MAIN}", *arguments], timeout=120
-    )
-
-
-_MAIN = textwrap.dedent("""\
-    from mpicomm import horovod as hvd
-from mpicomm.horovod import __main__, context
-    sys.path[0] = ""
-    sys.exit(__main__.main(sys.argv[1:]))
-""")
+    """Run `python -m mpicomm.horovod` with a directory of modules."""
+    path = os.pathsep.join([str(directory), str(ROOT)])
+    return run_alone(["-m", "mpicomm.horovod", *arguments], env={"PYTHONPATH": path}, timeout=120)
 
 
 def test_an_installed_horovod_is_reported_and_not_used(tmp_path: Path, installed: Path) -> None:
