@@ -34,13 +34,12 @@ def reduce(parts: Sequence[torch.Tensor], whole: torch.Tensor, group: Any) -> No
         for part in parts:
             theirs = other.view(-1)[start : start + part.numel()].view(part.shape)
             start += part.numel()
-            # In the same order on both ranks, so that they compute the same bits.
-            lower, upper = (part, theirs) if rank < partner else (theirs, part)
-            part.copy_(_combined(lower, upper))
+            part.copy_(_combined(part, theirs))
         distance *= 2
 
 
 def _combined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Symmetric in both arguments, also in its roundings, so that both ranks compute the same bits.
     a, b = one.double(), other.double()
     dot = (a * b).sum()
     return _coefficient(dot, a) * a + _coefficient(dot, b) * b

@@ -32,14 +32,6 @@ MUTANTS = [
     ),
     Mutant(
         "horovod/negotiation.py",
-        old="            if not ready[-1].error and announcement.is_cacheable and self._capacity:\n",
-        new="            if announcement.is_cacheable and self._capacity:\n",
-        fault="The arguments of a rank enter the cache although those of other ranks differ.",
-        tests="tests/horovod/test_negotiation.py -k leaves_the_name_usable",
-        ranks=0,
-    ),
-    Mutant(
-        "horovod/negotiation.py",
         old="self._to_describe.append(self._mine[self._slots[slot].name])",
         new="pass",
         fault="A tensor in the cache that a rank leaves out is not reported.",
@@ -74,9 +66,9 @@ MUTANTS = [
     ),
     Mutant(
         "horovod/adasum.py",
-        old="lower, upper = (part, theirs) if rank < partner else (theirs, part)",
-        new="lower, upper = (part, theirs)",
-        fault="The two ranks of a pair add in different orders, so that their bits may differ.",
+        old="distance *= 2",
+        new="distance *= 4",
+        fault="With four ranks, only pairs of ranks are combined.",
         tests="tests/horovod/test_tensor_operations.py -k test_adasum",
         ranks=4,
     ),
