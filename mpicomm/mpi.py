@@ -235,10 +235,16 @@ def tracked(comm: Intracomm) -> Intracomm:
 
 
 def free(comm: Intracomm) -> None:
-    """Free a communicator (collective, unless it is revoked)."""
+    """Free a communicator (collective); after `revoke_all`, keep it.
+
+    A message that arrives late for a communicator that this process has freed waits for the next one with the same
+    context ID. The ob1 component of Open MPI 5.0 ends the process if the sender's rank does not exist in that one.
+    """
     with _tracking:
         _tracked.pop(id(comm), None)
-    comm.Free()
+        is_kept = _is_revoked
+    if not is_kept:
+        comm.Free()
 
 
 def revoke_all() -> None:

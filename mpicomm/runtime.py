@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import signal
 import socket
 import sys
 import time
@@ -217,13 +218,13 @@ def bootstrap(
             _arm_abort(base.rank, base.size, base)
         job = mpi_job.join(base, request, launch, settings, exit_hooks.print_stderr)
         if abort_on_error:  # the program may free the communicator that it passed
-            _arm_abort(base.rank, base.size, job.comm)
+            _arm_abort(job.where.rank, job.where.size, job.base)
     # 4. start the watchdog, export the variables and initialise the process group
     session = _new_session(request, launch, settings, job)
     try:
         _open_session(session)
     except BaseException as error:
-        if rank_failures.error_after(error) or isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError) or (isinstance(error, Exception) and rank_failures.error_after(error)):
             _session = _recover(session)
             atexit.register(_shutdown_at_exit)
             return _session.world
@@ -622,5 +623,9 @@ def _shutdown_at_exit() -> None:
 
 
 def _report_exit_at_once(status: int) -> None:
-    if (watch := agent.current()) is not None:
-        watch.exit_at_once(status)
+    if (watch := agent.current()) is None:
+        return
+    watch.exit_at_once(status)
+    if rank_failures.current() is not None and not watch.has_seen_all_exit():
+        # The other ranks continue. mpirun reports a signal to them as a failure; a status other than 0 makes it abort.
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -352,7 +352,7 @@ class Executor:
         if self._worker is not None:
             self._worker.give_up(error)
         self.messages.end(error)
-        # 2. release the communicators, unless a thread still uses them
+        # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
             self._on_close()

@@ -81,8 +81,8 @@ class GroupState:
         Raises:
             RankFailedError: In place of the error, if it occurred because a rank has failed.
         """
-        if (failed := rank_failures.error_after(error)) is not None:
-            raise failed from error
+        if isinstance(error, Exception):
+            rank_failures.check(error)
         if self.record.broken or getattr(error, "is_on_all_ranks", False):
             return
         how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"

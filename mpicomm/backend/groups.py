@@ -65,8 +65,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
         comm = mpi.tracked(make_comm())
         transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT
     except Exception as error:
-        if (failed := rank_failures.error_after(error)) is not None:
-            raise failed from error
+        rank_failures.check(error)
         raise
     finally:
         operation.finish()

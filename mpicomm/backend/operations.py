@@ -22,7 +22,7 @@ from mpicomm.backend.shm_selector import ShmSelector
 from mpicomm.backend.staging import Use
 from mpicomm.backend.work import CompletedWork, MessageWork
 from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog import flight_recorder, rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -255,7 +255,8 @@ class Operations:
         operation = self.executor.note_own("monitored_barrier")
         try:
             self._monitored.wait(seconds, names_all=names_all)
-        except RuntimeError:
+        except RuntimeError as error:
+            rank_failures.check(error)
             self.executor.keep_communicator()  # a late rank may still send a message that this rank no longer receives
             raise
         finally:

@@ -102,9 +102,9 @@ def set_current(failures: RankFailures | None) -> None:
     _current = failures
 
 
-def error_after(error: BaseException) -> RankFailedError | None:
+def error_after(error: Exception) -> RankFailedError | None:
     """Return the error to raise in place of one of an operation, if a rank has failed; else None."""
-    if _current is None or not isinstance(error, Exception) or isinstance(error, RankFailedError):
+    if _current is None or isinstance(error, RankFailedError):
         return None
     # Other errors may be those of the program.
     may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError))

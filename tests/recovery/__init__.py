@@ -1,0 +1,1 @@
+"""Recovery in place: ranks are killed, and the others continue."""

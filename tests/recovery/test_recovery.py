@@ -1,0 +1,113 @@
+"""Jobs whose ranks die: the others continue, or the job ends with a report."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mpicomm import mpi
+from mpicomm.startup.survivors import assign
+from tests.launching import run_command, run_ranks
+
+RUN = [sys.executable, "-m", "mpicomm", "run"]
+
+TOO_FEW = """
+import os, signal
+import mpicomm
+
+world = mpicomm.bootstrap(on_failure="recover", min_ranks=3)
+if world.rank == 2:
+    os._exit(0)  # the others cannot know that it means success
+try:
+    mpicomm.barrier()
+except mpicomm.RankFailedError as error:
+    assert error.reason == "it called os._exit(0)", error.reason
+    mpicomm.recover()
+print("continued")
+"""
+
+AT_THE_END = """
+import os, signal, threading
+import mpicomm
+
+world = mpicomm.bootstrap(on_failure="recover")
+mpicomm.barrier()
+if world.rank == 0:  # the others wait for it at the end of their programs
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Event().wait()
+print(f"rank {world.rank} has finished")
+"""
+
+BUG = """
+import mpicomm
+
+world = mpicomm.bootstrap(on_failure="recover")
+if world.rank == 1:
+    raise ValueError("a bug")
+try:
+    mpicomm.barrier()
+finally:
+    print("the barrier ended")
+"""
+
+
+def test_ranks_die_and_the_others_continue() -> None:
+    outcome = run_command([*RUN, "-n", "5", "--spares", "1", "-m", "tests.recovery.program"])
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.count("the last rank has finished") == 1
+    for number in (1, 2, 3):
+        assert f"(recovery {number})" in outcome.stderr, outcome
+
+
+def test_the_job_ends_if_too_few_ranks_are_left() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", TOO_FEW])
+    assert outcome.status == 1, outcome
+    assert "it called os._exit(0); 2 ranks are left, fewer than min_ranks=3; aborting the job" in outcome.stderr
+    assert "continued" not in outcome.stdout
+
+
+def test_a_rank_that_dies_at_the_end_does_not_fail_the_job() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", AT_THE_END])
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.split("\n"))[-2:] == ["rank 1 has finished", "rank 2 has finished"]
+
+
+def test_an_exception_still_ends_the_job() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", BUG])
+    assert outcome.status == 1, outcome
+    assert outcome.stderr.count("ValueError: a bug") == 1
+
+
+@pytest.mark.each_mpi
+def test_without_ulfm_the_start_fails_with_what_works_instead() -> None:
+    outcome = run_ranks(2, 'import mpicomm\nmpicomm.bootstrap(on_failure="recover")')
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count('LaunchError: bootstrap(on_failure="recover") needs Open MPI 5') == 1, outcome
+    assert "--max-restarts N" in outcome.stderr
+    assert "mpicomm run --fault-tolerant" in outcome.stderr
+
+
+@pytest.mark.each_mpi
+def test_the_option_needs_an_mpi_that_tolerates_failures() -> None:
+    outcome = run_command([*RUN, "-n", "2", "--fault-tolerant", "--dry-run", "true"])
+    if mpi.api().get_vendor()[0] == "Open MPI":
+        assert "--with-ft ulfm" in outcome.stdout
+    else:
+        assert outcome.status == 2, outcome
+        assert "--fault-tolerant and --spares need Open MPI 5 with ULFM" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "failed", "expected"),
+    [
+        ([0, 1, 3], [2], [0, 1, 2]),
+        ([1, 2, 3, None], [0], [1, 2, 3, 0]),
+        ([0, 3, None], [1, 2], [0, 2, 1]),
+        ([0, 1, 3, None, None], [2], [0, 1, 3, 2, 4]),
+        ([0, 1, None], [], [0, 1, 2]),
+        ([None, 2, 0], [1], [1, 2, 0]),
+    ],
+)
+def test_spares_take_the_places_of_failed_ranks(ranks, failed, expected) -> None:
+    assert assign(ranks, failed) == expected
