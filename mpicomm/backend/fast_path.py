@@ -34,6 +34,7 @@ _REDUCED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.i
 _MOVED = frozenset({*_REDUCED, torch.bool, torch.uint8, torch.int8, torch.int16})
 _SUM: Any = dist.ReduceOp.SUM
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
 Work = CompletedWork | QueuedWork | None
 
@@ -51,7 +52,7 @@ class FastPath:
         self._submit = operations.executor.submit_plain
         self._rank, self._size = operations.comm.rank, operations.comm.size
         self._plans = [
-            {dtype: reductions.plan(op, dtype, self._size, "all_reduce") for dtype in _REDUCED if op in _OPS}
+            {dtype: reductions.plan(op, dtype, self._size, "all_reduce") for dtype in _dtypes_of(op)}
             for op in torch_internals.reduce_ops()
         ]
         self._sums = self._plans[_SUM]
@@ -207,6 +208,12 @@ class FastPath:
                 return False
         places = sorted([each.data_ptr() for each in tensors])
         return all([after - before >= nbytes for before, after in itertools.pairwise(places)])  # noqa: C419  faster
+
+
+def _dtypes_of(op: Any) -> tuple[torch.dtype, ...]:
+    if op in _BITWISE:
+        return (torch.int32, torch.int64)
+    return _REDUCED if op in _OPS else ()
 
 
 def _is_single(values: Any) -> bool:

@@ -45,6 +45,7 @@ compatibility.require(
     "_C._dynamo.eval_frame.set_code_exec_strategy",
     "_C._dispatch_tls_is_dispatch_key_excluded",
     "_C._len_torch_dispatch_stack",
+    "_foreach_copy_",
     "autograd._profiler_enabled",
     "autograd._engine_run_backward",
     "autograd.graph._engine_run_backward",
@@ -244,6 +245,9 @@ def make_group(ranks: Sequence[int], name: str, timeout: datetime.timedelta | No
     finally:
         module._process_group_name = given
 
+
+copy_each = torch._foreach_copy_
+"""Copies each tensor of the second list to the one of the first list, in one call."""
 
 CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 """Whether `torch.distributed.split_group` calls the process group; that of torch 2.8 supports NCCL only."""

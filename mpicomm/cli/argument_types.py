@@ -16,9 +16,12 @@ class Parser(argparse.ArgumentParser):
     line: tuple[str, ...] = ()
     """The arguments to parse."""
 
+    translate: Callable[[Sequence[str]], Sequence[str]] = staticmethod(tuple)
+    """Replaces arguments before they are parsed."""
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the arguments; exit with status 2 if one of them is unknown."""
-        self.line = tuple(sys.argv[1:] if args is None else args)
+        self.line = tuple(self.translate(sys.argv[1:] if args is None else args))
         found, unknown = super().parse_known_args(self.line, namespace)
         if unknown:
             self.error(self.unknown_arguments(unknown))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import launch_plan, restarts, run_line
+from mpicomm.cli import horovodrun, launch_plan, restarts, run_line
 from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.restarts import RestartPolicy
@@ -24,6 +26,7 @@ from mpicomm.launch.request import Node, Request
 from mpicomm.settings import SPARES
 
 _PORT = 29500  # torchrun's default
+_ELASTIC = "HOROVOD_ELASTIC"  # with it, hvd.init() lets hvd.elastic.run continue without failed ranks
 _DESCRIPTION = """\
 Start a program on several ranks, with the launcher that belongs to the MPI that mpi4py loads.
 
@@ -67,6 +70,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
+    parser.add_argument(
+        run_line.HOROVOD,
+        action="store_true",
+        help="run a script that imports horovod.torch with mpicomm.horovod; accepts the options of horovodrun too",
+    )
     # 2. nodes, restarts and stop
     parser.add_argument(
         "--nnodes", metavar="MIN:MAX", type=_node_range, help="number of hosts to use, N or MIN:MAX (default: all)"
@@ -110,6 +118,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
     parser.set_defaults(run=run, parser=parser)
+    assert isinstance(parser, Parser)
+    parser.translate = functools.partial(_translated, parser)
+
+
+def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
+    """Replace the options of horovodrun after `--horovod`, and print the equivalents."""
+    try:
+        translated, notes = horovodrun.translated(line)
+    except ValueError as error:
+        parser.error(str(error))
+    for note in notes:
+        print_message("run", note)
+    return translated
 
 
 class _Refuse(argparse.Action):
@@ -145,6 +166,11 @@ def _request(arguments: argparse.Namespace) -> Request:
     program = request.program(arguments.words, arguments.module, sys.executable)
     _check_exists(program)
     spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
+    is_fault_tolerant = arguments.fault_tolerant or arguments.spares > 0
+    elastic = {}
+    if arguments.horovod:
+        program = request.with_horovod(program, sys.executable)
+        elastic = {_ELASTIC: "1"} if is_fault_tolerant else {}
     return Request(
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
@@ -153,8 +179,8 @@ def _request(arguments: argparse.Namespace) -> Request:
         log_dir=arguments.log_dir,
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
-        is_fault_tolerant=arguments.fault_tolerant or arguments.spares > 0,
-        variables={**request.variables(arguments.env, os.environ), **spares},
+        is_fault_tolerant=is_fault_tolerant,
+        variables={**request.variables(arguments.env, os.environ), **spares, **elastic},
     )
 
 

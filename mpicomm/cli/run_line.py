@@ -17,24 +17,37 @@ FOREIGN = {
 
 _WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--log-dir", "--max-restarts", "--grace-period", "--spares")
 _BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
-_FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant")
+HOROVOD = "--horovod"
+_FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant", HOROVOD)
 
 
 def corrected(line: Sequence[str]) -> list[str]:
     """Return the arguments with the foreign options before the program replaced by those of `mpicomm run`."""
-    found, left = [], list(line)
-    while left and left[0].startswith("-") and left[0] not in ("-m", "--"):
-        option, has_value, value = left.pop(0).partition("=")
+    found, rest = leading(line, tuple(FOREIGN))
+    corrected_options: list[str] = []
+    for words in found:
+        option, has_value, value = words[0].partition("=")
         ours = FOREIGN.get(option)
-        if ours is None:
-            found.append(f"{option}{has_value}{value}")
-            if option in _WITH_VALUE + _BY_HAND and not has_value:
-                found += left[:1]
-                del left[:1]
-        else:
-            value = value if has_value else left.pop(0)
-            found += [ours, value]
-    return [*found, *left]
+        corrected_options += words if ours is None else [ours, value if has_value else words[1]]
+    return [*corrected_options, *rest]
+
+
+def leading(line: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[list[str]], list[str]]:
+    """Split the arguments into the options before the program, each with its value, and the other arguments.
+
+    Args:
+        line: The arguments of `mpicomm run`.
+        with_value: Options with a value in addition to those of `mpicomm run`.
+    """
+    found: list[list[str]] = []
+    left = list(line)
+    while left and left[0].startswith("-") and left[0] not in ("-m", "--"):
+        words = [left.pop(0)]
+        if words[0] in (*_WITH_VALUE, *_BY_HAND, *with_value):
+            words += left[:1]
+            del left[:1]
+        found.append(words)
+    return found, left
 
 
 def note(line: Sequence[str]) -> str | None:

@@ -156,11 +156,11 @@ def _made_once(kind: str, ranks: Sequence[int]) -> Any:
     handle = _made.get(key)
     if handle is None or not torch_internals.is_alive(handle):
         name = f"mpicomm:{kind}:{next(_counts[key])}:{'-'.join(map(str, ranks))}"
-        handle = _made[key] = torch_internals.make_group(ranks, name, _timeout_of_job())
+        handle = _made[key] = torch_internals.make_group(ranks, name, timeout_of_job())
     return handle
 
 
-def _timeout_of_job() -> datetime.timedelta | None:
+def timeout_of_job() -> datetime.timedelta | None:
     """Return the timeout of the default group; None (torch's default) if it uses another backend."""
     world = dist.group.WORLD
     return datetime.timedelta(seconds=world.timeout_seconds) if isinstance(world, MPIProcessGroup) else None

@@ -150,6 +150,11 @@ def pickled(thing: Any, what: str) -> Data:
     return Data.of(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
 
 
+def unpickled(tensor: torch.Tensor) -> Any:
+    """Return the object whose pickle a tensor holds."""
+    return pickle.loads(tensor.cpu().numpy().tobytes())
+
+
 def _are_plain_tensors(found: list[Any]) -> bool:
     """Return whether all leaves are tensors that can be sent without conversion."""
     return (
@@ -218,7 +223,7 @@ _RESTORED: dict[str, Callable[[torch.Tensor], Any]] = {
     SCALAR: lambda tensor: tensor.cpu().numpy()[()],
     CUPY: _cupy_array,
     NUMBER: torch.Tensor.item,
-    OBJECT: lambda tensor: pickle.loads(tensor.cpu().numpy().tobytes()),
+    OBJECT: unpickled,
 }
 KINDS = tuple(_RESTORED)
 

@@ -12,6 +12,7 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Host
 from mpicomm.settings import PARENT
 
+_PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -118,6 +119,27 @@ def program(words: Sequence[str], module: Sequence[str], python: str) -> tuple[s
             f"  torchrun {arguments}"
         )
     return command
+
+
+def with_horovod(command: Sequence[str], python: str) -> tuple[str, ...]:
+    """Return the command of a Python program that imports Horovod, for which mpicomm.horovod takes its place.
+
+    Raises:
+        LaunchError: If the command is not a Python script or module.
+    """
+    options, rest = [], list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        options.append(rest.pop(0))
+        if options[-1] in _PYTHON_OPTIONS_WITH_VALUE:
+            options += rest[:1]
+            del rest[:1]
+    if command[0] != python or not rest or rest[0] == "-c":
+        raise LaunchError(
+            f"--horovod requires a Python script or a module, got {shlex.join(command)}.\n"
+            f"If that command starts Python, remove --horovod, and insert this before the script:\n"
+            f"  python -m mpicomm.horovod"
+        )
+    return (python, *options, "-m", "mpicomm.horovod", *rest)
 
 
 def variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,12 @@ from typing import Any
 from tests.compat import results
 from tests.launching import ROOT
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "compatibility.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "compatibility.md",
+    ROOT / "docs" / "horovod.md",
+)
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _SIZES = {4: "4 B", 2**10: "1 KiB", 2**16: "64 KiB", 2**20: "1 MiB", 2**24: "16 MiB", 2**26: "64 MiB"}
@@ -124,6 +129,18 @@ def _compatibility() -> str:
     return _table(("torch", "Python", "MPI", "mpi4py", "NumPy", "result", "date"), *rows, align="---")
 
 
+def _horovod_steps() -> str:
+    found = {called: _result(f"horovod-steps-2-{name}")["steps"] for name, called in _LIBRARIES.items()}
+    rows = [
+        (f"{called}, {each['parameters']:,} parameters",
+            *(f"{each[f'{kind}, least']:.2f}" for kind in ("hvd.DistributedOptimizer", "DistributedDataParallel")),
+            f"{each['ratio, median of the rounds']:.2f}")
+        for called, steps in found.items()
+        for each in steps.values()
+    ]  # fmt: skip
+    return _table(("milliseconds per step", "hvd.DistributedOptimizer", "DistributedDataParallel", "ratio"), *rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -131,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "microseconds": _microseconds,
     "steadiness": _steadiness,
     "recovery": _recovery,
+    "horovod-steps": _horovod_steps,
     "status": _status,
     "compatibility": _compatibility,
 }

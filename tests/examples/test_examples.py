@@ -156,6 +156,23 @@ def test_ddp_names_the_command_that_installs_scikit_learn():
     assert "pip install scikit-learn" in outcome.stderr, outcome
 
 
+# -- horovod_script ----------------------------------------------------------------------------------------------------
+
+
+def test_a_script_for_horovod_imports_only_horovod_and_learns():
+    source = (EXAMPLES / "horovod_script" / "digits.py").read_text()
+    assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
+        "__future__",
+        "argparse",
+        "horovod",
+        "torch",
+        *["sklearn"],
+        *["torch"] * 4,
+    ]
+    outcome = run("mpicomm run --horovod -n 4 examples/horovod_script/digits.py")
+    assert float(re.search(r"accuracy ([\d.]+)%", outcome.stdout)[1]) > 80, outcome
+
+
 # -- existing_script -------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ LAYERS = {
     "training": 8,
     "bench": 8,
     "reports": 8,
+    "horovod": 8,
     "job_info": 8,
     "cli": 9,
     "__main__": 10,

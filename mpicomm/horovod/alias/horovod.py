@@ -1,0 +1,79 @@
+"""The module `horovod`, whose submodules have the names of `mpicomm.horovod`."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import mpicomm.horovod
+from mpicomm.horovod import (
+    compression,
+    elastic,
+    elastic_sampler,
+    exceptions,
+    functions,
+    optimizer,
+    process_sets,
+    sync_batch_norm,
+)
+
+__version__ = "0.28.1"  # the release of Horovod whose interface this is
+__path__: list[str] = []  # a package without files: its submodules are in sys.modules
+
+_SUBMODULES: dict[str, types.ModuleType | None] = {
+    "common": None,
+    "common.elastic": elastic,
+    "common.exceptions": exceptions,
+    "common.process_sets": process_sets,
+    "torch": mpicomm.horovod,
+    "torch.compression": compression,
+    "torch.elastic": elastic,
+    "torch.elastic.sampler": elastic_sampler,
+    "torch.elastic.state": elastic,
+    "torch.functions": functions,
+    "torch.mpi_ops": mpicomm.horovod,
+    "torch.optimizer": optimizer,
+    "torch.sync_batch_norm": sync_batch_norm,
+}
+"""The submodules, each after its package, and the module whose public names it has."""
+
+
+def run(*args: Any, **kwargs: Any) -> Any:
+    """Raise an error: Horovod's function starts processes itself."""
+    raise NotImplementedError(
+        "horovod.run starts processes itself, which mpicomm.horovod does not support.\n"
+        "Start the script on all ranks: mpicomm run --horovod -n 4 SCRIPT.py"
+    )
+
+
+def _add(name: str, source: types.ModuleType | None) -> None:
+    full = f"{__name__}.{name}"
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(full, None, is_package=True))
+    if source is not None:
+        module.__doc__ = source.__doc__
+        vars(module).update({key: value for key, value in vars(source).items() if not key.startswith("_")})
+    sys.modules[full] = module
+    package, _, last = full.rpartition(".")
+    setattr(sys.modules[package], last, module)
+
+
+class _MissingSubmodule:
+    """Explains why a submodule is missing: the others are in `sys.modules`, where Python looks first."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        """Raise an error if a submodule of `horovod` is requested; see `importlib.abc.MetaPathFinder`."""
+        if not name.startswith(f"{__name__}."):
+            return None
+        raise ModuleNotFoundError(
+            f"mpicomm.horovod has no {name}: it supports horovod.torch only.\nUse Horovod itself for other frameworks.",
+            name=name,
+        )
+
+
+for _name, _source in _SUBMODULES.items():
+    _add(_name, _source)
+sys.meta_path.insert(0, _MissingSubmodule)

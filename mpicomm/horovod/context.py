@@ -1,0 +1,212 @@
+"""`hvd.init()`, `hvd.shutdown()`, and the properties of the job."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpicomm import runtime
+from mpicomm.errors import LaunchError, raised_on_all_ranks
+from mpicomm.horovod.exceptions import NOT_INITIALIZED
+from mpicomm.horovod.process_sets import ProcessSet, registry
+from mpicomm.runtime import World
+
+
+def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Initialize Horovod (collective); calls `mpicomm.bootstrap()`. A second call has no effect.
+
+    Args:
+        comm: An mpi4py communicator of the ranks that take part; all ranks by default.
+        process_sets: Process sets to register, or "dynamic" to allow `hvd.add_process_set()`.
+
+    Raises:
+        ValueError: If `comm` lists ranks other than all, or `process_sets` contains a set twice.
+        MpicommError: If the ranks cannot be connected; see `mpicomm.bootstrap()`.
+    """
+    if registry().is_open:
+        return
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(
+                f"init: process_sets must be 'dynamic' or a list, got {process_sets!r}.\nPass one of these."
+            )
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        process_sets = ()
+    communicator: Any = comm if hasattr(comm, "Get_group") else None
+    world = runtime.bootstrap(comm=communicator, **_recovery_options())
+    if world.comm is None:
+        raise raised_on_all_ranks(
+            LaunchError(
+                "init: the operations of Horovod need MPI, which torchrun does not start.\nStart with mpicomm run."
+            )
+        )
+    if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):
+        raise ValueError(
+            f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
+            f"Pass a communicator of these ranks, or use process_sets."
+        )
+    registry().open(list(process_sets or ()))
+    atexit.unregister(_shutdown_at_exit)
+    atexit.register(_shutdown_at_exit, os.getpid())
+
+
+def _recovery_options() -> dict[str, Any]:
+    """Return the arguments of `bootstrap` that let `hvd.elastic.run` continue without failed ranks."""
+    if os.environ.get("HOROVOD_ELASTIC", "") in ("", "0"):
+        return {}
+    return {"on_failure": "recover", "min_ranks": int(os.environ.get("HOROVOD_ELASTIC_MIN_NP") or 1)}
+
+
+def shutdown() -> None:
+    """Shut Horovod down (collective); pending operations fail. The job itself stays; `hvd.init()` may follow."""
+    if registry().is_open:
+        registry().close()
+
+
+def _shutdown_at_exit(pid: int) -> None:
+    if pid == os.getpid():
+        shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether `hvd.init()` has been called, and `hvd.shutdown()` has not been called since."""
+    return registry().is_open
+
+
+def _world() -> World:
+    if not registry().is_open:
+        raise ValueError(NOT_INITIALIZED)
+    return runtime.current_world()
+
+
+def rank() -> int:
+    """Return this rank."""
+    return _world().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return _world().size
+
+
+def local_rank() -> int:
+    """Return this rank among the ranks of its node."""
+    return _world().local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks of this rank's node."""
+    return _world().local_size
+
+
+def cross_rank() -> int:
+    """Return the rank of this rank's node among the nodes that have a rank of this local rank."""
+    return _nodes_with(_world().local_rank).index(_world().node_rank)
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have a rank of this rank's local rank."""
+    return len(_nodes_with(_world().local_rank))
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have the same number of ranks."""
+    return len(set(collections.Counter(_world().nodes).values())) == 1
+
+
+def _nodes_with(local: int) -> list[int]:
+    counts = collections.Counter(_world().nodes)
+    return sorted(node for node, count in counts.items() if count > local)
+
+
+# -- queries about the build -------------------------------------------------------------------------------------------
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: MPI was initialized with MPI_THREAD_MULTIPLE, which mpicomm requires.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
+    _world()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return True: the ranks communicate by MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return True: MPI is supported."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False: the ranks do not communicate by Gloo."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: Gloo is not supported."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL, such as 22703, if torch has it; otherwise 0."""
+    if not torch.distributed.is_nccl_available() or not torch.cuda.is_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return 10_000 * major + 100 * minor + patch
+
+
+def ddl_built() -> bool:
+    """Return False: IBM DDL is not supported."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: oneCCL is not supported."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Start to write a timeline on rank 0.
+
+    Args:
+        file_path: The file.
+        mark_cycles: Whether to mark the cycles of the engine.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
+    if _world().rank == 0:
+        registry().timeline.start(file_path, marks_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the timeline.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
+    _world()
+    registry().timeline.stop()

@@ -1,0 +1,306 @@
+"""hvd.elastic: training that continues with the other ranks when ranks fail, on the recovery of `mpicomm.recover()`.
+
+A function decorated with `run` gets a state. After a failure every surviving rank restores its last commit, the ranks
+form a new world, the state of one of them is sent to the others, and the function is called again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from mpicomm import runtime
+from mpicomm.errors import RankFailedError
+from mpicomm.horovod import context
+from mpicomm.horovod.differentiable import allreduce
+from mpicomm.horovod.elastic_sampler import ElasticSampler
+from mpicomm.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from mpicomm.horovod.reduce_op import Min
+from mpicomm.watchdog import rank_failures
+
+T = TypeVar("T")
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+
+class State:
+    """The state of a training that a failure must not lose; base class of `ObjectState` and `TorchState`."""
+
+    num_commits = 0
+    """The number of calls of `commit`."""
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        """Create a state.
+
+        Args:
+            bcast_object: Returns the object of one rank on all ranks (collective).
+            get_rank: Returns the rank of this process.
+        """
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
+        """Call functions after each change of the world, such as one that scales the learning rate."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to a new world, before the state is sent to all ranks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Save the state in host memory; after a failure, training continues from the last commit."""
+        self.save()
+        self.num_commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: a running MPI job gets no new hosts, and a failure is reported by the next operation."""
+
+    def save(self) -> None:
+        """Save the state in host memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the saved state."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Send the state of one rank to all others (collective)."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Reset what depends on the world; called before `sync`."""
+
+
+class ObjectState(State):
+    """The state of Python objects, which are attributes of the state."""
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        """Create a state.
+
+        Args:
+            bcast_object: Returns the object of one rank on all ranks (collective).
+            get_rank: Returns the rank of this process.
+            **kwargs: The names and the objects.
+        """
+        self._saved_state = kwargs
+        self._set_attributes()
+        super().__init__(bcast_object, get_rank)
+
+    def save(self) -> None:
+        """Save the objects; a list that is changed in place keeps its content at the time of the commit."""
+        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+
+    def restore(self) -> None:
+        """Return to the saved objects."""
+        self._set_attributes()
+
+    def sync(self) -> None:
+        """Send the saved objects of one rank to all others (collective)."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attributes()
+
+    def _set_attributes(self) -> None:
+        for name, value in copy.deepcopy(self._saved_state).items():
+            setattr(self, name, value)
+
+
+class TorchState(ObjectState):
+    """The state of models, optimizers, samplers and Python objects, which are attributes of the state."""
+
+    def __init__(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        """Create a state.
+
+        Args:
+            model: A model.
+            optimizer: Its optimizer, which may be a DistributedOptimizer.
+            **kwargs: Further models, optimizers, `ElasticSampler`s and objects that can be pickled.
+        """
+        things = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: _Handler.of(value) for name, value in things.items()}
+        self._handlers: dict[str, _Handler] = {name: each for name, each in handlers.items() if each is not None}
+        for name in self._handlers:
+            object.__setattr__(self, name, things.pop(name))
+        super().__init__(_broadcast_from_survivor, context.rank, **things)
+
+    def save(self) -> None:
+        """Save the state in host memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the saved state."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Send the state of a rank that has one to all others, and save it (collective)."""
+        root = _surviving_rank()
+        for handler in self._handlers.values():
+            handler.sync(root)
+            handler.save()
+        super().sync()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers:
+            handlers[name].replace(value)
+        super().__setattr__(name, value)
+
+
+# -- models, optimizers and samplers -----------------------------------------------------------------------------------
+
+
+class _Handler:
+    """The saved state of a model, an optimizer or a sampler."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.save()
+
+    @staticmethod
+    def of(value: Any) -> _Handler | None:
+        """Return the handler of an object; None if it is sent and saved as a whole."""
+        for kind, handler in _HANDLERS.items():
+            if isinstance(value, kind):
+                return handler(value)
+        return None
+
+    def replace(self, value: Any) -> None:
+        """Save another object from now on."""
+        self._value = value
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._value.state_dict())
+
+    def restore(self) -> None:
+        # a copy, because an optimizer keeps the tensors that it loads
+        self._value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self, root: int) -> None:
+        """Load the state of the rank `root` on all ranks (collective)."""
+        raise NotImplementedError
+
+
+class _ModelHandler(_Handler):
+    def sync(self, root: int) -> None:
+        broadcast_parameters(self._value.state_dict(), root)
+
+
+class _OptimizerHandler(_Handler):
+    def sync(self, root: int) -> None:
+        broadcast_optimizer_state(self._value, root)
+
+
+class _SamplerHandler(_Handler):
+    def sync(self, root: int) -> None:
+        self._value.load_state_dict(broadcast_object(self._value.state_dict(), root, "elastic.sampler"))
+
+
+_HANDLERS: dict[type, type[_Handler]] = {
+    nn.Module: _ModelHandler,
+    torch.optim.Optimizer: _OptimizerHandler,
+    ElasticSampler: _SamplerHandler,
+}
+
+
+def _surviving_rank() -> int:
+    """Return the lowest rank that was in the previous world, because a spare has no state (collective)."""
+    world = runtime.current_world()
+    candidate = world.size if world.previous_rank is None else world.rank
+    lowest = allreduce(torch.tensor([candidate]), op=Min, name="elastic.surviving_rank")
+    return int(lowest)
+
+
+def _broadcast_from_survivor(obj: Any) -> Any:
+    return broadcast_object(obj, _surviving_rank(), "elastic.state")
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Call a function again after a failure of ranks, from the last commit; use it as a decorator.
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                ...
+                state.commit()
+
+    A spare that replaces a failed rank runs the program from its start, so the program must not run operations before
+    it calls the function.
+
+    Args:
+        func: The function; its first argument is the `State`.
+
+    Returns:
+        The function. An operation that fails although no rank has failed is raised if that happens twice without a
+        commit in between.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        _warn_without_recovery()
+        needs_sync, commits_at_error = True, -1
+        while True:
+            try:
+                if needs_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt as interrupt:
+                needs_sync = not interrupt.skip_sync
+            except (HorovodInternalError, RankFailedError):
+                if not _has_failed_rank():
+                    if state.num_commits == commits_at_error:
+                        raise
+                    commits_at_error = state.num_commits
+                state.restore()
+                needs_sync = True
+            _reset()
+            state.on_reset()
+
+    return wrapper
+
+
+def _warn_without_recovery() -> None:
+    if rank_failures.current() is None and context.rank() == 0:
+        warnings.warn(
+            "hvd.elastic.run: the job was started without recovery, so a failed rank ends it.\n"
+            "Start it with `mpicomm run --horovod --fault-tolerant`.",
+            stacklevel=3,
+        )
+
+
+def _has_failed_rank() -> bool:
+    failures = rank_failures.current()
+    return failures is not None and failures.find()
+
+
+def _reset() -> None:
+    """Form the job anew, without the failed ranks (collective over the others)."""
+    try:
+        if _has_failed_rank():
+            runtime.recover()
+        context.shutdown()
+        context.init()
+    except (HorovodInternalError, RankFailedError):
+        if not _has_failed_rank():
+            raise
+        _reset()  # another rank has failed

@@ -1,0 +1,291 @@
+"""Process sets: groups of ranks, each with an engine of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from mpicomm import arguments, runtime
+from mpicomm.backend import torch_internals
+from mpicomm.collective_ops.group_argument import timeout_of_job
+from mpicomm.horovod.exceptions import NOT_INITIALIZED
+from mpicomm.horovod.process_set_engine import ProcessSetEngine
+from mpicomm.horovod.submission import BARRIER, Signature, Submission
+from mpicomm.horovod.timeline import HorovodTimeline
+from mpicomm.horovod.variables import Variables
+
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+class ProcessSet:
+    """A set of ranks that run operations together; pass it as `process_set=`.
+
+    Attributes:
+        process_set_id: A number that is equal on all ranks; None unless the set is registered.
+        ranks: The ranks of the set, in ascending order.
+        mpi_comm: The communicator from which the set was made, if any.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        """Describe a set; `hvd.init(process_sets=...)` or `hvd.add_process_set` registers it.
+
+        Args:
+            ranks_or_comm: The ranks, or an mpi4py communicator of the ranks.
+
+        Raises:
+            ValueError: If it is neither ranks nor a communicator.
+        """
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            return
+        if not isinstance(ranks_or_comm, Iterable):
+            raise ValueError(
+                f"ProcessSet: expected ranks or an mpi4py communicator, got {arguments.shown(ranks_or_comm)}.\n"
+                f"Pass a list of ranks."
+            )
+        ranks = list(ranks_or_comm)
+        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
+            raise ValueError(
+                f"ProcessSet: ranks must be integers, got {arguments.shown(ranks)}.\nPass a list of ranks."
+            )
+        self.ranks = sorted(ranks)
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None unless the set is registered."""
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return this rank within the set; None unless the set is registered.
+
+        Raises:
+            ValueError: If this rank is not in the set.
+        """
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        mine = _registry.rank
+        if mine not in self.ranks:
+            raise ValueError(
+                f"rank {mine} is not in the process set of ranks {self.ranks}.\nCheck process_set.included() before."
+            )
+        return self.ranks.index(mine)
+
+    def included(self) -> bool | None:
+        """Return whether this rank is in the set; None if its ranks are unknown."""
+        return None if self.ranks is None else _registry.rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+global_process_set = ProcessSet([])
+
+
+class _Registry:
+    """The registered process sets of this process, and their engines."""
+
+    def __init__(self) -> None:
+        self.sets: dict[int, ProcessSet] = {}
+        self.engines: dict[int, ProcessSetEngine] = {}  # of the sets that contain this rank
+        self._groups: dict[int, Any] = {}
+        self._num_registered = 0  # in the current world
+        self._recoveries = 0
+        self.timeline = HorovodTimeline()
+        self._rank = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the global process set is registered."""
+        return bool(self.sets)
+
+    @property
+    def rank(self) -> int:
+        """This rank in the job.
+
+        Raises:
+            ValueError: If Horovod is not initialized.
+        """
+        if not self.is_open:
+            raise ValueError(NOT_INITIALIZED)
+        return self._rank
+
+    def open(self, process_sets: Sequence[ProcessSet]) -> None:
+        """Register the global process set and further ones (collective)."""
+        world = runtime.current_world()
+        self._rank = world.rank
+        if world.recoveries != self._recoveries:
+            self._recoveries, self._num_registered = world.recoveries, 0
+        variables = Variables.from_environ(os.environ)
+        if variables.timeline and world.rank == 0:
+            self.timeline.start(variables.timeline, marks_cycles=variables.marks_cycles)
+        global_process_set.ranks = list(range(world.size))
+        self._register(global_process_set)
+        for index, each in enumerate(process_sets):
+            if not self.add(each):
+                raise ValueError(
+                    f"init: process_sets[{index}] has the ranks of an earlier set: {each}.\nPass each set once."
+                )
+
+    def add(self, process_set: ProcessSet) -> bool:
+        """Register a set (collective over all ranks). Returns False if there is one with these ranks."""
+        ranks = self._ranks_of(process_set)
+        if any(each.ranks == ranks for each in self.sets.values()):
+            return False
+        # The name contains the ranks: ranks that add different sets are reported as a stall.
+        self._synchronize(f"add_process_set.{'_'.join(map(str, ranks))}")
+        process_set.ranks = ranks
+        self._register(process_set)
+        return True
+
+    def remove(self, process_set: ProcessSet) -> None:
+        """Remove a registered set (collective over all ranks)."""
+        number = process_set.process_set_id
+        assert number is not None  # the caller has checked it
+        self._synchronize(f"remove_process_set.{number}")
+        process_set.process_set_id = None
+        del self.sets[number]
+        if number in self.engines:
+            self._close(number)
+
+    def close(self) -> None:
+        """Shut all sets down (collective)."""
+        for number in sorted(self.engines, reverse=True):  # the global set last
+            self._close(number)
+        for each in self.sets.values():
+            each.process_set_id = None
+        self.sets.clear()
+        self.timeline.stop()
+
+    def _close(self, number: int) -> None:
+        self.engines.pop(number).close()
+        group = self._groups.pop(number)
+        if torch_internals.is_alive(group):
+            dist.destroy_process_group(group)
+
+    def _register(self, process_set: ProcessSet) -> None:
+        number = 0 if process_set is global_process_set else self._num_registered
+        # Names of groups are not used twice in a world, also after a shutdown. They are equal on its ranks, although
+        # some may have joined in a recovery.
+        name = f"horovod:{self._recoveries}:{self._num_registered}"
+        self._num_registered += 1
+        process_set.process_set_id = number
+        self.sets[number] = process_set
+        ranks = process_set.ranks
+        assert ranks is not None  # `add` and `open` have set them
+        if self._rank not in ranks:
+            return
+        group = torch_internals.make_group(ranks, name, timeout_of_job())
+        self._groups[number] = group
+        self.engines[number] = ProcessSetEngine(
+            str(number), group, ranks.index(self._rank), ranks, Variables.from_environ(os.environ), self.timeline
+        )
+
+    def _synchronize(self, name: str) -> None:
+        engine = self.engines[0]
+        barrier = Submission(name, Signature(BARRIER), is_cacheable=False)
+        engine.wait(engine.submit(barrier))
+        if barrier.error is not None:
+            raise barrier.error
+
+    def _ranks_of(self, process_set: ProcessSet) -> list[int]:
+        size = runtime.current_world().size
+        if process_set.ranks is not None:
+            ranks = process_set.ranks
+        else:
+            base, here = runtime.current_world().comm.Get_group(), process_set.mpi_comm.Get_group()  # type: ignore[union-attr]
+            try:
+                ranks = sorted(here.Translate_ranks(None, base))
+            finally:
+                base.Free()
+                here.Free()
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
+            raise ValueError(
+                f"process set: ranks must be different ranks from 0 to {size - 1}, got {ranks}.\nPass each rank once."
+            )
+        return ranks
+
+
+_registry = _Registry()
+
+
+def registry() -> Any:
+    """Return the registered process sets of this process."""
+    return _registry
+
+
+def engine_of(process_set: ProcessSet, what: str) -> ProcessSetEngine:
+    """Return the engine of a set.
+
+    Raises:
+        ValueError: If Horovod is not initialized, the set is not registered, or this rank is not in the set.
+    """
+    number = process_set.process_set_id
+    engine = None if number is None else _registry.engines.get(number)
+    if engine is not None:
+        return engine
+    mine = _registry.rank  # raises an error if Horovod is not initialized
+    if number is None or number not in _registry.sets:
+        raise ValueError(
+            f"{what}: the process set is not registered: {process_set}.\nCall hvd.add_process_set() on all ranks first."
+        )
+    raise ValueError(
+        f"{what}: rank {mine} is not a member of the process set of ranks {process_set.ranks}.\n"
+        f"Call it only where process_set.included() is true."
+    )
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set after `hvd.init()`, with HOROVOD_DYNAMIC_PROCESS_SETS=1 (collective over all ranks).
+
+    Args:
+        process_set: The set, or its ranks.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: If Horovod is not initialized, a set of these ranks is registered, or process sets are not dynamic.
+    """
+    _check_dynamic("add_process_set")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if not _registry.add(process_set):
+        raise ValueError(
+            f"add_process_set: a process set of ranks {process_set.ranks} is already registered.\nUse that one."
+        )
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set, with HOROVOD_DYNAMIC_PROCESS_SETS=1 (collective over all ranks).
+
+    Args:
+        process_set: A registered set, but not the global one.
+
+    Returns:
+        Whether the set was removed.
+
+    Raises:
+        ValueError: If Horovod is not initialized, or process sets are not dynamic.
+    """
+    if process_set.process_set_id in (None, 0):
+        return False
+    _check_dynamic("remove_process_set")
+    _registry.remove(process_set)
+    return True
+
+
+def _check_dynamic(what: str) -> None:
+    if not _registry.is_open:
+        raise ValueError(NOT_INITIALIZED)
+    if os.environ.get(_DYNAMIC, "") in ("", "0"):
+        raise ValueError(
+            f"{what}: process sets are fixed at hvd.init().\n"
+            f"Set {_DYNAMIC}=1, or call hvd.init(process_sets='dynamic')."
+        )

@@ -1,0 +1,81 @@
+"""Run Horovod's own test/parallel/test_torch.py on mpicomm.horovod: `python -m tests.horovod_upstream PATH`.
+
+PATH is that file in a checkout of Horovod, or a git directory of Horovod. The file runs unmodified, on 2 and 4 ranks.
+`--write` writes docs/results/horovod-tests.json, in which the results of each MPI are replaced by its next run, and the
+table in docs/horovod-tests.md. The file's helpers need `pip install mock cloudpickle`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from tests.conformance import verdicts
+from tests.horovod_upstream import jobs, page
+from tests.horovod_upstream.results import Run, Source, store
+
+_TEST = Path("test", "parallel", "test_torch.py")
+_NEEDED = ("mock", "cloudpickle", "packaging")
+
+
+def main() -> int:
+    args = _parse()
+    if args.page:
+        page.write()
+        return 0
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        sys.exit(f"Horovod's tests need {', '.join(missing)}.\nRun: pip install {' '.join(missing)}")
+    with tempfile.TemporaryDirectory(prefix="horovod-tests-") as scratch:
+        file, source = _source(args.path, Path(scratch))
+        runs = {}
+        for size in args.ranks:
+            runs[size] = jobs.run(size, file, limit=args.limit, pattern=args.k, shows=args.s)
+            _show(size, runs[size])
+    if args.write:
+        store(runs, source)
+        page.write()
+    return int(any(run.count(verdicts.FAIL) for run in runs.values()))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.horovod_upstream", description=__doc__.splitlines()[0])
+    parser.add_argument("path", nargs="?", type=Path, help="Horovod's test_torch.py, or a git directory of Horovod")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (2 4)")
+    parser.add_argument("--write", action="store_true", help="write the results and the page")
+    parser.add_argument("--page", action="store_true", help="only generate the page from the existing results")
+    parser.add_argument("--limit", type=float, default=180, metavar="S", help="time limit of a test in seconds (180)")
+    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
+    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
+    args = parser.parse_args()
+    if args.path is None and not args.page:
+        parser.error("PATH is missing: pass Horovod's test_torch.py or a git directory of Horovod")
+    return args
+
+
+def _source(path: Path, scratch: Path) -> tuple[Path, Source]:
+    """Return the test file, and its origin; from a git directory, the tests are extracted to `scratch`."""
+    if path.is_file():
+        return path.resolve(), Source.of(path, "")
+    commit = subprocess.run(["git", "-C", path, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    archive = subprocess.run(["git", "-C", path, "archive", "HEAD", "test"], capture_output=True, check=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(scratch, filter="data")
+    return scratch / _TEST, Source.of(scratch / _TEST, commit.stdout.strip())
+
+
+def _show(size: int, run: Run) -> None:
+    counts = ", ".join(f"{run.count(outcome)} {outcome}" for outcome in (verdicts.PASS, verdicts.FAIL, verdicts.SKIP))
+    print(f"{size} ranks: {counts}; {run.seconds:.0f} s", flush=True)
+    for name, verdict in run.verdicts.items():
+        if verdict.outcome != verdicts.PASS:
+            print(f"  {name}: {verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
