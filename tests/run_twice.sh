@@ -5,7 +5,9 @@ set -uo pipefail
 
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
-with_cache=(-p cacheprovider -o "cache_dir=$cache")
+# The options of pyproject.toml, without the one that disables the cache of failed tests.
+options=$(sed -n 's/^addopts = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",' | sed 's/-p no:cacheprovider//')
+with_cache=(-o "addopts=$options" -o "cache_dir=$cache")
 
 pytest "${with_cache[@]}" "$@"
 status=$?
