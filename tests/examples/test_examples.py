@@ -22,6 +22,10 @@ PROGRAMS = {
 }
 DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
+FAULT_TOLERANT = [
+    "mpicomm run -n 4 --fault-tolerant -m mpicomm.examples.fault_tolerant --kill 2",
+    "mpicomm run -n 5 --spares 1 -m mpicomm.examples.fault_tolerant --kill 0",
+]
 TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
 FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
 # A Gloo thread that requests the GIL while Python exits aborts the process: one run in twelve on a loaded machine.
@@ -101,8 +105,9 @@ def test_fsdp_holds_a_part_of_the_parameters_on_each_rank():
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"])
 def test_docstring_has_the_command_that_starts_the_example(name):
     commands = [command for file, command, _ in sessions() if file == f"{name}.py"]
-    assert commands[-1] == f"mpirun -n 4 python -m mpicomm.examples.{name}"
-    assert commands[:-1] == ([f"python -m mpicomm.examples.{name}"] if name == "spawn" else [])
+    alone = [f"python -m mpicomm.examples.{name}"] if name == "spawn" else []
+    under_mpirun = [*alone, f"mpirun -n 4 python -m mpicomm.examples.{name}"]
+    assert commands == (FAULT_TOLERANT if name == "fault_tolerant" else under_mpirun)
 
 
 def test_one_copy_is_readable_at_the_top_and_importable():
