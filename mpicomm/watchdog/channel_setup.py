@@ -71,7 +71,12 @@ def start_watchdog(
             raise problem
 
     # 3. use the channel if all ranks have connected
-    if failed := agreement.failures(comm.allgather, check, OSError):
+    try:
+        failed = agreement.failures(comm.allgather, check, OSError)
+    except BaseException:  # a rank has failed: a thread that is left over would report its end to the next world
+        stop_watchdog(watch)
+        raise
+    if failed:
         if comm.rank == 0:
             rank, text = failed[0]
             warnings.warn(

@@ -56,9 +56,9 @@ class RankFailures:
             return
         with self._lock:
             self._reasons = {**in_world, **self._reasons}
+        self.has_any.set()  # first: operations that the next lines interrupt must raise RankFailedError
         flight_recorder.break_all(self.describe(self.ranks))
         mpi.revoke_all()
-        self.has_any.set()
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return which ranks have failed, and why."""

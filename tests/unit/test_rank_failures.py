@@ -1,0 +1,72 @@
+"""The failures of ranks as one rank knows them, and what is left of a recovery that another failure interrupts."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mpicomm import mpi
+from mpicomm.backend import group_state
+from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.startup import topology
+from mpicomm.watchdog import agent, channel_setup, flight_recorder, rank_failures
+from mpicomm.watchdog.agent import Limits
+from mpicomm.watchdog.channel import Channel
+from mpicomm.watchdog.rank_failures import RankFailures
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankFailures]:
+    monkeypatch.setattr(mpi, "record_lost_processes", lambda: None)
+    monkeypatch.setattr(mpi, "revoke_all", lambda: None)
+    found = RankFailures(None, ["alpha", "alpha", "beta"], 3)
+    rank_failures.set_current(found)
+    yield found
+    rank_failures.set_current(None)
+
+
+def test_an_operation_that_a_failure_interrupts_raises_its_error_at_once(
+    failures: RankFailures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = flight_recorder.Group("interrupted", [0, 1, 2], 60.0, is_world=False)
+    errors: list[Exception] = []
+
+    def interrupt() -> None:  # as another thread, whose MPI call returns or which finds the group broken
+        try:
+            group_state.check_unbroken(record)
+        except MpicommError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(mpi, "revoke_all", interrupt)
+    failures.record({1: "it was killed"})
+    record.is_closed = True
+    assert [(type(each), getattr(each, "ranks", None)) for each in errors] == [(RankFailedError, (1,))]
+
+
+def test_the_loss_of_a_spare_is_not_a_failure(failures: RankFailures) -> None:
+    failures.record({3: "it was killed"})
+    assert not failures.has_any.is_set()
+
+
+def test_a_watchdog_whose_start_is_interrupted_leaves_no_thread() -> None:
+    has_begun = threading.Event()
+
+    def allgather(value: Any) -> list[Any]:
+        if has_begun.is_set():
+            raise ConnectionError("another rank has failed")
+        has_begun.set()
+        return [value]
+
+    comm: Any = types.SimpleNamespace(rank=0, size=1, allgather=allgather, Abort=None)
+    before = set(threading.enumerate())
+    where, channel = topology.from_nodes(0, [0], ["alpha"]), Channel(0, b"token", 30)
+    with pytest.raises(ConnectionError):
+        channel_setup.start_watchdog(
+            comm, where, "127.0.0.1", channel, Limits(60.0, None), lambda: True, lambda: None, None
+        )
+    assert set(threading.enumerate()) == before
+    assert agent.current() is None
