@@ -224,18 +224,17 @@ def bootstrap(
     session = _new_session(request, launch, settings, job)
     try:
         _open_session(session)
+        _session = session
     except BaseException as error:
-        if isinstance(error, RankFailedError) or (isinstance(error, Exception) and rank_failures.error_after(error)):
+        if _has_lost_ranks(session, error):
             _session = _recover(session)
-            atexit.register(_shutdown_at_exit)
-            return _session.world
-        if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
-            session.watch.leave(1, is_stuck=False, waits=False)
-        _restore_environ(session)
-        raise
-    _session = session
+        else:
+            if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
+                session.watch.leave(1, is_stuck=False, waits=False)
+            _restore_environ(session)
+            raise
     atexit.register(_shutdown_at_exit)
-    if job.is_spare:
+    if _session.job.is_spare:
         _wait_as_spare()
     return _session.world
 
@@ -396,7 +395,7 @@ def _new_session(
         if settings.dump_dir != "none":
             session.dumps = Path(settings.dump_dir or _DUMPS, name).absolute()
         if request.recovers and job.everyone is not None:
-            session.failures = RankFailures(job.comm, job.everyone.hosts, place.size)
+            session.failures = RankFailures(job.base, job.everyone.hosts, place.size)
     return session
 
 
@@ -480,6 +479,15 @@ def recoveries() -> int:
     return 0 if _session is None else _session.world.recoveries
 
 
+def _has_lost_ranks(session: _Session, error: BaseException) -> bool:
+    """Return whether an error occurred because ranks have failed while the world of a session was formed."""
+    if session.failures is None or session.job.base is None or not isinstance(error, Exception):
+        return False
+    # Before all watchdogs run, this rank may not learn which rank has failed, only that another one has revoked this.
+    is_revoked = session.job.base.Is_revoked()
+    return is_revoked or isinstance(error, RankFailedError) or rank_failures.error_after(error) is not None
+
+
 def _recover(last: _Session) -> _Session:
     """End the last world, and form the next one of the processes that are left (collective over these)."""
     global _session  # noqa: PLW0603  a process is in one job at a time, as in torch.distributed
@@ -487,6 +495,7 @@ def _recover(last: _Session) -> _Session:
     assert last.failures is not None
     assert last.job.base is not None
     comm, place, size = last.job.base, last.place, last.job.base.size
+    mpi.record_lost_processes()
     mpi.revoke_all()
     _end_world(last)
     while True:

@@ -28,7 +28,7 @@ class RankFailures:
         """Start without failures.
 
         Args:
-            comm: The communicator of the world; None on a spare.
+            comm: The communicator of all processes: the ranks of the world, then the spares.
             hosts: The host of every rank, spares last.
             size: The number of ranks of the world.
         """

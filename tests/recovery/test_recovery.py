@@ -39,6 +39,24 @@ if world.rank == 0:  # the others wait for it at the end of their programs
 print(f"rank {world.rank} has finished")
 """
 
+AT_THE_START = """
+import os, signal
+import mpicomm
+from mpicomm import agreement
+
+failures = agreement.failures
+
+def die_on_rank_1(*arguments):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failures(*arguments)
+
+agreement.failures = die_on_rank_1  # which the start of the watchdogs calls
+world = mpicomm.bootstrap(on_failure="recover")
+mpicomm.barrier()
+print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
+"""
+
 BUG = """
 import mpicomm
 
@@ -71,6 +89,14 @@ def test_a_rank_that_dies_at_the_end_does_not_fail_the_job() -> None:
     outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", AT_THE_END])
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.split("\n"))[-2:] == ["rank 1 has finished", "rank 2 has finished"]
+
+
+def test_a_rank_that_dies_during_the_start_is_replaced_and_the_other_spare_waits() -> None:
+    outcome = run_command([*RUN, "-n", "4", "--spares", "2", sys.executable, "-c", AT_THE_START])
+    assert outcome.status == 0, outcome
+    started = [f"rank {rank} of 2 has started, 1 recovery" for rank in range(2)]
+    assert sorted(outcome.stdout.split("\n"))[-2:] == started, outcome
+    assert outcome.stdout.count("has started") == 2, outcome
 
 
 def test_an_exception_still_ends_the_job() -> None:
