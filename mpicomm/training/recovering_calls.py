@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from mpicomm import runtime
 from mpicomm.errors import RankFailedError
+from mpicomm.startup import survivors
 from mpicomm.training import newest_state, state
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.newest_state import Failure, Recovery, Standing
@@ -57,7 +58,7 @@ class RecoveringCalls:
 
     def enter_world(self) -> None:
         """Assemble the trainer in the current world, or in the next one if ranks fail meanwhile (collective)."""
-        _, failure = _attempted(self._enter_world)
+        _, failure = _attempted_by_all(self._enter_world)
         self._recover(failure)
 
     def run(self, call: Callable[[], T]) -> T:
@@ -81,36 +82,18 @@ class RecoveringCalls:
         self.recovery = None
 
     def _completed(self, call: Callable[[], T]) -> T:
-        def call_and_agree() -> T:
-            try:
-                result = call()
-            except Preempted:
-                self._agree_on_end()
-                raise
-            self._agree_on_end()
-            return result
-
         while True:
-            result, failure = _attempted(call_and_agree)
+            result, failure = _attempted_by_all(call)
             if failure is None:
                 return cast("T", result)
             self._recover(failure)
-
-    def _agree_on_end(self) -> None:
-        """Return on all ranks, or raise an error on all remaining ranks (collective).
-
-        After a barrier, some ranks could return and others raise an error.
-        """
-        comm = self._assembly.parts.world.comm
-        assert comm is not None
-        comm.Agree(1)
 
     def _recover(self, failure: RankFailedError | None) -> None:
         """Enter the next world after a failure, and further ones if ranks fail meanwhile (collective)."""
         while failure is not None:
             self._failures.append(Failure(failure.ranks, failure.hosts, failure.reason, time.time()))
             runtime.recover()
-            _, failure = _attempted(self._enter_world)
+            _, failure = _attempted_by_all(self._enter_world)
 
     def _enter_world(self) -> None:
         world = runtime.current_world()
@@ -144,6 +127,31 @@ class RecoveringCalls:
             state.load_replicated(self._assembly.parts, content["state"])
         self.has_begun, self.has_lost_state = content["has_begun"], content["has_lost_state"]
         self.first_size, self._results = content["first_size"], content["results"]
+
+
+def _attempted_by_all(call: Callable[[], T]) -> tuple[T | None, RankFailedError | None]:
+    """Return the result of a collective call, or the failure that has interrupted it on any rank (collective).
+
+    A failure at the end of a call may interrupt it on some ranks only. The ranks on which it does take part in the
+    agreement, too: otherwise the others would wait there for them, while they wait in `recover()`.
+
+    Raises:
+        Preempted: On every rank, if the call raises it.
+    """
+    comm, failures = runtime.current_world().comm, rank_failures.current()
+    assert comm is not None
+    preempted, result, failure = None, None, None
+    try:
+        result, failure = _attempted(call)
+    except Preempted as caught:
+        preempted = caught
+    if not survivors.agree(comm, failure is None) and failure is None:
+        assert failures is not None
+        failures.find()
+        failure = failures.error()
+    if preempted is not None and failure is None:
+        raise preempted
+    return result, failure
 
 
 def _attempted(call: Callable[[], T]) -> tuple[T | None, RankFailedError | None]:

@@ -78,6 +78,12 @@ def test_ranks_die_and_the_others_continue() -> None:
         assert f"(recovery {number})" in outcome.stderr, outcome
 
 
+def test_a_rank_that_has_passed_the_end_of_a_call_recovers_with_the_others() -> None:
+    outcome = run_command([*RUN, "-n", "4", "--spares", "1", "-m", "tests.recovery.end_of_call"])
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.count("the call returned in world 1") == 3, outcome
+
+
 def test_the_job_ends_if_too_few_ranks_are_left() -> None:
     outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", TOO_FEW])
     assert outcome.status == 1, outcome
