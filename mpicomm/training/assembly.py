@@ -40,6 +40,8 @@ class Assembly:
 
     parts: Parts
     step: TrainingStep
+    has_values: bool
+    """Whether the parameters had values when they were wrapped. A sharded model that is made again has none."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Assembly:
         self._template = ModelTemplate(model, copies=options.recovers and self.is_sharded)
         self._parallelism, self._options = parallelism, options
         self._is_assembled = False
+        self._scaler: dict[str, Any] | None = None  # the state of the loss scale in the previous world
 
     def assemble(self, world: World) -> None:
         """Replicate or shard the model on the ranks of a world (collective).
@@ -66,14 +69,13 @@ class Assembly:
         """
         options, device = self._options, world.device
         # 1. take the objects of the previous world apart
-        scaler = None
         if self._is_assembled:
-            scaler = self.parts.precision.scaler.state_dict()
             self._take_apart()
         # 2. wrap the model
         precision = Precision(options.precision, device, casts=not self.is_sharded)
-        if scaler is not None:
-            precision.scaler.load_state_dict(scaler)
+        if self._scaler is not None:
+            precision.scaler.load_state_dict(self._scaler)
+        self.has_values = self._template.has_values
         wrapped = parallel.wrap(
             self._template.make(device),
             self.optimizer,
@@ -97,7 +99,8 @@ class Assembly:
 
     def _take_apart(self) -> None:
         """Discard the interrupted step, and release the wrapped model."""
-        self.loss_fn = self.step.loss_fn
+        self._is_assembled = False  # also if ranks fail again before the trainer is assembled in the next world
+        self._scaler, self.loss_fn = self.parts.precision.scaler.state_dict(), self.step.loss_fn
         self.step.discard()
         wrapped = weakref.ref(self.parts.wrapped.model)
         del self.step, self.parts

@@ -233,6 +233,11 @@ class ModelTemplate:
         self._model: nn.Module | None = model
         self._copy = _copied(model, lambda each: torch.empty_like(each, device="meta")) if copies else None
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the parameters of the next model from `make` have values."""
+        return self._model is not None
+
     def make(self, device: torch.device) -> nn.Module:
         """Return the model; with FSDP, later calls return a copy whose parameters have undefined values."""
         if self._model is None:

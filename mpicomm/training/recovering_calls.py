@@ -47,7 +47,7 @@ class RecoveringCalls:
         """The recoveries since the last step, if any."""
 
         self.has_lost_state = False
-        """Whether the run had begun, and its state is neither complete in memory nor restored yet."""
+        """Whether a sharded model has lost its parameters, and no copies or checkpoint have restored them yet."""
 
         self._assembly, self._replicas = assembly, replicas
         self._number = newest_state.next_trainer()
@@ -98,6 +98,8 @@ class RecoveringCalls:
     def _enter_world(self) -> None:
         world = runtime.current_world()
         self._assembly.assemble(world)
+        if not self._assembly.has_values and not self.has_begun:
+            self.has_lost_state = True  # a failure before the run began: there are no copies of the parameters yet
         progress = (self.has_begun, *self._assembly.position.progress) if self._is_synchronized else None
         has_joined = world.previous_rank is None
         held = () if self._replicas is None else self._replicas.held
