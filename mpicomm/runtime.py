@@ -226,7 +226,7 @@ def bootstrap(
         _open_session(session)
         _session = session
     except BaseException as error:
-        if _has_lost_ranks(session, error):
+        if isinstance(error, RankFailedError) or (isinstance(error, Exception) and rank_failures.error_after(error)):
             _session = _recover(session)
         else:
             if session.watch is not None:  # a rank that leaves with an error must not be reported as dead
@@ -477,15 +477,6 @@ def _make_group(session: _Session) -> None:
 def recoveries() -> int:
     """Return the number of times that the job has continued after failures of ranks; 0 without `bootstrap`."""
     return 0 if _session is None else _session.world.recoveries
-
-
-def _has_lost_ranks(session: _Session, error: BaseException) -> bool:
-    """Return whether an error occurred because ranks have failed while the world of a session was formed."""
-    if session.failures is None or session.job.base is None or not isinstance(error, Exception):
-        return False
-    # Before all watchdogs run, this rank may not learn which rank has failed, only that another one has revoked this.
-    is_revoked = session.job.base.Is_revoked()
-    return is_revoked or isinstance(error, RankFailedError) or rank_failures.error_after(error) is not None
 
 
 def _recover(last: _Session) -> _Session:

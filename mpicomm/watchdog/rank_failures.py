@@ -68,8 +68,12 @@ class RankFailures:
         return f"{hang_report.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
 
     def find(self) -> bool:
-        """Wait until it is known which rank has failed, at most for a second; return whether it is."""
-        return mpi.poll(self._is_known, _EVIDENCE_SECONDS)
+        """Wait until it is known which rank has failed, at most for a second; return whether one has.
+
+        On a busy machine, or while the watchdogs start, this rank may know only that another one has revoked the
+        communicator.
+        """
+        return mpi.poll(self._is_known, _EVIDENCE_SECONDS) or (self._comm is not None and self._comm.Is_revoked())
 
     def _is_known(self) -> bool:
         if not self.has_any.is_set() and self._comm is not None and (failed := mpi.failed_ranks(self._comm)):

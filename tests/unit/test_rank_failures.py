@@ -52,6 +52,18 @@ def test_the_loss_of_a_spare_is_not_a_failure(failures: RankFailures) -> None:
     assert not failures.has_any.is_set()
 
 
+@pytest.mark.parametrize("is_revoked", [True, False])
+def test_a_communicator_that_another_rank_has_revoked_shows_a_failure(
+    is_revoked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpi, "failed_ranks", lambda _: [])
+    monkeypatch.setattr(rank_failures, "_EVIDENCE_SECONDS", 0.01)
+    comm: Any = types.SimpleNamespace(Is_revoked=lambda: is_revoked)
+    failures = RankFailures(comm, ["alpha", "beta"], 2)
+    assert failures.find() == is_revoked
+    assert (failures.error().ranks, failures.ranks) == ((), [])
+
+
 def test_a_watchdog_whose_start_is_interrupted_leaves_no_thread() -> None:
     has_begun = threading.Event()
 
