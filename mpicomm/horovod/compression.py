@@ -50,7 +50,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The available compressions: pass one as `compression=`."""
+    """The available compressions: pass `Compression.none` or `Compression.fp16` as `compression=`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
