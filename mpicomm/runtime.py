@@ -178,7 +178,7 @@ def bootstrap(
 
     Raises:
         LaunchError: If the launcher, the environment (including MPICOMM_* variables) or an earlier
-            init_process_group() prevents one job; with "recover", if the ranks were not started by Open MPI 5 with ULFM.
+            init_process_group() prevents one job; with "recover", if the ranks run without ULFM.
         MPINotFoundError: If MPI is needed, and mpi4py or an MPI library is missing.
         DeviceError: If a device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank.
         RendezvousError: If ranks do not arrive within the timeout, or cannot reach rank 0.
