@@ -12,7 +12,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the compressed tensor, and what `decompress` needs."""
+        """Return the compressed tensor, and the argument `ctx` of `decompress`."""
         raise NotImplementedError
 
     @staticmethod

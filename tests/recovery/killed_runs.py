@@ -36,7 +36,7 @@ class Case:
 
 @dataclasses.dataclass
 class Result:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     directory: Path
