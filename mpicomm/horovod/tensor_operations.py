@@ -168,7 +168,7 @@ def allreduce_async(
 ) -> Submission:
     """Start to reduce a tensor over all ranks (collective); the tensor itself does not change.
 
-    As of all functions whose names contain `_async`, the call returns without waiting for the other ranks.
+    The call returns without waiting for the other ranks, as do all functions with `_async` in their names.
 
     Args:
         tensor: The tensor; its shape, dtype and device type must be equal on all ranks.
