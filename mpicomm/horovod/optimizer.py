@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}.\nPass 1 or more."
         )
     if num_groups:
-        warnings.warn("num_groups is deprecated in Horovod.\nPass groups.", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups is deprecated in Horovod.\nUse groups.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if isinstance(optimizer, _ReducingOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already.\nWrap an optimizer once.")
