@@ -1,9 +1,10 @@
-"""Training that continues when a rank dies: no restart, no checkpoint. Rank `--kill` kills itself at half time.
+"""Training that continues when a rank dies, without a restart and without a checkpoint.
 
-The other ranks get RankFailedError from the operation in progress. `recover()` forms a world without the dead rank, or
-with a spare in its place (`--spares`). Then the ranks agree on the newest step that one of them has completed: a rank
-has applied its optimizer's step or has not, since parameters change only there. A rank that has it sends its state to
-the others. The images of a step are shared among the ranks that are there, so each image is used once per epoch.
+Rank `--kill` kills itself after half of the steps. On the other ranks the operation in progress raises RankFailedError.
+`recover()` forms a world without the failed rank, or with a spare in its place (`--spares`). Then the ranks agree on
+the newest step that one of them has completed: parameters change in the optimizer's step only, so each rank has applied
+the whole step or nothing of it. A rank that has applied the newest step sends its state to the others. The images of a
+step are shared among the ranks of the current world, so each image is used once per epoch.
 
     $ mpicomm run -n 4 --fault-tolerant -m mpicomm.examples.fault_tolerant --kill 2
     rank 2 dies in step 140
@@ -41,7 +42,7 @@ LEARNING_RATE = 0.1
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kill", type=int, default=-1, metavar="RANK", help="the rank that dies at half time")
+    parser.add_argument("--kill", type=int, default=-1, metavar="RANK", help="the rank that kills itself")
     victim = parser.parse_args().kill
     world = mpicomm.bootstrap(on_failure="recover")
     share_cores(world)

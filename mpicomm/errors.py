@@ -64,7 +64,8 @@ class MismatchError(MpicommError):
 class RankFailedError(MpicommError):
     """Ranks of the job have failed, and the program has called `bootstrap(on_failure="recover")`.
 
-    Every operation on every group raises it until the surviving ranks have called `recover()`.
+    Every operation on every group raises it until the surviving ranks have called `recover()`. Its attributes can
+    differ between ranks, if several ranks fail.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), hosts: Sequence[str] = (), reason: str = "") -> None:
@@ -78,7 +79,7 @@ class RankFailedError(MpicommError):
         """
         super().__init__(message)
         self.ranks = tuple(ranks)
-        """The ranks that are known to have failed, in ascending order; more may have."""
+        """The ranks that this rank knows to have failed, in ascending order; further ranks may have failed."""
 
         self.hosts = tuple(hosts)
         """The host of each of these ranks."""

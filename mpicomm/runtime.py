@@ -1,4 +1,4 @@
-"""`bootstrap()` forms one job of N processes; `shutdown()` takes it down.
+"""`bootstrap()` forms one job of N processes; `recover()` continues it without failed ranks; `shutdown()` ends it.
 
 The steps of a bootstrap: read the launcher's variables, initialise MPI, wait for all ranks, agree on the plan of the
 job, open the store, start the watchdog, initialise the process group. An error before the process group is initialised
@@ -88,7 +88,7 @@ class World(Topology):
     """A private duplicate of the job's communicator, for use with mpi4py; None where MPI is not in use."""
 
     previous_rank: int | None = None
-    """This process's rank before the last recovery; None if it was a spare. Its rank, if there was no recovery."""
+    """The rank of this process before the last recovery, or None if it was a spare; `rank` if there was no recovery."""
 
     recoveries: int = 0
     """The number of times that the job has continued after failures of ranks."""
@@ -168,16 +168,17 @@ def bootstrap(
         comm: An mpi4py communicator of the ranks that form the job; all ranks by default.
         device: The device of this rank; by default chosen among the visible GPUs.
         abort_on_error: Whether an unhandled exception on this rank aborts the whole job.
-        on_failure: What the other ranks do when a rank dies: "abort" aborts the job; "recover" raises RankFailedError
-            in their operations, and `recover()` continues without it (Open MPI with ULFM).
-        min_ranks: With "recover": if fewer ranks are left, the job is aborted.
+        on_failure: The reaction to the death of a rank: "abort" aborts the job; with "recover", the operations of the
+            other ranks raise RankFailedError, and `recover()` continues without the failed rank. "recover" requires
+            Open MPI 5 with ULFM: `mpicomm run --fault-tolerant`.
+        min_ranks: With "recover", the least number of ranks: if fewer ranks are left, mpicomm aborts the job.
 
     Returns:
         The World: rank, size, topology, device and backend.
 
     Raises:
         LaunchError: If the launcher, the environment (including MPICOMM_* variables) or an earlier
-            init_process_group() prevents one job.
+            init_process_group() prevents one job; with "recover", if the ranks run without ULFM.
         MPINotFoundError: If MPI is needed, and mpi4py or an MPI library is missing.
         DeviceError: If a device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank.
         RendezvousError: If ranks do not arrive within the timeout, or cannot reach rank 0.
@@ -243,9 +244,9 @@ def recover() -> World:
     """Continue without the failed ranks, after operations have raised RankFailedError (collective over the others).
 
     The remaining ranks form a new World: without gaps between the ranks, or with a spare in the place of each failed
-    rank. It has a new store, a new default process group, and `torch.distributed` and the environment variables
-    describe it. All groups of the old world are unusable. A failure during the recovery starts it again. If fewer than
-    `min_ranks` ranks are left, the job is aborted.
+    rank. It has a new store and a new default process group, and the environment variables describe it. All groups of
+    the old world are unusable. A failure during the recovery starts it again. If fewer than `min_ranks` ranks are left,
+    mpicomm aborts the job.
 
     Returns:
         The new World.
@@ -258,7 +259,7 @@ def recover() -> World:
     if session is None or not session.is_open or session.failures is None:
         raise MpicommError(
             'recover: the job was not started with on_failure="recover".\n'
-            'Call mpicomm.bootstrap(on_failure="recover") first.'
+            'Call mpicomm.bootstrap(on_failure="recover"), and start the job with mpicomm run --fault-tolerant.'
         )
     if rank_failures.current() is None:
         time.sleep(_ABORT_SECONDS)
@@ -520,7 +521,8 @@ def _recover(last: _Session) -> _Session:
             _stop_watching(session)
         if comm.size == size:  # no process has failed in this attempt
             raise MpicommError(
-                f"recover: the new world cannot be formed: {error or 'see the error of another rank'}.\nEnd the job."
+                f"recover: the new world cannot be formed: {error or 'see the error of another rank.'}\n"
+                f"Correct the cause, and start the job again."
             ) from error
         size = comm.size
     assert session is not None

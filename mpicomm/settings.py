@@ -75,8 +75,8 @@ class Settings:
     """0: torch computes the reductions in shared memory, instead of the package's C library; default 1."""
 
     spares: str | None = None
-    """The number of processes that wait to take the places of failed ranks, with `bootstrap(on_failure="recover")`;
-    `mpicomm run --spares` sets it; default 0."""
+    """The number of processes that wait to replace failed ranks, with `bootstrap(on_failure="recover")`; `mpicomm run
+    --spares` sets it; default 0."""
 
     parent: str | None = None
     """The addresses of `mpicomm run`, to which rank 0 connects; `mpicomm run` sets it."""
@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def num_spares(self) -> int:
-        """The number of processes that wait to take the places of failed ranks."""
+        """The number of processes that wait to replace failed ranks."""
         return 0 if self.spares is None else int(self.spares)
 
     @property

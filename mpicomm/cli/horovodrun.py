@@ -18,7 +18,9 @@ def _variable(name: str) -> Callable[[str], list[str]]:
 
 def _fusion_threshold(mebibytes: str) -> list[str]:
     if not mebibytes.isdecimal():
-        raise ValueError(f"--fusion-threshold-mb must be a number of MiB, got {mebibytes}.\nPass 0 or more.")
+        raise ValueError(
+            f"--fusion-threshold-mb must be a number of MiB, got {mebibytes}.\nPass a whole number of at least 0."
+        )
     return _variable("HOROVOD_FUSION_THRESHOLD")(str(int(mebibytes) * 2**20))
 
 

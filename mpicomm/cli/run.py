@@ -73,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         run_line.HOROVOD,
         action="store_true",
-        help="run a script that imports horovod.torch with mpicomm.horovod; accepts the options of horovodrun too",
+        help="run a script that imports horovod.torch, with mpicomm.horovod in its place; accepts horovodrun's options",
     )
     # 2. nodes, restarts and stop
     parser.add_argument(
@@ -97,7 +97,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         type=_number,
         default=0,
-        help="let N of the ranks wait to take the places of ranks that die; implies --fault-tolerant",
+        help="let N of the ranks of -n wait to replace ranks that die; implies --fault-tolerant",
     )
     parser.add_argument(
         "--grace-period",

@@ -12,7 +12,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the compressed tensor, and what `decompress` needs."""
+        """Return the compressed tensor, and the argument `ctx` of `decompress`."""
         raise NotImplementedError
 
     @staticmethod
@@ -50,7 +50,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The available compressions: pass one as `compression=`."""
+    """The available compressions: pass `Compression.none` or `Compression.fp16` as `compression=`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

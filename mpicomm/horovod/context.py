@@ -21,11 +21,13 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
     """Initialize Horovod (collective); calls `mpicomm.bootstrap()`. A second call has no effect.
 
     Args:
-        comm: An mpi4py communicator of the ranks that take part; all ranks by default.
+        comm: An mpi4py communicator of the ranks that take part, or a list of all ranks; all ranks by default.
         process_sets: Process sets to register, or "dynamic" to allow `hvd.add_process_set()`.
 
     Raises:
-        ValueError: If `comm` lists ranks other than all, or `process_sets` contains a set twice.
+        ValueError: If `comm` lists ranks other than all, `process_sets` contains a set twice or invalid ranks, or a
+            HOROVOD_* variable is not a number of at least 0.
+        LaunchError: On every rank, if torchrun started the ranks: MPI is required.
         MpicommError: If the ranks cannot be connected; see `mpicomm.bootstrap()`.
     """
     if registry().is_open:
@@ -42,7 +44,8 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
     if world.comm is None:
         raise raised_on_all_ranks(
             LaunchError(
-                "init: the operations of Horovod need MPI, which torchrun does not start.\nStart with mpicomm run."
+                "init: the operations of Horovod need MPI, and the ranks were started without MPI (torchrun).\n"
+                "Start them with an MPI launcher: mpicomm run --horovod -n 4 SCRIPT.py"
             )
         )
     if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):
@@ -74,7 +77,7 @@ def _shutdown_at_exit(pid: int) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `hvd.init()` has been called, and `hvd.shutdown()` has not been called since."""
+    """Return whether `hvd.init()` has been called, and not `hvd.shutdown()` since. Does not communicate."""
     return registry().is_open
 
 
@@ -85,37 +88,67 @@ def _world() -> World:
 
 
 def rank() -> int:
-    """Return this rank."""
+    """Return this rank. Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return _world().rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks. Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return _world().size
 
 
 def local_rank() -> int:
-    """Return this rank among the ranks of its node."""
+    """Return this rank among the ranks of its node. Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return _world().local_rank
 
 
 def local_size() -> int:
-    """Return the number of ranks of this rank's node."""
+    """Return the number of ranks of this rank's node. Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return _world().local_size
 
 
 def cross_rank() -> int:
-    """Return the rank of this rank's node among the nodes that have a rank of this local rank."""
+    """Return the position of this rank's node among the nodes that have a rank of this local rank.
+
+    Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return _nodes_with(_world().local_rank).index(_world().node_rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank of this rank's local rank."""
+    """Return the number of nodes that have a rank of this rank's local rank. Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return len(_nodes_with(_world().local_rank))
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have the same number of ranks."""
+    """Return whether all nodes have the same number of ranks. Does not communicate.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+    """
     return len(set(collections.Counter(_world().nodes).values())) == 1
 
 
@@ -128,7 +161,7 @@ def _nodes_with(local: int) -> list[int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: MPI was initialized with MPI_THREAD_MULTIPLE, which mpicomm requires.
+    """Return True: `mpicomm.bootstrap()` initializes MPI with MPI_THREAD_MULTIPLE. Does not communicate.
 
     Raises:
         ValueError: If Horovod is not initialized.
@@ -189,7 +222,7 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start to write a timeline on rank 0.
+    """Start to write a timeline on rank 0; has no effect on other ranks. Does not communicate.
 
     Args:
         file_path: The file.
@@ -197,13 +230,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises:
         ValueError: If Horovod is not initialized.
+        OSError: On rank 0, if the file cannot be written.
     """
     if _world().rank == 0:
         registry().timeline.start(file_path, marks_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Complete the timeline.
+    """Complete the timeline, if one is being written. Does not communicate.
 
     Raises:
         ValueError: If Horovod is not initialized.

@@ -62,7 +62,7 @@ def allreduce(
         process_set: The ranks that take part.
 
     Returns:
-        The reduced tensor.
+        The reduced tensor, of the shape of `tensor`.
 
     Raises:
         ValueError: If an argument is invalid, or an operation of the same name is pending.
@@ -117,12 +117,12 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     """Concatenate the tensors of all ranks along the first dimension (collective, differentiable).
 
     Args:
-        tensor: The tensor of this rank; its first dimension may differ between ranks.
+        tensor: The tensor of this rank, of one or more dimensions; the first one may differ between ranks.
         name: The name by which the ranks match their tensors; see `allreduce`.
         process_set: The ranks that take part.
 
     Returns:
-        The tensors, in the order of the ranks.
+        The rows of all tensors, in the order of the ranks; the other dimensions are those of `tensor`.
 
     Raises:
         ValueError: If an argument is invalid, or an operation of the same name is pending.
@@ -205,7 +205,7 @@ def alltoall(
     """Send parts of a tensor to all ranks, and receive their parts (collective, differentiable).
 
     Args:
-        tensor: The tensor, cut along its first dimension.
+        tensor: The tensor, of one or more dimensions, which is divided along the first one.
         splits: The number of rows for each rank, as a list or a tensor of int32; equal parts by default.
         name: The name by which the ranks match their tensors; see `allreduce`.
         process_set: The ranks that take part.
@@ -260,7 +260,7 @@ def reducescatter(
         postscale_factor: Multiplies the result.
 
     Returns:
-        This rank's rows.
+        This rank's rows of the reduced tensor.
 
     Raises:
         ValueError: If an argument is invalid, or an operation of the same name is pending.

@@ -1,7 +1,7 @@
 """hvd.elastic: training that continues with the other ranks when ranks fail, on the recovery of `mpicomm.recover()`.
 
-A function decorated with `run` gets a state. After a failure every surviving rank restores its last commit, the ranks
-form a new world, the state of one of them is sent to the others, and the function is called again.
+The first argument of a function decorated with `run` is a state. After a failure every surviving rank restores its last
+commit, the ranks form a new world, one of them sends its state to the others, and `run` calls the function again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 class State:
-    """The state of a training that a failure must not lose; base class of `ObjectState` and `TorchState`."""
+    """The state of a training run that survives a failure; base class of `ObjectState` and `TorchState`."""
 
     num_commits = 0
     """The number of calls of `commit`."""
@@ -52,19 +52,22 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to a new world, before the state is sent to all ranks."""
+        """Call `reset` and the reset callbacks in a new world; `run` calls it before `sync`. Does not communicate."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save the state in host memory; after a failure, training continues from the last commit."""
+        """Save the state in host memory; after a failure, training continues from the last commit.
+
+        Does not communicate. All ranks must commit at the same point of the training.
+        """
         self.save()
         self.num_commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: a running MPI job gets no new hosts, and a failure is reported by the next operation."""
+        """Do nothing: a running MPI job gets no new hosts, and the next operation raises an error after a failure."""
 
     def save(self) -> None:
         """Save the state in host memory."""
@@ -244,15 +247,15 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 ...
                 state.commit()
 
-    A spare that replaces a failed rank runs the program from its start, so the program must not run operations before
-    it calls the function.
+    A spare that replaces a failed rank runs the program from `hvd.init()` on, so the program must not run operations
+    between `hvd.init()` and the function.
 
     Args:
         func: The function; its first argument is the `State`.
 
     Returns:
-        The function. An operation that fails although no rank has failed is raised if that happens twice without a
-        commit in between.
+        The function that calls it again (collective). It raises a HorovodInternalError if an operation fails twice
+        without a commit in between, although no rank has failed.
     """
 
     @functools.wraps(func)

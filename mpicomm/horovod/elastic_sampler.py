@@ -15,6 +15,8 @@ from mpicomm.horovod import context
 class ElasticSampler(Sampler[int]):
     """Distributes the samples of a dataset over the ranks, and again after a change of the world.
 
+    Its methods do not communicate; call them on all ranks with the same arguments.
+
     Samples that `record_batch` has counted are not returned again in the epoch. Add the sampler to a `TorchState`, call
     `record_batch` after every batch, and `set_epoch` at the end of an epoch. If the samples cannot be divided evenly,
     some are repeated, so that every rank gets the same number.
@@ -52,7 +54,7 @@ class ElasticSampler(Sampler[int]):
 
         Args:
             batch_idx: The index of the batch, which has no effect.
-            batch_size: The number of samples on this rank.
+            batch_size: The number of samples on this rank, equal on all ranks.
         """
         self.processed_num += batch_size * self.num_replicas
 

@@ -10,10 +10,10 @@ class HorovodInternalError(MpicommError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """A program raises it in `hvd.elastic.run` to form the job anew.
+    """An exception by which a function in `hvd.elastic.run` requests that it is called again; raise it on all ranks.
 
     Attributes:
-        skip_sync: Whether the state is not sent to all ranks again.
+        skip_sync: Whether to omit the synchronization of the state before the next call.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -22,4 +22,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
 
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
-SHUT_DOWN = "Horovod has been shut down on this rank or another one, before the operation completed."
+SHUT_DOWN = (
+    "Horovod has been shut down on this rank or another one, before the operation completed.\n"
+    "Complete all operations on all ranks before hvd.shutdown(); hvd.init() starts Horovod again."
+)

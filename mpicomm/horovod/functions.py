@@ -21,10 +21,12 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, a list of tensors or of pairs of a name and a tensor.
+            Names, shapes and dtypes must be equal on all ranks.
         root_rank: The rank whose tensors are copied.
 
     Raises:
-        ValueError: If `params` holds something else.
+        ValueError: If `params` contains something else, or `root_rank` is not a rank.
+        HorovodInternalError: If the tensors differ between ranks, or the ranks can no longer communicate.
     """
     handles = [
         broadcast_async_(tensor, root_rank, None if name is None else f"broadcast_parameters.{name}")
@@ -37,7 +39,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
     """Copy the options and the state of `root_rank`'s optimizer to the other ranks (collective).
 
-    A parameter without a gradient gets a gradient of zeros, on all ranks, as in Horovod.
+    If this rank's optimizer has no state, its parameters without a gradient get a gradient of zeros, as in Horovod.
 
     Args:
         optimizer: The optimizer, with the same parameters on all ranks.
@@ -45,7 +47,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: The model; the gradients of its embeddings with `sparse=True` are sparse.
 
     Raises:
-        ValueError: If it is an LBFGS, whose state does not belong to single parameters.
+        ValueError: If the optimizer is an LBFGS, whose state does not belong to single parameters; on every rank, if
+            the parameter groups have different lengths on different ranks.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -74,8 +78,13 @@ def broadcast_object(
         name: The name by which the ranks match the call.
         process_set: The ranks that take part.
 
+    Returns:
+        The object; on other ranks a copy of it.
+
     Raises:
-        TypeError: If the object cannot be pickled.
+        TypeError: On every rank, if the object cannot be pickled.
+        ValueError: If `root_rank` is not a rank of the process set.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     label = f"broadcast_object.{name or ''}"
     content = _pickled(obj, "broadcast_object") if context.rank() == root_rank else None
@@ -96,7 +105,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         name: The name by which the ranks match the call.
 
     Raises:
-        TypeError: If the object cannot be pickled.
+        TypeError: On every rank, if a rank's object cannot be pickled.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     label = f"allgather_object.{name or ''}"
     content = _pickled(obj, "allgather_object")

@@ -40,7 +40,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that reduces the gradients of all ranks before it updates the parameters.
+    """Return an optimizer that reduces the gradients of all ranks before it updates the parameters (collective).
 
     The result is an instance of a subclass of the optimizer's class, and shares its parameter groups and state. The
     reduction of a gradient starts as soon as the backward pass has computed it, and `step()` waits for all of them.
@@ -70,6 +70,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     Raises:
         ValueError: If an argument is out of range, or a parameter has no name or one that is not unique.
         NotImplementedError: If Adasum is combined with a process set.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor requires op=hvd.Average.\nRemove one of the two arguments.")
@@ -192,7 +193,7 @@ def _check_groups(groups: Any) -> None:
     if not all(isinstance(each, torch.Tensor) for each in parameters):
         raise ValueError("groups must be lists of parameters.\nPass lists of tensors of the optimizer.")
     if len({id(each) for each in parameters}) < len(parameters):
-        raise ValueError("a parameter may be in one of the groups only, got one twice.\nRemove it from one of them.")
+        raise ValueError("groups must not contain a parameter twice.\nRemove it from all groups but one.")
 
 
 def _split(parameters: Sequence[torch.Tensor], count: int) -> list[Bucket]:

@@ -4,7 +4,7 @@ A submission returns immediately. A cycle is one round of the negotiation, follo
 all ranks. A thread that waits for an operation runs the cycles itself, because waking another thread takes longer than
 a small operation; otherwise the engine's thread runs them, one cycle time after the first submission, while the program
 computes. Without pending submissions the thread sleeps, except for a heartbeat: at the same times on all ranks it takes
-part in a round, so that ranks that wait for this one can report what they wait for.
+part in a round, so that ranks that wait for this one can report it.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 class ProcessSet:
-    """A set of ranks that run operations together; pass it as `process_set=`.
+    """A set of ranks that run operations together; pass it as `process_set=`. Its methods do not communicate.
 
     Attributes:
         process_set_id: A number that is equal on all ranks; None unless the set is registered.
         ranks: The ranks of the set, in ascending order.
-        mpi_comm: The communicator from which the set was made, if any.
+        mpi_comm: The mpi4py communicator that was passed, if any.
     """
 
     process_set_id: int | None = None
@@ -72,7 +72,8 @@ class ProcessSet:
         mine = _registry.rank
         if mine not in self.ranks:
             raise ValueError(
-                f"rank {mine} is not in the process set of ranks {self.ranks}.\nCheck process_set.included() before."
+                f"rank {mine} is not in the process set of ranks {self.ranks}.\n"
+                f"Call rank() only where process_set.included() is true."
             )
         return self.ranks.index(mine)
 
@@ -250,14 +251,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set.
 
     Raises:
-        ValueError: If Horovod is not initialized, a set of these ranks is registered, or process sets are not dynamic.
+        ValueError: If Horovod is not initialized, process sets are not dynamic, the ranks are not different ranks of
+            the job, or a set of these ranks is registered.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     _check_dynamic("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if not _registry.add(process_set):
         raise ValueError(
-            f"add_process_set: a process set of ranks {process_set.ranks} is already registered.\nUse that one."
+            f"add_process_set: a process set of ranks {process_set.ranks} is already registered.\n"
+            f"Use the registered set, or remove it first by hvd.remove_process_set()."
         )
     return process_set
 
@@ -269,10 +273,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: A registered set, but not the global one.
 
     Returns:
-        Whether the set was removed.
+        Whether the set was removed; False for the global set, and for one that is not registered.
 
     Raises:
         ValueError: If Horovod is not initialized, or process sets are not dynamic.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     if process_set.process_set_id in (None, 0):
         return False
@@ -287,5 +292,5 @@ def _check_dynamic(what: str) -> None:
     if os.environ.get(_DYNAMIC, "") in ("", "0"):
         raise ValueError(
             f"{what}: process sets are fixed at hvd.init().\n"
-            f"Set {_DYNAMIC}=1, or call hvd.init(process_sets='dynamic')."
+            f"Set {_DYNAMIC}=1, or call hvd.init(process_sets='dynamic') on all ranks."
         )

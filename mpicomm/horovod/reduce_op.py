@@ -1,4 +1,4 @@
-"""The reduction operations: Horovod's constants, and what they are in torch."""
+"""The reduction operations: Horovod's constants, and the corresponding operations of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(op: Any, what: str) -> int:
     """Return a reduction operation.
 
     Raises:
-        ValueError: If it is none of Horovod's constants.
+        ValueError: If it is not one of Horovod's constants.
     """
     if op not in range(len(NAMES)):
         raise ValueError(f"{what}: op must be hvd.{', hvd.'.join(NAMES)}, got {op!r}.\nPass one of these constants.")

@@ -13,8 +13,8 @@ from mpicomm.horovod.reduce_op import Sum
 class SyncBatchNorm(nn.BatchNorm1d):
     """Batch normalization over the batches of all ranks, on CPUs and GPUs.
 
-    The arguments are those of `torch.nn.BatchNorm2d`. In training, every rank must call the layer (collective); the
-    batches may have different lengths.
+    The arguments are those of `torch.nn.BatchNorm2d`; the input has the shape (N, C, ...). In training, every rank must
+    call the layer (collective); the batches may have different lengths N.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name

@@ -31,7 +31,7 @@ class _Grouped(Submission):
 
 
 def poll(handle: Submission) -> bool:
-    """Return whether an operation has completed, so that `synchronize` does not wait.
+    """Return whether an operation has completed, so that `synchronize` does not wait. Does not communicate.
 
     Args:
         handle: The handle that the asynchronous function returned.
@@ -40,7 +40,7 @@ def poll(handle: Submission) -> bool:
 
 
 def synchronize(handle: Submission | Callable[[], Any]) -> Any:
-    """Wait for an operation and return its result.
+    """Wait for an operation and return its result; every rank of the process set must have started the operation.
 
     Args:
         handle: The handle that the asynchronous function returned.
@@ -101,7 +101,7 @@ def _layouts(tensors: Tensors, what: str, *, any_rows: bool = False, needs_rows:
         shape = tensor.shape
         if needs_rows and not shape:
             raise ValueError(
-                f"{what}: the tensor must have at least one dimension, got a scalar.\nUse tensor.reshape(1)."
+                f"{what}: the tensor must have at least one dimension, got a scalar.\nPass tensor.reshape(1)."
             )
         layouts.append(Layout(tensor.dtype, (ANY_ROWS, *shape[1:]) if any_rows else shape, tensor.device.type))
     return tuple(layouts)
@@ -166,7 +166,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Submission:
-    """Start to reduce a tensor over all ranks; the tensor itself does not change.
+    """Start to reduce a tensor over all ranks (collective); the tensor itself does not change.
+
+    The call returns without waiting for the other ranks, as do all functions with `_async` in their names.
 
     Args:
         tensor: The tensor; its shape, dtype and device type must be equal on all ranks.
@@ -198,7 +200,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Submission:
-    """Start to reduce a tensor in place; see `allreduce_async`."""
+    """Start to reduce a tensor in place (collective); see `allreduce_async`."""
     op = effective_op(op, average, "allreduce")
     return _allreduce([tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set)
 
@@ -212,7 +214,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor in place over all ranks, and return it; see `allreduce_async`."""
+    """Reduce a tensor in place over all ranks, and return it (collective).
+
+    The arguments are those of `allreduce_async`, and the errors those of `allreduce_async` and `synchronize`.
+    """
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     return synchronize(handle)
 
@@ -226,7 +231,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Submission:
-    """Start to reduce a list of tensors as one operation; see `allreduce_async`."""
+    """Start to reduce a list of tensors as one operation (collective); see `allreduce_async`."""
     op = effective_op(op, average, "grouped_allreduce")
     outputs = [_like(each) for each in tensors]
     return _allreduce(list(tensors), outputs, name, op, prescale_factor, postscale_factor, process_set, is_group=True)
@@ -241,7 +246,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Submission:
-    """Start to reduce a list of tensors in place as one operation; see `allreduce_async`."""
+    """Start to reduce a list of tensors in place as one operation (collective); see `allreduce_async`."""
     op = effective_op(op, average, "grouped_allreduce")
     tensors = list(tensors)
     return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_group=True)
@@ -256,7 +261,10 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce a list of tensors in place as one operation, and return it; see `allreduce_async`."""
+    """Reduce a list of tensors in place as one operation, and return it (collective).
+
+    The arguments are those of `allreduce_async`, and the errors those of `allreduce_async` and `synchronize`.
+    """
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return synchronize(handle)
 
@@ -264,10 +272,10 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to sum or average a sparse tensor (COO) over all ranks, whose entries may differ.
+    """Start to sum or average a sparse tensor (COO) over all ranks, whose entries may differ (collective).
 
     Args:
-        tensor: The sparse tensor.
+        tensor: The sparse tensor; its shape and dtype must be equal on all ranks.
         name: The name by which the ranks match their tensors.
         op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
@@ -300,10 +308,10 @@ def sparse_allreduce_async(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Submission:
-    """Start to concatenate the tensors of all ranks along the first dimension, which may differ between ranks.
+    """Start to concatenate the tensors of all ranks along the first dimension (collective).
 
     Args:
-        tensor: The tensor of this rank.
+        tensor: The tensor of this rank, with one or more dimensions; the first one may differ between ranks.
         name: The name by which the ranks match their tensors; see `allreduce_async`.
         process_set: The ranks that take part.
 
@@ -321,7 +329,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Submission:
-    """Start to gather a list of tensors as one operation; see `allgather_async`."""
+    """Start to gather a list of tensors as one operation (collective); see `allgather_async`."""
     layouts = _layouts(tensors, "grouped_allgather", any_rows=True, needs_rows=True)
     return _submit(process_set, name, Signature(submission.ALLGATHER, layouts), list(tensors), is_group=True)
 
@@ -340,7 +348,7 @@ def _broadcast(tensor: Tensor, output: Tensor, root_rank: int, name: str | None,
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Submission:
-    """Start to send the root's tensor to all ranks; the tensor itself does not change.
+    """Start to send the root's tensor to all ranks (collective); the tensor itself does not change.
 
     Args:
         tensor: The tensor; its shape, dtype and device type must be equal on all ranks.
@@ -361,14 +369,17 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Submission:
-    """Start to send the root's tensor to all ranks, in place; see `broadcast_async`."""
+    """Start to send the root's tensor to all ranks, in place (collective); see `broadcast_async`."""
     return _broadcast(tensor, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Send the root's tensor to all ranks, in place, and return it; see `broadcast_async`."""
+    """Send the root's tensor to all ranks, in place, and return it (collective).
+
+    The arguments are those of `broadcast_async`, and the errors those of `broadcast_async` and `synchronize`.
+    """
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -381,10 +392,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Submission:
-    """Start to send parts of a tensor to all ranks, and to receive their parts.
+    """Start to send parts of a tensor to all ranks, and to receive their parts (collective).
 
     Args:
-        tensor: The tensor, cut along its first dimension.
+        tensor: The tensor, of one or more dimensions, which is divided along the first one.
         splits: The number of rows for each rank, as a list or a tensor of int32; equal parts by default.
         name: The name by which the ranks match their tensors; see `allreduce_async`.
         process_set: The ranks that take part.
@@ -420,7 +431,7 @@ def alltoall_async(
         )
     if int(counts.sum()) > rows or int(counts.min()) < 0:
         raise ValueError(
-            f"alltoall: splits must be at least 0 and sum up to at most {rows}, the first dimension, got "
+            f"alltoall: splits must be at least 0, and their sum at most {rows}, the first dimension, got "
             f"{counts.tolist()}.\nPass the number of rows for each rank."
         )
     return _submit(process_set, name, Signature(submission.ALLTOALL, layouts), [tensor], splits=counts)
@@ -451,11 +462,11 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Submission:
-    """Start to reduce a tensor over all ranks, each of which receives its part of the rows.
+    """Start to reduce a tensor over all ranks, each of which receives its part of the rows (collective).
 
     Args:
-        tensor: The tensor; its shape, dtype and device type must be equal on all ranks. If the number of ranks does not
-            divide the first dimension, the first ranks receive one row more.
+        tensor: The tensor, of one or more dimensions; its shape, dtype and device type must be equal on all ranks. If
+            the number of ranks does not divide the first dimension, the first ranks receive one row more.
         name: The name by which the ranks match their tensors; see `allreduce_async`.
         op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
@@ -480,7 +491,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Submission:
-    """Start to reduce and scatter a list of tensors as one operation; see `reducescatter_async`."""
+    """Start to reduce and scatter a list of tensors as one operation (collective); see `reducescatter_async`."""
     return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_group=True)
 
 
@@ -495,6 +506,10 @@ def join(device: int = -1) -> int:
 
     Returns:
         The last rank that joined.
+
+    Raises:
+        ValueError: If Horovod is not initialized.
+        HorovodInternalError: If the ranks can no longer communicate.
     """
     del device
     engine = engine_of(global_process_set, submission.JOIN)
@@ -503,5 +518,10 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait for all ranks of a process set (collective)."""
+    """Wait for all ranks of a process set (collective).
+
+    Raises:
+        ValueError: If Horovod is not initialized, or this rank is not in the process set.
+        HorovodInternalError: If the ranks can no longer communicate.
+    """
     synchronize(_submit(process_set, submission.BARRIER, Signature(submission.BARRIER), []))

@@ -51,13 +51,12 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
 
 
 def _check(request: StartRequest, launch: Launch) -> None:
-    if backend_choice.needs_mpi(request.backend) or request.comm is not None:
-        argument = "comm=" if request.comm is not None else f"backend={request.backend!r}"
+    if argument := _argument_that_needs_mpi(request):
         raise raised_on_all_ranks(
             LaunchError(
                 f"{argument} needs MPI, but this process was started by {launch.title}, without MPI.\n"
-                f"Call bootstrap() without backend= and comm=, or start with MPI:\n"
-                f"  mpirun -n {launch.size} {this_command()}"
+                f"Call bootstrap() without {argument.partition('=')[0]}=, or start with MPI:\n"
+                f"  {_start_with_mpi(request, launch)}"
             )
         )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
@@ -66,6 +65,19 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
     other_group.refuse(request.backend)
+
+
+def _argument_that_needs_mpi(request: StartRequest) -> str:
+    if request.comm is not None:
+        return "comm="
+    if request.recovers:
+        return f"on_failure={request.on_failure!r}"
+    return f"backend={request.backend!r}" if backend_choice.needs_mpi(request.backend) else ""
+
+
+def _start_with_mpi(request: StartRequest, launch: Launch) -> str:
+    launcher = "mpicomm run --fault-tolerant" if request.recovers else "mpirun"
+    return f"{launcher} -n {launch.size} {this_command()}"
 
 
 def _warn(request: StartRequest, launch: Launch) -> None:

@@ -266,7 +266,7 @@ def _spares(size: int, request: StartRequest, settings: Settings) -> int:
             LaunchError(
                 f"bootstrap(min_ranks={request.min_ranks}) needs {request.min_ranks} ranks and the spares "
                 f"(MPICOMM_SPARES={settings.num_spares}), got {size} processes.\n"
-                f"Start {request.min_ranks + settings.num_spares} processes or more: mpicomm run -n."
+                f"Start {request.min_ranks + settings.num_spares} processes or more: mpicomm run -n N."
             )
         )
     return settings.num_spares

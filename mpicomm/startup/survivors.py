@@ -1,4 +1,4 @@
-"""The ranks that are left after failures: MPI agrees on them, and they get their ranks in the next world.
+"""The surviving ranks after failures: MPI agrees on them, and they compute their ranks in the next world.
 
 The communicator has all processes of the job: the ranks of the world, then the spares. A spare takes the number of a
 failed rank. If there are more failed ranks than spares, the remaining ranks keep their order, without gaps.
@@ -27,7 +27,7 @@ class Place:
     """The number of ranks."""
 
     finished: frozenset[int] = frozenset()
-    """The ranks that had reached the end of the program when another rank failed, and take no part any more."""
+    """The ranks that had reached the end of the program when another rank failed, and take no further part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +81,12 @@ def agree(comm: Intracomm, is_done: bool) -> bool:
 
 
 def _next_world(comm: Intracomm, place: Place, *, is_finished: bool) -> NextWorld:
-    # 1. who is left, and who has failed
+    # 1. the surviving, the finished and the failed ranks
     of_all: list[tuple[int | None, bool]] = comm.allgather((place.rank, is_finished))
     ranks = [rank for rank, _ in of_all if rank is not None]
     finished = place.finished | {rank for rank, has_finished in of_all if has_finished and rank is not None}
     failed = sorted(set(range(place.size)) - set(ranks) - finished)
-    # 2. those that continue get their next ranks; if all have finished, no spare takes a place
+    # 2. the next ranks of the processes that continue; if all ranks have finished, no spare replaces a failed one
     going_on = [rank for rank, has_finished in of_all if not has_finished]
     active = [rank for rank in going_on if rank is not None]
     vacant = failed if active else []

@@ -82,7 +82,7 @@ class Recovery:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What a rank has of the state of a run."""
+    """The part of the state of a run that a rank has."""
 
     trainer: int
     """The number of the trainer in the program."""
@@ -105,7 +105,7 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What the ranks agree on: the newest state, and who has it."""
+    """The result of the agreement: the rank that sends the newest state, and the ranks that lack it."""
 
     source: int
     """The lowest rank that has the newest state."""
@@ -123,7 +123,7 @@ class Agreement:
     """The shards of a sharded model that each rank holds."""
 
     def recovery(self, position: Position, size: int) -> Recovery | None:
-        """Return what happened since the last step; None if no rank has failed."""
+        """Return the recovery since the last step; None if no rank has failed."""
         failures, at = self.standing.failures, self.standing.last_step_at
         if not failures:
             return None

@@ -46,7 +46,7 @@ class _Shard:
 
 @dataclasses.dataclass(frozen=True)
 class _About:
-    """What a shard contains besides its tensors."""
+    """The content of a shard other than its tensors."""
 
     names: Sequence[tuple[str, ...]]
     are_sharded: Sequence[bool]
@@ -106,14 +106,14 @@ class ShardReplicas:
 
         Args:
             parts: The objects to restore, on any number of ranks.
-            held: What each rank holds.
+            held: The shards that each rank holds.
         """
         version, holders = newest_complete(held)
         if version is None:
             return False
         rank = dist.get_rank()
         own = self._versions[version].shards if version in self._versions else {}
-        # 1. find out what the shards contain
+        # 1. broadcast the descriptions of the shards
         first = holders[0]
         mine = own.get(0) if rank == first else None
         about: _About = collectives.broadcast_object(mine.about if mine is not None else None, src=first)
@@ -158,7 +158,7 @@ def newest_complete(held: Sequence[Sequence[Held]]) -> tuple[Version | None, lis
     """Return the newest version of which every shard is left, and the lowest rank that holds each shard.
 
     Args:
-        held: What each rank holds.
+        held: The shards that each rank holds.
     """
     holders: dict[Version, dict[int, int]] = {}
     sizes: dict[Version, int] = {}

@@ -506,7 +506,7 @@ class Trainer:
         self._reporter.step(self.position, count)
 
     def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
-        """Share what a step leaves on single ranks, so that the state after it is equal on all ranks (collective).
+        """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
 
         After this operation a rank completes the step without communication. If a rank fails, the others have
         therefore completed the step, and can send its state, or have not begun to change theirs.

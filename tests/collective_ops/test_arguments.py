@@ -72,6 +72,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Wrong]] = {
     "as_completed": ({"handles": []}, {"handles": HANDLES}),
     "current_world": ({}, {}),
     "dump_flight_recorder": ({}, {"directory": PATHS}),
+    "recover": ({}, {}),
     "shutdown": ({}, {}),
     "bf16_compression_hook": ({"state": None, "bucket": None}, {"state": [5, "group"], "bucket": [5, None]}),
     "bootstrap": (
@@ -82,6 +83,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Wrong]] = {
             "comm": [5, "world", Unknown()],
             "device": [1.5, True, [0], Unknown()],
             "abort_on_error": FLAGS,
+            "on_failure": [*WORDS, None],
+            "min_ranks": POSITIVE,
         },
     ),
 }
@@ -117,6 +120,9 @@ TRAINER: Wrong = {
     "progress": [*WORDS, None],
     "logger": [5, "wandb", True, Unknown()],
     "rank_logs": FLAGS,
+    "on_failure": [*WORDS, None],
+    "replicate_shards": FLAGS,
+    "replicate_every": POSITIVE,
 }
 DATASETS = [None, 5, torch.nn.Linear(1, 1), Unknown()]
 METRICS = [5, ["accuracy"], {"accuracy": 5}, {5: len}, Unknown()]

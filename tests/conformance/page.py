@@ -39,14 +39,15 @@ _FILES = """\
 PyTorch's tests of FSDP2 with tensor subclasses, of `CommDebugMode` and of functional collectives are not part of its
 wheels. `python -m tests.conformance.upstream_files PATH...` runs files of its repository with mpicomm and with Gloo,
 under `mpirun`, each test on as many ranks as it needs. Where PyTorch starts processes or threads, every rank runs the
-body of the test. Replaced are only the backend and the device, for Gloo too:
+body of the test. The program replaces only the backend and the device, for Gloo too:
 
 - Groups of the backends `gloo`, `threaded` and `fake` have the backend under test.
-- Requirements of GPUs are lifted: the tests use CPU tensors. Tests that need a GPU nevertheless, such as those of
-  Triton, are skipped, or pass with neither backend.
+- Tests that require GPUs run with CPU tensors. Those that need a GPU nevertheless, such as the tests of Triton, are
+  skipped, or pass with neither backend.
 
-The failing tests are run again without the others, because one test may influence the next in the same process;
-PyTorch starts new processes for each.
+The program runs failing tests again without the others, because one test may influence the next in the same process;
+PyTorch starts new processes for each. It runs a test that still fails with one backend only once more with that
+backend, in a job of its own, and records that result.
 """
 
 
@@ -101,7 +102,7 @@ def _shortfalls(measured: Sequence[Results]) -> str:
         for name in shortfalls(run)
     ]
     if not rows:
-        return "## Shortfalls\n\nNo test fails, and mpicomm passes every test that Gloo passes.\n"
+        return "## Shortfalls\n\nNo test of `DistributedTest` fails, and mpicomm passes each that Gloo passes.\n"
     return "## Shortfalls\n\n" + _table(["test", "on", "mpicomm", GLOO, "reason"], rows)
 
 

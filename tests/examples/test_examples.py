@@ -22,10 +22,15 @@ PROGRAMS = {
 }
 DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
-FAULT_TOLERANT = [
-    "mpicomm run -n 4 --fault-tolerant -m mpicomm.examples.fault_tolerant --kill 2",
-    "mpicomm run -n 5 --spares 1 -m mpicomm.examples.fault_tolerant --kill 0",
-]
+WITH_A_KILL = "mpicomm run -n 5 --spares 1 -m mpicomm.examples.trainer --dir runs/killed --kill 60"
+COMMANDS = {
+    "fault_tolerant": [
+        "mpicomm run -n 4 --fault-tolerant -m mpicomm.examples.fault_tolerant --kill 2",
+        "mpicomm run -n 5 --spares 1 -m mpicomm.examples.fault_tolerant --kill 0",
+    ],
+    "spawn": ["python -m mpicomm.examples.spawn", "mpirun -n 4 python -m mpicomm.examples.spawn"],
+    "trainer": ["mpirun -n 4 python -m mpicomm.examples.trainer", WITH_A_KILL],
+}
 TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
 FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
 # A Gloo thread that requests the GIL while Python exits aborts the process: one run in twelve on a loaded machine.
@@ -84,6 +89,11 @@ def test_the_example_works_as_its_docstring_describes(file, command, output):
     assert outcome.status == (1 if command in FAILING or command.startswith("diff") else 0), outcome
     if command in FAILING:  # the launcher also writes to standard error
         assert set(form(output)) <= set(form(outcome.stderr.replace("PMI_RANK", "OMPI_COMM_WORLD_RANK"))), outcome
+    elif command == WITH_A_KILL:  # its docstring shows the lines about the failure only
+        assert re.search(
+            r"^rank 0 on .* failed: .*; continued from step 59 on 4 ranks, 1 of them sp", outcome.stdout, re.MULTILINE
+        )
+        assert form(outcome.stdout.splitlines()[-1]) == form(output.splitlines()[-1]), outcome
     elif file in TRAINED:  # progress lines and the text that a model generates vary
         assert [line for line in form(outcome.stdout) if FIGURES.match(line)] == [
             line for line in form(output) if FIGURES.match(line)
@@ -105,9 +115,7 @@ def test_fsdp_holds_a_part_of_the_parameters_on_each_rank():
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"])
 def test_docstring_has_the_command_that_starts_the_example(name):
     commands = [command for file, command, _ in sessions() if file == f"{name}.py"]
-    alone = [f"python -m mpicomm.examples.{name}"] if name == "spawn" else []
-    under_mpirun = [*alone, f"mpirun -n 4 python -m mpicomm.examples.{name}"]
-    assert commands == (FAULT_TOLERANT if name == "fault_tolerant" else under_mpirun)
+    assert commands == COMMANDS.get(name, [f"mpirun -n 4 python -m mpicomm.examples.{name}"])
 
 
 def test_one_copy_is_readable_at_the_top_and_importable():

@@ -1,4 +1,4 @@
-"""Tensors are matched by name, and what differs between ranks is the same error on all of them."""
+"""The ranks match tensors by name, and different arguments raise the same error on all ranks."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def two_linear() -> nn.Sequential:
         (lambda model: {"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "requires op=hvd.Average"),
         (lambda model: {"groups": 0}, "groups must be a positive integer"),
         (lambda model: {"groups": [[1]]}, "lists of parameters"),
-        (lambda model: {"groups": [[model[0].bias], [model[0].bias]]}, "got one twice"),
+        (lambda model: {"groups": [[model[0].bias], [model[0].bias]]}, "must not contain a parameter twice"),
     ],
     ids=["repeated", "unnamed", "no-pairs", "passes", "predivided-sum", "no-group", "no-tensors", "twice"],
 )

@@ -2,7 +2,7 @@
 
 PATH is that file in a checkout of Horovod, or a git directory of Horovod. The file runs unmodified, on 2 and 4 ranks.
 `--write` writes docs/results/horovod-tests.json, in which the results of each MPI are replaced by its next run, and the
-table in docs/horovod-tests.md. The file's helpers need `pip install mock cloudpickle`.
+table in docs/horovod-tests.md. The file's helpers need `pip install mock cloudpickle packaging`.
 """
 
 from __future__ import annotations

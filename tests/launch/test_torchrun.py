@@ -55,14 +55,18 @@ sys.stdout.write(f"{world.rank} of {world.size}, local {world.local_rank} of {wo
 
 
 @pytest.mark.parametrize(
-    ("setup", "call", "argument"),
+    ("call", "argument", "launcher"),
     [
-        ("", "mpicomm.bootstrap('mpi')", "backend='mpi'"),
-        ("from mpi4py import MPI", "mpicomm.bootstrap(comm=MPI.COMM_WORLD)", "comm="),
+        ("bootstrap('mpi')", "backend='mpi'", "mpirun"),
+        ("bootstrap(comm=MPI.COMM_WORLD)", "comm=", "mpirun"),
+        ("bootstrap(on_failure='recover')", "on_failure='recover'", "mpicomm run --fault-tolerant"),
     ],
 )
-def test_an_argument_that_needs_mpi_is_an_error(tmp_path: Path, setup: str, call: str, argument: str) -> None:
-    outcome = torchrun(tmp_path / "script.py", f"import mpicomm\n{setup}\n{call}\n")
+def test_an_argument_that_needs_mpi_is_an_error(tmp_path: Path, call: str, argument: str, launcher: str) -> None:
+    setup = "from mpi4py import MPI" if "MPI." in call else ""
+    outcome = torchrun(tmp_path / "script.py", f"import mpicomm\n{setup}\nmpicomm.{call}\n")
     assert outcome.status != 0, outcome
     assert outcome.stderr.count(f"mpicomm.LaunchError: {argument} needs MPI, but") == 1, outcome
-    assert re.search(rf"^  mpirun -n {SIZE} python .*{tmp_path / 'script.py'}$", outcome.stderr, re.MULTILINE), outcome
+    assert re.search(rf"^  {launcher} -n {SIZE} python .*{tmp_path / 'script.py'}$", outcome.stderr, re.MULTILINE), (
+        outcome
+    )

@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "backend/executor.py",
         old="""        if not self._keeps_communicator:
-            self._comm.Free()
+            mpi.free(self._comm)
 """,
         new="",
         fault="The communicator of a destroyed group is never freed.",

@@ -16,8 +16,8 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/coordinator.py",
-        old="_DUMP_SECONDS, now, status or 1)",
-        new="_DUMP_SECONDS, now, 1)",
+        old="_DUMP_SECONDS, now, status or 1, ",
+        new="_DUMP_SECONDS, now, 1, ",
         fault="A job that ends because a rank has exited ends with status 1, not with the status of that rank.",
         tests="tests/unit/test_coordinator.py -k test_the_job_ends_with_the_status_of_the_exited_rank",
         ranks=0,

@@ -209,7 +209,7 @@ MUTANTS = [
     ),
     Mutant(
         "backend/shm_selector.py",
-        old="        while self._comms:\n            self._comms.pop().Free()\n",
+        old="        while self._comms:\n            mpi.free(self._comms.pop())\n",
         new="        self._comms.clear()\n",
         fault="A group's communicators within and between nodes are never freed.",
         tests="tests/mpi/test_shm.py -k test_communicators_are_freed",

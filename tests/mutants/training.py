@@ -192,8 +192,9 @@ MUTANTS = [
     ),
     Mutant(
         "training/losses.py",
-        old="        total, count = rank_sync.reduced([float(self.total), self.count])\n",
-        new="        total, count = rank_sync.reduced([float(self.total) / max(self.count, 1), self.count])\n"
+        old="        total, count = rank_sync.reduced(self.take())\n",
+        new="        own, number = self.take()\n"
+        "        total, count = rank_sync.reduced([own / max(number, 1), number])\n"
         "        total *= count / dist.get_world_size()\n",
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
@@ -209,8 +210,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/parallel.py",
-        old="        for parameter in model.parameters():\n            dist.broadcast(parameter.detach(), src=0)",
-        new="        for parameter in model.parameters():\n            parameter.detach()",
+        old="                dist.broadcast(parameter.detach(), src=0)",
+        new="                parameter.detach()",
         fault="With FSDP, parameters that were initialized differently on the ranks are combined from their shards.",
         tests="tests/training/test_steps.py -k start_from_the_parameters",
         ranks=2,

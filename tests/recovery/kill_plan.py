@@ -108,7 +108,7 @@ class Plan:
         self._visits: dict[tuple[int, str], int] = {}
 
     def visit(self, point: str, *, of_old_world: bool = False) -> None:
-        """Kill this process if it is its turn.
+        """Kill this process if the plan has a kill of it here.
 
         Args:
             of_old_world: The world has ended, and the kill belongs to the recovery from its failure.
@@ -140,7 +140,7 @@ class Plan:
             end()
 
     def install(self) -> None:
-        """Let the points of the package visit this plan."""
+        """Call `visit` at the points of the package."""
         before(Trainer, "_take_step", lambda *_: self._in_a_step())
         before(dcp.FileSystemWriter, "write_data", lambda *_: self.visit("while a checkpoint is written"))
         before(Checkpoints, "_mark", lambda *_: self.visit("before a checkpoint is marked"))

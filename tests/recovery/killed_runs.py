@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Case:
 
 @dataclasses.dataclass
 class Result:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     directory: Path
@@ -58,9 +58,10 @@ class Result:
 def run(case: Case, directory: Path) -> Result:
     """Run a case, and check all that can be checked without a reference."""
     directory.mkdir()
-    before = _shared_memory()
     arguments = [str(directory), "--kills", kill_plan.to_text(case.kills), *case.arguments]
-    outcome = launched(RANKS, case.spares, arguments)
+    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as segments:
+        outcome = launched(RANKS, case.spares, arguments, segments)
+        left = sorted(path.name for path in Path(segments).iterdir())
     result = Result(case, directory, outcome.seconds, [], [], [])
     if outcome.status is None:
         result.problems.append(f"did not end within {LIMIT:.0f} s")
@@ -68,8 +69,8 @@ def run(case: Case, directory: Path) -> Result:
         result.problems.append(f"ended with status {outcome.status}")
     if outcome.left:
         result.problems.append(f"left processes behind: {outcome.left}")
-    if left := _unused(_shared_memory() - before):
-        result.problems.append(f"left files in {_SHARED_MEMORY}: {sorted(left)}")
+    if left:
+        result.problems.append(f"left files in {_SHARED_MEMORY}: {left}")
     Path(directory, "output.txt").write_text(str(outcome))
     killed = list(kill_plan.killed(directory))
     result.points = [each["point"] for each in killed]
@@ -79,23 +80,16 @@ def run(case: Case, directory: Path) -> Result:
     return result
 
 
-def launched(ranks: int, spares: int, arguments: Sequence[str]) -> Outcome:
+def launched(ranks: int, spares: int, arguments: Sequence[str], segments: str = str(_SHARED_MEMORY)) -> Outcome:
+    """Run a job.
+
+    Args:
+        segments: The directory of MPI's shared memory. mpicomm's own has no name.
+    """
     more = ["--spares", str(spares)] if spares else ["--fault-tolerant"]
+    more += ["--env", f"OMPI_MCA_btl_sm_backing_directory={segments}"]
     command = ["-m", "mpicomm", "run", "-n", str(ranks + spares), *more, *python(["-m", _MODULE, *arguments])]
     return run_within(LIMIT, python(command))
-
-
-def _shared_memory() -> set[str]:
-    return {path.name for path in _SHARED_MEMORY.iterdir()}
-
-
-def _unused(names: set[str]) -> set[str]:
-    """Return the files in shared memory that no process maps: others belong to jobs that are running."""
-    used = ""
-    for path in Path("/proc").glob("[0-9]*/maps") if names else ():
-        with contextlib.suppress(OSError):  # the process has ended
-            used += path.read_text()
-    return {name for name in names if f"{_SHARED_MEMORY}/{name}" not in used and (_SHARED_MEMORY / name).exists()}
 
 
 def _read_steps(result: Result, killed: Sequence[Mapping[str, Any]]) -> None:

@@ -133,6 +133,7 @@ def test_a_rank_requests_a_stop_before_the_end_of_the_allocation(squeue: Path, m
         squeue.write_text("1:59\n")
         wait_until(lambda: stop_request.why is not None)
         assert stop_request.why == "119 s remaining in the allocation"
+    stop_request.reset()
     squeue.write_text("1:00\n")
     with stop_request.handling_signals(
         120.0, polls_scheduler=True
@@ -142,6 +143,7 @@ def test_a_rank_requests_a_stop_before_the_end_of_the_allocation(squeue: Path, m
         squeue.write_text("0:29\n")
         wait_until(lambda: stop_request.why is not None)
         assert stop_request.why == "29 s remaining in the allocation"
+    stop_request.reset()
     squeue.write_text("0:10\n")
     for stop_margin, asks in ((None, True), (120.0, False)):
         with stop_request.handling_signals(stop_margin, polls_scheduler=asks):
