@@ -126,10 +126,11 @@ class GroupState:
             return TimeoutError(
                 f"{self.record.broken}.\n{table}\nCheck the output of the other ranks, or increase the timeout."
             )
+        # PyTorch's tests of timeouts search for " timeout ".
         return TimeoutError(
             f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
             f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
-            f"Check that the missing ranks call the operation too, or increase its timeout."
+            f"Check that the missing ranks call it too, or increase the timeout of the operation."
         )
 
     def has_outstanding(self) -> bool:
