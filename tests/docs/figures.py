@@ -17,6 +17,7 @@ from tests.launching import ROOT
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "fault-tolerance.md",
     ROOT / "docs" / "compatibility.md",
     ROOT / "docs" / "horovod.md",
 )

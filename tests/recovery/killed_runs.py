@@ -158,14 +158,14 @@ class References:
         """
         chains = {id(each): tuple(zip(each.sizes, each.starts, strict=True)) for each in results}
         made: dict[Any, Path] = {((RANKS, 0),): self.whole}
-        for length in range(2, max(map(len, chains.values()), default=1) + 1):
-            wanted = sorted({chain[:length] for chain in chains.values() if len(chain) >= length})
+        for length in range(1, max(map(len, chains.values()), default=1) + 1):
+            wanted = sorted({chain[:length] for chain in chains.values() if len(chain) >= length} - made.keys())
             for size in sorted({chain[-1][0] for chain in wanted}):
                 names = []
                 for chain in [each for each in wanted if each[-1][0] == size]:
                     name = "-".join(f"{ranks}x{step}" for ranks, step in chain)
                     made[chain] = self._folder / name
-                    _take_checkpoint(made[chain[:-1]], made[chain], chain[-1][1])
+                    _take_checkpoint(made.get(chain[:-1], self.whole), made[chain], chain[-1][1])
                     names.append(name)
                 options = ["--save-every", "1", "--keep", "10000", "--pause", "0", *self._arguments]
                 self._run(size, [str(self._folder), "--from", ",".join(names), *options])
