@@ -182,7 +182,7 @@ def error_with_tensors(error: RankFailedError, tensors: Sequence[torch.Tensor]) 
     """Return a copy of an error as the result of a future on which DDP may wait.
 
     `Future.set_exception` stores the exception as the result, which Python code raises. DDP's C++ code takes the first
-    tensor in it, and crashes if there is none. `check_backward` then reports the error.
+    tensor in it, and crashes if it has no tensor. `check_backward` then reports the error.
     """
     copied = copy.copy(error)
     copied.tensors = tensors  # type: ignore[attr-defined]

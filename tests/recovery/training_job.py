@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import mpicomm
@@ -59,7 +58,17 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
     plan.install()
     log = Log(directory / f"steps-{os.getpid()}.jsonl")
     log.install()
-    trainer = make_trainer(directory, arguments)
+    trainer = job.make_trainer(
+        directory / "run",
+        strategy=arguments.strategy,
+        save_every=arguments.save_every,
+        keep_checkpoints=arguments.keep,
+        num_workers=arguments.workers,
+        progress="none",
+        on_failure="recover",
+        replicate_shards=arguments.replicate,
+        replicate_every=4,
+    )
     loss_fn = trainer.loss_fn
 
     def slowly(*data: Any) -> torch.Tensor:
@@ -77,32 +86,6 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
     evaluation = trainer.evaluate(test)
     final = {"digest": digest(trainer), "history": history, "evaluation": evaluation}
     Path(directory, f"final-{trainer.world.rank}.json").write_text(json.dumps(final))
-
-
-def make_trainer(directory: Path, arguments: argparse.Namespace) -> Trainer:
-    torch.manual_seed(1)
-    model = job.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return Trainer(
-        model,
-        optimizer,
-        nn.functional.cross_entropy,
-        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.97),
-        batch_size=8,
-        grad_accum_steps=2,
-        max_grad_norm=1.0,
-        strategy=arguments.strategy,
-        checkpoint_dir=directory / "run",
-        save_every=arguments.save_every,
-        keep_checkpoints=arguments.keep,
-        log_every=4,
-        seed=5,
-        num_workers=arguments.workers,
-        progress="none",
-        on_failure="recover",
-        replicate_shards=arguments.replicate,
-        replicate_every=4,
-    )
 
 
 def digest(trainer: Trainer) -> str:

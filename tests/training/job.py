@@ -67,7 +67,8 @@ def make_model() -> nn.Module:
     )
 
 
-def make_trainer(directory: str, arguments: argparse.Namespace) -> Trainer:
+def make_trainer(directory: str | Path, **options: Any) -> Trainer:
+    """Return the trainer of the test jobs, with further arguments of `Trainer`."""
     torch.manual_seed(1)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -79,15 +80,10 @@ def make_trainer(directory: str, arguments: argparse.Namespace) -> Trainer:
         batch_size=8,
         grad_accum_steps=2,
         max_grad_norm=1.0,
-        precision=arguments.precision,
-        strategy=arguments.strategy,
         checkpoint_dir=directory,
-        save_every=SAVE_EVERY,
-        keep_checkpoints=2,
         log_every=4,
         seed=5,
-        num_workers=arguments.workers,
-        progress=arguments.progress,
+        **options,
     )
 
 
@@ -114,7 +110,15 @@ def main() -> None:
     if arguments.kill:
         point, _, number = arguments.kill.partition(":")
         kill_at(point, int(number), world.rank, pids)
-    trainer = make_trainer(arguments.directory, arguments)
+    trainer = make_trainer(
+        arguments.directory,
+        precision=arguments.precision,
+        strategy=arguments.strategy,
+        save_every=SAVE_EVERY,
+        keep_checkpoints=2,
+        num_workers=arguments.workers,
+        progress=arguments.progress,
+    )
     train, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
     if arguments.pause and arguments.pause_on in (-1, world.rank):
         slow_down(trainer, arguments.pause)

@@ -1,4 +1,4 @@
-"""The failures of ranks as one rank knows them, and what is left of a recovery that another failure interrupts."""
+"""The failed ranks that a rank knows, and the threads and sockets after an interrupted recovery."""
 
 from __future__ import annotations
 
