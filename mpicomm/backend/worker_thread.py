@@ -19,7 +19,8 @@ from mpicomm.errors import MpicommError
 _NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that waits does so within the longer one
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
-_SHARE = 19  # a pause is at least this many times as long as the round before it
+_SHARE = 19  # a pause is at least this many times as long as the round before it, up to the following limit
+_MOST_SECONDS = 0.25  # a round is long if its thread was suspended or waited for the GIL, and `stop` waits for the pause
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
 
@@ -272,7 +273,8 @@ class Poller:
             if not self._watched and now - quiet_since > _QUIET_SECONDS:
                 self._wait_for_more()
                 pause, quiet_since = _LONGEST_PAUSE, time.monotonic()
-            time.sleep(max(pause if self._watched else _LONGEST_PAUSE, _SHARE * (now - start)))
+            least = min(_SHARE * (now - start), _MOST_SECONDS)
+            time.sleep(max(pause if self._watched else _LONGEST_PAUSE, least))
 
     def _look(self) -> bool:
         self._gpu.enter()

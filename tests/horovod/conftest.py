@@ -1,4 +1,4 @@
-"""Horovod is initialized once for the tests under MPI, which all run on every rank."""
+"""Horovod is initialized once for the tests of a module under MPI, which all run on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import mpicomm
 import mpicomm.horovod as hvd
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def started(world: mpicomm.World) -> Iterator[None]:
-    """Initialize Horovod in the job that the other tests use too, with dynamic process sets."""
+    """Initialize Horovod in the job that the other tests use too, with dynamic process sets.
+
+    It ends with the module: its thread calls operations in the background, also while a test of another package
+    replaces the calls of MPI by faulty ones.
+    """
     del world
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
