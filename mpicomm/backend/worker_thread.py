@@ -20,7 +20,9 @@ _NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that w
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
 _SHARE = 19  # a pause is at least this many times as long as the round before it, up to the following limit
-_MOST_SECONDS = 0.25  # a round is long if its thread was suspended or waited for the GIL, and `stop` waits for the pause
+_MOST_SECONDS = (
+    0.25  # a round is long if its thread was suspended or waited for the GIL, and `stop` waits for the pause
+)
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
 

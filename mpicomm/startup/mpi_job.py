@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
 from mpicomm.launch import allocation, detect, scheduler_query
 from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
-from mpicomm.settings import Settings
+from mpicomm.settings import SPARES, Settings
 from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
 from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
 from mpicomm.startup.startup_barrier import Notice, startup_barrier
@@ -43,8 +43,8 @@ class _Facts:
     node: int
     """The lowest rank of this rank's node."""
 
-    backend: str | None
-    """The backend that `bootstrap` got."""
+    settings: dict[str, Any]
+    """The arguments of `bootstrap`, and the variables, that must be the same on every rank."""
 
     gpus: dict[str, int]
     """The UUIDs of the GPUs that this rank may use, with their indices."""
@@ -124,10 +124,10 @@ def join(
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
     startup_barrier(base, "bootstrap()", limit, missing_notice, hosts)
     # 2. agree on the plan
-    spares = _spares(base.size, request, settings)
     comm = base.Dup()
     listeners: list[socket.socket] = []
-    plan = _agree(comm, request, launch, settings.interface, listeners)
+    plan = _agree(comm, request, launch, settings, listeners)
+    spares = settings.num_spares if request.recovers else 0
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
         warnings.warn(warning, stacklevel=3)
     if plan.warning and comm.rank == 0:
@@ -203,10 +203,16 @@ def _open(
 
 
 def _agree(
-    comm: Intracomm, request: StartRequest, launch: Launch, interface: str | None, listeners: list[socket.socket]
+    comm: Intracomm, request: StartRequest, launch: Launch, settings: Settings, listeners: list[socket.socket]
 ) -> _Plan:
     """Gather the facts of all ranks, and return rank 0's plan; rank 0 adds its sockets to `listeners` (collective)."""
     node = topology.first_rank_of_node(comm)
+    same = {
+        "backend": request.backend,
+        "on_failure": request.on_failure,
+        "min_ranks": request.min_ranks,
+        SPARES: settings.num_spares,
+    }
 
     def collect() -> _Facts:
         _check_launch(launch)
@@ -214,15 +220,18 @@ def _agree(
         gpus = devices.usable_gpus(request.device)
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = devices.why_unusable(assigned)
-        return _Facts(socket.gethostname(), node, request.backend, gpus, dist.is_nccl_available(), why_cpu)
+        return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu)
 
     def decide(facts: list[_Facts]) -> _Plan:
+        _check_same([each.settings for each in facts])
+        if request.recovers:
+            _check_recovery(comm.size, request.min_ranks, settings.num_spares)
         hosts, nodes = [each.hostname for each in facts], [each.node for each in facts]
         if request.comm is None:
             unused_hosts.refuse(os.environ, hosts)
         uuids = devices.assign_on_nodes([each.gpus for each in facts], nodes)
-        backend = _choose_backend(facts, uuids, hosts)
-        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), os.environ, interface))
+        backend = _choose_backend(request.backend, facts, uuids, hosts)
+        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), os.environ, settings.interface))
         indices = [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)]
         warning = next((f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu), None)
         return _plan(hosts, nodes, indices, backend, listeners, warning)
@@ -251,25 +260,36 @@ def _plan(
     )
 
 
-def _spares(size: int, request: StartRequest, settings: Settings) -> int:
-    """Return the number of spares, the same on all ranks.
+def _check_same(settings: list[dict[str, Any]]) -> None:
+    """Check that all ranks have the same arguments and variables.
 
     Raises:
-        LaunchError: If the job cannot continue after a failure, or has too few ranks.
+        MpicommError: If one differs from that of rank 0.
     """
-    if not request.recovers:
-        return 0
+    for name, expected in settings[0].items():
+        for rank, each in enumerate(settings):
+            if each[name] != expected:
+                raise MpicommError(
+                    f"rank {rank}: {name} must be the same on every rank, got {each[name]!r}, "
+                    f"but {expected!r} on rank 0.\n"
+                    f"{'Set' if name.isupper() else 'Pass'} the same {name} on every rank."
+                )
+
+
+def _check_recovery(size: int, min_ranks: int, num_spares: int) -> None:
+    """Check that the job can continue after a failure.
+
+    Raises:
+        LaunchError: If MPI does not tolerate failures, or there are too few processes.
+    """
     if not mpi.tolerates_failures():
-        raise raised_on_all_ranks(LaunchError(_cannot_recover(mpi.library().title)))
-    if size - settings.num_spares < request.min_ranks:
-        raise raised_on_all_ranks(
-            LaunchError(
-                f"bootstrap(min_ranks={request.min_ranks}) needs {request.min_ranks} ranks and the spares "
-                f"(MPICOMM_SPARES={settings.num_spares}), got {size} processes.\n"
-                f"Start {request.min_ranks + settings.num_spares} processes or more: mpicomm run -n N."
-            )
+        raise LaunchError(_cannot_recover(mpi.library().title))
+    if size - num_spares < min_ranks:
+        raise LaunchError(
+            f"bootstrap(min_ranks={min_ranks}) needs {min_ranks} ranks and the spares ({SPARES}={num_spares}), "
+            f"got {size} processes.\n"
+            f"Start {min_ranks + num_spares} processes or more: mpicomm run -n N."
         )
-    return settings.num_spares
 
 
 def _cannot_recover(library: str) -> str:
@@ -308,14 +328,7 @@ def _launch_error(launch: Launch, problem: str) -> LaunchError:
     return raised_on_all_ranks(error) if launch.claims and launch.size > 1 else error
 
 
-def _choose_backend(facts: list[_Facts], uuids: list[str | None], hosts: list[str]) -> str | None:
-    wanted = facts[0].backend
-    for rank, backend in enumerate([each.backend for each in facts]):
-        if backend != wanted:
-            raise MpicommError(
-                f"rank {rank}: backend must be the same on every rank, got {backend!r}, but {wanted!r} on rank 0.\n"
-                f"Pass the same backend on every rank."
-            )
+def _choose_backend(wanted: str | None, facts: list[_Facts], uuids: list[str | None], hosts: list[str]) -> str | None:
     backend = backend_choice.choose(
         wanted,
         has_mpi=True,

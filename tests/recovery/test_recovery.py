@@ -57,6 +57,25 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
 """
 
+DIFFERENT = """
+import os
+import mpicomm
+
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+def start(on_failure, min_ranks, spares):
+    os.environ["MPICOMM_SPARES"] = spares
+    try:
+        mpicomm.bootstrap(on_failure=on_failure, min_ranks=min_ranks)
+    except mpicomm.MpicommError as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+
+start("abort" if rank == 2 else "recover", 1, "0")
+start("recover", 1 + rank // 2, "0")
+start("recover", 1, str(rank % 2))
+start("recover", 3, "1")
+"""
+
 BUG = """
 import mpicomm
 
@@ -103,6 +122,18 @@ def test_a_rank_that_dies_during_the_start_is_replaced_and_the_other_spare_waits
     started = [f"rank {rank} of 2 has started, 1 recovery" for rank in range(2)]
     assert sorted(outcome.stdout.split("\n"))[-2:] == started, outcome
     assert outcome.stdout.count("has started") == 2, outcome
+
+
+def test_every_rank_raises_the_error_of_settings_with_which_the_job_cannot_recover() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", DIFFERENT])
+    errors = [
+        "MpicommError: rank 2: on_failure must be the same on every rank, got 'abort', but 'recover' on rank 0.",
+        "MpicommError: rank 2: min_ranks must be the same on every rank, got 2, but 1 on rank 0.",
+        "MpicommError: rank 1: MPICOMM_SPARES must be the same on every rank, got 1, but 0 on rank 0.",
+        "LaunchError: bootstrap(min_ranks=3) needs 3 ranks and the spares (MPICOMM_SPARES=1), got 3 processes.",
+    ]
+    expected = [f"rank {rank}: {error}" for rank in range(3) for error in errors]
+    assert sorted(outcome.stdout.splitlines()) == sorted(expected), outcome
 
 
 def test_an_exception_still_ends_the_job() -> None:
