@@ -54,7 +54,9 @@ if TYPE_CHECKING:
         RendezvousError,
         TrainingError,
     )
-    from mpicomm.runtime import World, bootstrap, current_world, dump_flight_recorder, recover, shutdown
+    from mpicomm.recovery import recover
+    from mpicomm.runtime import bootstrap, dump_flight_recorder
+    from mpicomm.session import World, current_world, shutdown
     from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.training.preemption import Preempted
     from mpicomm.training.trainer import Trainer
@@ -87,10 +89,10 @@ _HOMES = {
     "wait_all": "mpicomm.collective_ops.handles",
     "as_completed": "mpicomm.collective_ops.handles",
     "bootstrap": "mpicomm.runtime",
-    "current_world": "mpicomm.runtime",
-    "recover": "mpicomm.runtime",
-    "shutdown": "mpicomm.runtime",
-    "World": "mpicomm.runtime",
+    "current_world": "mpicomm.session",
+    "recover": "mpicomm.recovery",
+    "shutdown": "mpicomm.session",
+    "World": "mpicomm.session",
     "dump_flight_recorder": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",
     "Trainer": "mpicomm.training.trainer",

@@ -23,7 +23,7 @@ from mpicomm.collective_ops import collectives
 from mpicomm.errors import MPINotFoundError
 from mpicomm.launch import known_launchers
 from mpicomm.launch.known_launchers import Launcher
-from mpicomm.runtime import World
+from mpicomm.session import World
 from mpicomm.settings import Settings
 from mpicomm.shm import native
 from mpicomm.startup import devices

@@ -14,7 +14,7 @@ from mpicomm.backend.work import CompletedWork
 from mpicomm.bench import deepspeed_kernel
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.errors import LaunchError
-from mpicomm.runtime import World
+from mpicomm.session import World
 
 OURS, MPI4PY = "mpi", "mpi4py"
 ASYNCHRONOUS = "mpi-async"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mpicomm.runtime import World
+from mpicomm.session import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The kernel returns without an error, and without a sum, for other dtypes."""

@@ -19,7 +19,7 @@ from mpicomm.bench import overlap, timing
 from mpicomm.bench.compared_backends import Backend
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
 from mpicomm.bench.timing import Bench, Call, Timed
-from mpicomm.runtime import World
+from mpicomm.session import World
 
 REWRITTEN = "rewritten before each call; that time does not count"
 ZEROS = "zeros, not rewritten between the calls"

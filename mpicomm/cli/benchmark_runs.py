@@ -23,7 +23,7 @@ from mpicomm.launch.request import Request
 from mpicomm.reports import benchmarks, drawing, result_files
 
 if TYPE_CHECKING:
-    from mpicomm.runtime import World
+    from mpicomm.session import World
 
 _ERRORS = (LaunchError, MPINotFoundError, OSError, ValueError, ImportError)
 _OURS, _THEIRS = "mpicomm", "torchrun + Gloo"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mpicomm.job_info import JobInfo
-    from mpicomm.runtime import World
+    from mpicomm.session import World
 
 _NO_MPI = 1  # the exit status
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import arguments, mpi, runtime
+from mpicomm import arguments, mpi, session
 from mpicomm.arguments import Expected
 from mpicomm.backend import torch_internals
 from mpicomm.backend.process_group import MPIProcessGroup
@@ -121,7 +121,7 @@ def _world(what: str) -> Any:
 
 
 def _of_topology(name: str, what: str) -> Any:
-    nodes, mine = runtime.current_world().nodes, dist.get_rank(_world(what))
+    nodes, mine = session.current_world().nodes, dist.get_rank(_world(what))
     leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
     if name == NODE:
         return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[mine]])
@@ -152,7 +152,7 @@ def _of_comm(comm: Any, what: str) -> Any:
 
 def _made_once(kind: str, ranks: Sequence[int]) -> Any:
     """Return the group of some ranks; the first use creates it (collective over these ranks)."""
-    key = (kind, tuple(ranks), runtime.recoveries())  # a rank that was a spare has created no groups before
+    key = (kind, tuple(ranks), session.recoveries())  # a rank that was a spare has created no groups before
     handle = _made.get(key)
     if handle is None or not torch_internals.is_alive(handle):
         name = f"mpicomm:{kind}:{next(_counts[key])}:{'-'.join(map(str, ranks))}"

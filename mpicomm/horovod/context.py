@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mpicomm import runtime
+from mpicomm import runtime, session
 from mpicomm.errors import LaunchError, raised_on_all_ranks
 from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_sets import ProcessSet, registry
-from mpicomm.runtime import World
+from mpicomm.session import World
 
 
 def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -84,7 +84,7 @@ def is_initialized() -> bool:
 def _world() -> World:
     if not registry().is_open:
         raise ValueError(NOT_INITIALIZED)
-    return runtime.current_world()
+    return session.current_world()
 
 
 def rank() -> int:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mpicomm import runtime
+from mpicomm import recovery, session
 from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
 from mpicomm.horovod.differentiable import allreduce
@@ -225,7 +225,7 @@ _HANDLERS: dict[type, type[_Handler]] = {
 
 def _surviving_rank() -> int:
     """Return the lowest rank that was in the previous world, because a spare has no state (collective)."""
-    world = runtime.current_world()
+    world = session.current_world()
     candidate = world.size if world.previous_rank is None else world.rank
     lowest = allreduce(torch.tensor([candidate]), op=Min, name="elastic.surviving_rank")
     return int(lowest)
@@ -300,7 +300,7 @@ def _reset() -> None:
     """Form the job anew, without the failed ranks (collective over the others)."""
     try:
         if _has_failed_rank():
-            runtime.recover()
+            recovery.recover()
         context.shutdown()
         context.init()
     except (HorovodInternalError, RankFailedError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpicomm import arguments, runtime
+from mpicomm import arguments, session
 from mpicomm.backend import torch_internals
 from mpicomm.collective_ops.group_argument import timeout_of_job
 from mpicomm.horovod.exceptions import NOT_INITIALIZED
@@ -118,7 +118,7 @@ class _Registry:
 
     def open(self, process_sets: Sequence[ProcessSet]) -> None:
         """Register the global process set and further ones (collective)."""
-        world = runtime.current_world()
+        world = session.current_world()
         self._rank = world.rank
         if world.recoveries != self._recoveries:
             self._recoveries, self._num_registered = world.recoveries, 0
@@ -195,11 +195,11 @@ class _Registry:
             raise barrier.error
 
     def _ranks_of(self, process_set: ProcessSet) -> list[int]:
-        size = runtime.current_world().size
+        size = session.current_world().size
         if process_set.ranks is not None:
             ranks = process_set.ranks
         else:
-            base, here = runtime.current_world().comm.Get_group(), process_set.mpi_comm.Get_group()  # type: ignore[union-attr]
+            base, here = session.current_world().comm.Get_group(), process_set.mpi_comm.Get_group()  # type: ignore[union-attr]
             try:
                 ranks = sorted(here.Translate_ranks(None, base))
             finally:

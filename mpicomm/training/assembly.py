@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpicomm.runtime import World
+from mpicomm.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction
 from mpicomm.training.losses import Losses

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from mpicomm import runtime
+from mpicomm import recovery, session
 from mpicomm.errors import RankFailedError
 from mpicomm.startup import survivors
 from mpicomm.training import newest_state, state
@@ -37,7 +37,7 @@ class RecoveringCalls:
         self.has_begun = False
         """Whether the run has started or resumed: from then on the newest state is in memory, not in a checkpoint."""
 
-        self.first_size = runtime.current_world().size
+        self.first_size = session.current_world().size
         """The number of ranks at the start of the job."""
 
         self.last_step_at: float | None = None
@@ -92,11 +92,11 @@ class RecoveringCalls:
         """Enter the next world after a failure, and further ones if ranks fail meanwhile (collective)."""
         while failure is not None:
             self._failures.append(Failure(failure.ranks, failure.hosts, failure.reason, time.time()))
-            runtime.recover()
+            recovery.recover()
             _, failure = _attempted_by_all(self._enter_world)
 
     def _enter_world(self) -> None:
-        world = runtime.current_world()
+        world = session.current_world()
         self._assembly.assemble(world)
         if not self._assembly.has_values and not self.has_begun:
             self.has_lost_state = True  # a failure before the run began: there are no copies of the parameters yet
@@ -140,7 +140,7 @@ def _attempted_by_all(call: Callable[[], T]) -> tuple[T | None, RankFailedError 
     Raises:
         Preempted: On every rank, if the call raises it.
     """
-    comm, failures = runtime.current_world().comm, rank_failures.current()
+    comm, failures = session.current_world().comm, rank_failures.current()
     assert comm is not None
     preempted, result, failure = None, None, None
     try:

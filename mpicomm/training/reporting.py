@@ -18,7 +18,7 @@ from mpicomm import arguments, durations, metrics_file, rank_log
 from mpicomm.arguments import FLAG, Expected
 from mpicomm.collective_ops import collectives
 from mpicomm.metrics_file import Logger, MetricsFile
-from mpicomm.runtime import World
+from mpicomm.session import World
 from mpicomm.training import progress_display
 from mpicomm.training.data import LoaderOptions
 from mpicomm.training.newest_state import Recovery

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
-from mpicomm.runtime import World
+from mpicomm.session import World
 from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource

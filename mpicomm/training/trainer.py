@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpicomm import arguments, runtime
+from mpicomm import arguments, session
 from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
 from mpicomm.errors import MpicommError, TrainingError, raised_on_all_ranks
 from mpicomm.training import (
@@ -198,7 +198,7 @@ class Trainer:
                 `bootstrap` was called without it.
         """
         # 1. check the arguments
-        world = runtime.current_world()
+        world = session.current_world()
         if not dist.is_initialized():
             raise MpicommError(
                 "Trainer requires a process group, and torch.distributed is not initialized.\n"
@@ -252,7 +252,7 @@ class Trainer:
             self._calls.enter_world()
 
     @property
-    def world(self) -> runtime.World:
+    def world(self) -> session.World:
         """The world in which the trainer runs; another one after each recovery."""
         return self._parts.world
 

@@ -45,6 +45,6 @@ def test_the_layout_has_all_packages_and_modules() -> None:
 
 
 def test_the_layers_are_those_of_the_imports() -> None:
-    rows = re.findall(r"^\| (\d) \| (.*) \|$", TEXT, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", TEXT, re.MULTILINE)
     shown = {name: int(number) for number, names in rows for name in re.findall(r"`(\w+)`", names)}
     assert shown == {name: number for name, number in LAYERS.items() if not name.startswith("__")}

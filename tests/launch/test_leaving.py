@@ -98,13 +98,13 @@ import time
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm import runtime
+from mpicomm import session
 
 world = mpicomm.bootstrap(timeout=30)
 """
 LINK = """
 if world.rank == 0:
-    folder = runtime._session.dumps
+    folder = session.current().dumps
     folder.parent.mkdir()
     os.mkdir(folder.parent / "victim")
     folder.symlink_to("victim")

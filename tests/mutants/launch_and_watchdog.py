@@ -276,7 +276,7 @@ MUTANTS = [
         tests="tests/unit/test_devices.py -k test_ranks_that_outnumber_gpus_share_evenly",
         ranks=0,
     ),
-    # -- runtime --------------------------------------------------------------------------------------------
+    # -- session --------------------------------------------------------------------------------------------
     Mutant(
         "watchdog/first_report.py",
         old='private.add("mpicomm/failures", 1) == 1',
@@ -310,7 +310,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "runtime.py",
+        "session.py",
         old="""\
         session.environ[name] = os.environ.get(name)
         os.environ[name] = str(value)""",
@@ -322,7 +322,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "runtime.py",
+        "session.py",
         old="timeout=session.request.limit,",
         new="timeout=StartRequest().limit,",
         fault="The process group does not get the timeout passed to bootstrap().",
@@ -330,7 +330,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "runtime.py",
+        "session.py",
         old="""\
         if before is None:
             os.environ.pop(name, None)

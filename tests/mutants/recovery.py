@@ -16,7 +16,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "runtime.py",
+        "session.py",
         old="previous_rank = job.where.rank if before is None else before.place.rank",
         new="previous_rank = job.where.rank",
         fault="After a recovery, a rank's previous rank is its new one, also on a spare that has joined.",
@@ -24,7 +24,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "runtime.py",
+        "recovery.py",
         old="if found.size >= least:",
         new="if found.size >= 1:",
         fault="The job continues although fewer than min_ranks ranks are left.",

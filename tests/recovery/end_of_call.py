@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import runtime
+from mpicomm import session
 from mpicomm.training.trainer import Trainer
 
 
 def call() -> int:
     """Return the number of recoveries; in the first world rank 2 dies, which rank 0 notices and rank 1 does not."""
     dist.barrier()
-    if runtime.recoveries() == 0:
+    if session.recoveries() == 0:
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if dist.get_rank() == 0:
             dist.barrier()
-    return runtime.recoveries()
+    return session.recoveries()
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mpicomm
-from mpicomm import runtime
+from mpicomm import recovery
 from mpicomm.training import parallel, reporting
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
@@ -146,7 +146,7 @@ class Plan:
         before(Checkpoints, "_mark", lambda *_: self.visit("before a checkpoint is marked"))
         before(parallel, "wrap", lambda *_, **__: self.visit("before the model is wrapped"))
         before(reporting.Reporter, "end", lambda *_: self.visit("after the last step"))
-        before(runtime, "recover", lambda *_: self.visit(RECOVERING))
+        before(recovery, "recover", lambda *_: self.visit(RECOVERING))
 
     def _in_a_step(self) -> None:
         self.visit("before the first step")

@@ -57,6 +57,20 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
 """
 
+ONE_STOPS = """
+import os, signal
+import mpicomm
+
+world = mpicomm.bootstrap(on_failure="recover", timeout=10)
+if world.rank:
+    os.kill(os.getpid(), signal.SIGKILL if world.rank == 1 else signal.SIGSTOP)
+try:
+    mpicomm.barrier()
+except mpicomm.RankFailedError:
+    mpicomm.recover()
+print("continued")
+"""
+
 DIFFERENT = """
 import os
 import mpicomm
@@ -107,6 +121,13 @@ def test_the_job_ends_if_too_few_ranks_are_left() -> None:
     outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", TOO_FEW])
     assert outcome.status == 1, outcome
     assert "it called os._exit(0); 2 ranks are left, fewer than min_ranks=3; aborting the job" in outcome.stderr
+    assert "continued" not in outcome.stdout
+
+
+def test_the_job_ends_if_a_stopped_rank_does_not_recover() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", ONE_STOPS])
+    assert outcome.status == 1, outcome
+    assert "recover() timed out after 10 s" in outcome.stderr
     assert "continued" not in outcome.stdout
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import runtime
+from mpicomm import session
 from mpicomm.backend import compatibility
 from mpicomm.startup.start_request import StartRequest
 
@@ -82,8 +82,8 @@ def _make_group(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     world: Any = type("World", (), {"backend": "mpi", "rank": 0, "size": 1})()
     request = StartRequest("mpi", abort_on_error=False)
     job: Any = type("Job", (), {"store": dist.HashStore()})()
-    session: Any = type("Session", (), {"request": request, "world": world, "job": job})()
-    runtime._make_group(session)
+    opened: Any = type("Session", (), {"request": request, "world": world, "job": job})()
+    session._make_group(opened)
 
 
 def test_a_newer_torch_that_cannot_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
