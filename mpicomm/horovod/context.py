@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from mpicomm import runtime, session
+from mpicomm import mpi, runtime, session
 from mpicomm.errors import LaunchError, raised_on_all_ranks
 from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_sets import ProcessSet, registry
 from mpicomm.session import World
+
+_MIN_RANKS = "HOROVOD_ELASTIC_MIN_NP"
 
 
 def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -26,8 +28,9 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
 
     Raises:
         ValueError: If `comm` lists ranks other than all, `process_sets` contains a set twice or invalid ranks, or a
-            HOROVOD_* variable is not a number of at least 0.
-        LaunchError: On every rank, if torchrun started the ranks: MPI is required.
+            HOROVOD_* variable is out of range.
+        LaunchError: On every rank, if torchrun started the ranks, since MPI is required, or if the program has
+            initialized MPI with a lower thread level than MPI_THREAD_MULTIPLE.
         MpicommError: If the ranks cannot be connected; see `mpicomm.bootstrap()`.
     """
     if registry().is_open:
@@ -48,6 +51,14 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
                 "Start them with an MPI launcher: mpicomm run --horovod -n 4 SCRIPT.py"
             )
         )
+    if not mpi.serves_threads():
+        raise raised_on_all_ranks(
+            LaunchError(
+                "init: the operations of Horovod need the MPI thread level MPI_THREAD_MULTIPLE, "
+                "but the program has initialized MPI with a lower level.\n"
+                "Call hvd.init() before the program initializes MPI, or initialize it with MPI_THREAD_MULTIPLE."
+            )
+        )
     if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):
         raise ValueError(
             f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
@@ -62,7 +73,10 @@ def _recovery_options() -> dict[str, Any]:
     """Return the arguments of `bootstrap` that let `hvd.elastic.run` continue without failed ranks."""
     if os.environ.get("HOROVOD_ELASTIC", "") in ("", "0"):
         return {}
-    return {"on_failure": "recover", "min_ranks": int(os.environ.get("HOROVOD_ELASTIC_MIN_NP") or 1)}
+    least = os.environ.get(_MIN_RANKS) or "1"
+    if not least.isdecimal() or int(least) < 1:
+        raise ValueError(f"{_MIN_RANKS} must be a positive integer, got {least}.\nCorrect it, or unset it.")
+    return {"on_failure": "recover", "min_ranks": int(least)}
 
 
 def shutdown() -> None:

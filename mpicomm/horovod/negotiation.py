@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from mpicomm.horovod.submission import ALLREDUCE, BARRIER, JOIN, Signature, Submission, difference
@@ -72,14 +72,18 @@ class _Slot:
 class Negotiation:
     """The state of the negotiation on one rank."""
 
-    def __init__(self, exchange: Exchange, rank: int, size: int, cache_capacity: int, describe_after: float) -> None:
+    def __init__(
+        self, exchange: Exchange, rank: int, ranks: Sequence[int], cache_capacity: int, describe_after: float
+    ) -> None:
         """Start without submissions.
 
         Args:
+            rank: This rank in the process set.
+            ranks: The ranks of the set in the job.
             describe_after: Seconds after which a pending submission in the cache is described to all ranks, so that
                 they can report it; 0 for never.
         """
-        self._exchange, self._rank, self._size = exchange, rank, size
+        self._exchange, self._rank, self._ranks = exchange, rank, ranks
         self._capacity, self._describe_after = cache_capacity, describe_after
         self._round = 0
         self._mine: dict[str, Submission] = {}  # the pending submissions of this rank
@@ -92,11 +96,6 @@ class Negotiation:
         self._free: list[int] = []
         self.announced: dict[str, Announcement] = {}
         self._joined: dict[int, None] = {}
-
-    @property
-    def joined(self) -> list[int]:
-        """The ranks that have joined, in this order."""
-        return list(self._joined)
 
     def run_round(self, new: list[Submission], *, is_closing: bool) -> tuple[list[Ready], bool]:
         """Return the operations that are ready, in the same order on all ranks, and whether a rank is closing the set.
@@ -155,8 +154,9 @@ class Negotiation:
 
     def _ready(self, name: str, signature: Signature, error: str = "") -> Ready:
         if self._joined and signature.kind not in _WITH_JOIN and not error:
+            joined = [self._ranks[rank] for rank in self._joined]
             error = (
-                f"{signature.kind} is not supported while ranks {self.joined} have joined.\n"
+                f"{signature.kind} is not supported while ranks {joined} have joined.\n"
                 f"Call hvd.join() on all ranks before it, or use allreduce (sparse_as_dense=True in an optimizer)."
             )
         return Ready(name, signature, self._mine.pop(name, None), error and f"{name}: {error}")
@@ -205,8 +205,9 @@ class Negotiation:
         announcement.signatures[rank] = signature
 
     def missing(self, announcement: Announcement) -> list[int]:
-        """Return the ranks, within the process set, that an announced operation waits for."""
-        return [rank for rank in range(self._size) if rank not in announcement.signatures and rank not in self._joined]
+        """Return the ranks in the job that an announced operation waits for."""
+        here = announcement.signatures.keys() | self._joined.keys()
+        return [number for rank, number in enumerate(self._ranks) if rank not in here]
 
     def _take_announced(self) -> list[Ready]:
         """Return the operations that all ranks have described."""
@@ -215,13 +216,13 @@ class Negotiation:
         for name in complete:
             announcement = self.announced.pop(name)
             signature = announcement.signatures[min(announcement.signatures)]
-            error = difference(announcement.signatures)
+            error = difference({self._ranks[rank]: each for rank, each in announcement.signatures.items()})
             if error:
                 error += ".\nPass equal arguments under one name on all ranks."
             ready.append(self._ready(name, signature, error))
             if not ready[-1].error and announcement.is_cacheable and self._capacity:
                 self._remember(name, signature)
-        if len(self._joined) == self._size:
+        if len(self._joined) == len(self._ranks):
             last, name = next(reversed(self._joined)), JOIN
             self._joined.clear()
             ready.append(Ready(name, Signature(JOIN), self._mine.pop(name), last_joined=last))

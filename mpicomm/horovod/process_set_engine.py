@@ -49,9 +49,9 @@ class ProcessSetEngine:
         calls = GroupCalls(group)
         exchange = GroupExchange(calls)
         self._negotiation = Negotiation(
-            exchange, rank, len(ranks), variables.cache_capacity, variables.stall_check_seconds / 2
+            exchange, rank, ranks, variables.cache_capacity, variables.stall_check_seconds / 2
         )
-        self._stall_check = StallCheck(self._negotiation, ranks, variables, is_reporter=rank == 0)
+        self._stall_check = StallCheck(self._negotiation, variables, is_reporter=rank == 0)
         self._operations = DataOperations(calls, exchange, variables.fusion_threshold)
         self._driver = threading.Lock()  # held by the thread that runs a cycle
         self._lock = threading.Lock()  # guards the following

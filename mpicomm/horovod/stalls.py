@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 
 from mpicomm.horovod.negotiation import Announcement, Negotiation
 from mpicomm.horovod.variables import Variables
@@ -13,10 +12,8 @@ from mpicomm.horovod.variables import Variables
 class StallCheck:
     """Checks after each round how long names have waited. All ranks hold the same names, so one rank reports them."""
 
-    def __init__(
-        self, negotiation: Negotiation, ranks: Sequence[int], variables: Variables, *, is_reporter: bool
-    ) -> None:
-        self._negotiation, self._ranks, self._is_reporter = negotiation, ranks, is_reporter
+    def __init__(self, negotiation: Negotiation, variables: Variables, *, is_reporter: bool) -> None:
+        self._negotiation, self._is_reporter = negotiation, is_reporter
         self._report_after = variables.stall_check_seconds
         # A round may be as late as the next heartbeat, and the report must not be.
         self._wait = self._report_after - variables.heartbeat_seconds
@@ -65,7 +62,7 @@ class StallCheck:
         )
 
     def _missing(self, announcement: Announcement) -> str:
-        return ", ".join(str(self._ranks[rank]) for rank in self._negotiation.missing(announcement))
+        return ", ".join(map(str, self._negotiation.missing(announcement)))
 
 
 def _write(text: str) -> None:

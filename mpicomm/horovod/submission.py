@@ -102,7 +102,7 @@ def difference(signatures: dict[int, Signature]) -> str:
     """Return how the arguments of the ranks differ; empty if they are equal.
 
     Args:
-        signatures: The arguments by rank.
+        signatures: The arguments by rank in the job.
     """
     (first, expected), *others = sorted(signatures.items(), key=lambda item: item[0])
     for rank, got in others:

@@ -14,7 +14,8 @@ import torch
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.submission import ALLGATHER, ALLREDUCE, BARRIER, JOIN, Layout, Signature, Submission
 
-SIZE = 3
+RANKS = (1, 4, 6)  # in the job
+SIZE = len(RANKS)
 MOST_ROUNDS = 2000
 
 
@@ -65,7 +66,7 @@ def on_ranks(run: Callable[[int, Negotiation], Any], capacity: int = 8) -> tuple
 
     def run_rank(rank: int) -> None:
         try:
-            results[rank] = run(rank, Negotiation(exchange.of_rank(rank), rank, SIZE, capacity, describe_after=0.0))
+            results[rank] = run(rank, Negotiation(exchange.of_rank(rank), rank, RANKS, capacity, describe_after=0.0))
         except Exception as error:  # noqa: BLE001  raised below
             errors.append(error)
             exchange.abort()
@@ -119,7 +120,7 @@ def test_the_missing_ranks_are_known_on_all_ranks() -> None:
         rounds(negotiation, [submission("a")] if rank != 1 else [])
         return negotiation.missing(negotiation.announced["a"])
 
-    assert on_ranks(run)[0] == [[1]] * SIZE
+    assert on_ranks(run)[0] == [[RANKS[1]]] * SIZE
 
 
 def test_a_closing_rank_is_known_on_all_ranks() -> None:
@@ -161,7 +162,7 @@ def test_an_operation_without_zeros_is_an_error_after_a_join(is_cached: bool) ->
     results, _ = on_ranks(run)
     assert results == [results[0]] * SIZE
     assert len(results[0]) == 1
-    assert results[0][0].startswith("g: allgather is not supported while ranks [1] have joined.\n")
+    assert results[0][0].startswith("g: allgather is not supported while ranks [4] have joined.\n")
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 64])
@@ -220,8 +221,8 @@ def test_an_error_leaves_the_name_usable() -> None:
     results, _ = on_ranks(run)
     assert results == [results[0]] * SIZE
     first, second, third, fourth = results[0]
-    assert first.startswith("a: the tensor shapes differ: rank 0 has (1), rank 1 has (2).\n")
-    assert third.startswith("a: the tensor shapes differ: rank 0 has (4), rank 2 has (5).\n")
+    assert first.startswith("a: the tensor shapes differ: rank 1 has (1), rank 4 has (2).\n")
+    assert third.startswith("a: the tensor shapes differ: rank 1 has (4), rank 6 has (5).\n")
     assert second == fourth == ""
 
 

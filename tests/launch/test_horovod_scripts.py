@@ -14,7 +14,7 @@ import pytest
 from mpicomm import horovod as hvd
 from mpicomm import mpi
 from mpicomm.horovod import __main__, context
-from tests.launching import ROOT, Outcome, run_alone, run_command
+from tests.launching import ROOT, Outcome, run_alone, run_command, run_ranks
 
 RUN = (sys.executable, "-m", "mpicomm", "run", "--horovod")
 RANKS = 2
@@ -248,3 +248,28 @@ def test_variables_select_recovery(environ: dict, options: dict, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         hvd.init()
     assert found == [{"comm": None, **options}]
+
+
+@pytest.mark.parametrize("number", ["0", "two"])
+def test_the_least_number_of_ranks_is_checked(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setenv("HOROVOD_ELASTIC_MIN_NP", number)
+    with pytest.raises(ValueError, match=f"HOROVOD_ELASTIC_MIN_NP must be a positive integer, got {number}"):
+        hvd.init()
+
+
+LOWER_THREAD_LEVEL = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+from mpi4py import MPI
+import mpicomm.horovod as hvd
+hvd.init()
+"""
+
+
+def test_a_lower_thread_level_is_an_error_on_every_rank() -> None:
+    outcome = run_ranks(2, LOWER_THREAD_LEVEL)
+    assert outcome.status != 0, outcome
+    assert (
+        "LaunchError: init: the operations of Horovod need the MPI thread level MPI_THREAD_MULTIPLE" in outcome.stderr
+    )
