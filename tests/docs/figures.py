@@ -106,6 +106,14 @@ def _recovery() -> str:
     return _table(("seconds from a kill to the next step", "number", "median", "95th percentile", "maximum"), *rows)
 
 
+def _fault_tolerance() -> str:
+    rows = [
+        (case, *(_us(figures[state]) for state in ("without", "with")), f"{figures['ratio']:.2f}")
+        for case, figures in _result("fault-tolerance-2-openmpi")["figures"].items()
+    ]
+    return _table(("microseconds", "without", "with `--fault-tolerant`", "ratio"), *rows)
+
+
 def _status() -> str:
     """Return an item of a list: the versions with which the compatibility suite ran without a failure."""
     found = sorted(results.read_all(), key=results.order)
@@ -149,6 +157,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "microseconds": _microseconds,
     "steadiness": _steadiness,
     "recovery": _recovery,
+    "fault-tolerance": _fault_tolerance,
     "horovod-steps": _horovod_steps,
     "status": _status,
     "compatibility": _compatibility,

@@ -16,8 +16,8 @@ MUTANTS = [
     ),
     Mutant(
         "horovod/optimizer.py",
-        old="            if bucket not in self._started:\n                self._start(bucket)\n",
-        new="",
+        old="if bucket not in self._started:\n                self._start(bucket)",
+        new="pass",
         fault="A parameter without a gradient on this rank does not take part, and the other ranks wait for it.",
         tests="tests/horovod/test_optimizer.py -k without_a_gradient",
         ranks=4,

@@ -83,9 +83,8 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/channel_setup.py",
-        old="if failed := agreement.failures(comm.allgather, check, OSError):",
-        new="failed = agreement.failures(comm.allgather, check, OSError)\n"
-        "    if any(rank == comm.rank for rank, _ in failed):",
+        old="    if failed:\n        if comm.rank == 0:",
+        new="    if any(rank == comm.rank for rank, _ in failed):\n        if comm.rank == 0:",
         fault="Each rank decides alone whether the channel is open; ranks with a channel wait for a rank without one.",
         tests="tests/launch/test_ends.py -k channel",
         ranks=0,
