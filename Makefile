@@ -63,8 +63,8 @@ many-ranks: $(ENVS) ## run a test with 48 ranks on four hosts (16 GiB)
 
 # Tests of torch's features and the trainer hardly depend on the MPI library: features-N runs them with MPICH.
 test-%: $(ENVS) ## run tests on N ranks with Open MPI, and those that depend on the MPI library with MPICH
-	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
-	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/mpi tests/collective_ops tests/programs tests/horovod
+	$(openmpi) tests/ranks_twice.sh $*
+	$(mpich) tests/ranks_twice.sh $* tests/mpi tests/collective_ops tests/programs tests/horovod
 
 features-%: $(ENVS) ## run tests of torch's features and the trainer on N ranks, with MPICH
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features tests/training tests/bench tests/gpu
