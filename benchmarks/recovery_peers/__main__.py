@@ -100,7 +100,8 @@ def _write(path: Path, torchft_python: Path | None, jobs: int, rows: Mapping[str
     if torchft_python is not None:
         measured["torchft"] = {"versions": _torchft_versions(torchft_python), "settings": _torchft_settings()}
     each_head = {"command": command, "date": head["date"], "jobs_at_once": jobs}
-    measured["systems"] = {**old.get("systems", {}), **{name: {**each_head, **row} for name, row in rows.items()}}
+    merged = {**old.get("systems", {}), **{name: {**each_head, **row} for name, row in rows.items()}}
+    measured["systems"] = {name: merged[name] for name in (systems.MPICOMM, *systems.TORCHFT) if name in merged}
     result_files.write(path, {**old, **head, **measured})
 
 
