@@ -114,6 +114,17 @@ def _fault_tolerance() -> str:
     return _table(("microseconds", "without", "with `--fault-tolerant`", "ratio"), *rows)
 
 
+def _recovery_peers() -> str:
+    systems = _result("recovery-peers-openmpi")["systems"]
+    rows = [
+        (name, f"{row['continued']} of {row['kills']}",
+            *(f"{row['gap_s'][each]:.2f}" for each in ("p50", "p95", "max")), str(row["discarded_steps"]))
+        for name, row in systems.items()
+    ]  # fmt: skip
+    columns = ("jobs that continued", "median", "95th percentile", "maximum", "discarded steps, at most")
+    return _table(("seconds from a kill to the next step", *columns), *rows)
+
+
 def _status() -> str:
     """Return an item of a list: the versions with which the compatibility suite ran without a failure."""
     found = sorted(results.read_all(), key=results.order)
@@ -158,6 +169,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steadiness": _steadiness,
     "recovery": _recovery,
     "fault-tolerance": _fault_tolerance,
+    "recovery-peers": _recovery_peers,
     "horovod-steps": _horovod_steps,
     "status": _status,
     "compatibility": _compatibility,

@@ -1,0 +1,1 @@
+"""The time from the SIGKILL of a process to the next training step: mpicomm compared with torchft."""
