@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import selectors
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import interfaces
@@ -20,6 +20,7 @@ from mpicomm.watchdog.channel import PARENT
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
 from mpicomm.watchdog.protocol import JobFailed, JobStarted, Message, RankFinished, StopAnswered, StopAsked
+from mpicomm.watchdog.rank_0_monitor import cause_of_loss, is_unreachable
 
 _TOKEN_BYTES = 16
 
@@ -42,9 +43,11 @@ class Job:
         self._recovers = recovers
         self._hosts = {rank: host for host, text in hosts.items() for rank in hang_report.parse_ranges(text)}
         self._finished: set[int] = set()
+        self._failed: set[int] = set()
         self.cause = ""
         """Why the job was aborted, if rank 0 reported it."""
 
+        self._is_host_lost = False  # of rank 0
         self.is_connected = True
         self.answers: dict[int, bool] = {}
         """By signal: whether the program handles it, if rank 0 has answered the last question about it."""
@@ -64,15 +67,33 @@ class Job:
         match message:
             case RankFinished():
                 self._finished.add(message.rank)
+                if message.has_failed:
+                    self._failed.add(message.rank)
             case JobFailed():
                 self.cause = self.cause or message.cause
             case StopAnswered():
                 self.answers[message.signal] = message.is_handled
 
-    def unfinished(self) -> str:
-        """Return the ranks that have not reached their orderly end: `ranks 2, 3 of 4 on node4`."""
-        left = sorted(self._hosts.keys() - self._finished)
-        return hang_report.full_name(left, [self._hosts[rank] for rank in sorted(self._hosts)])
+    @property
+    def may_have_lost_host(self) -> bool:
+        """Whether a job that continues after failures of ranks has ended for no other known reason."""
+        return self._recovers and not self.is_finished and (self._is_host_lost or not self.cause)
+
+    def lose_rank_0(self, lost: str) -> None:
+        """Record that the connection to rank 0 has ended, and why."""
+        self.is_connected = False
+        if is_unreachable(lost) and not self.is_finished:
+            self._is_host_lost = True
+            self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss(lost)}"
+
+    def end(self) -> str:
+        """Return which ranks have not reached their orderly end: `ranks 2, 3 of 4 on node4 did not reach ...`."""
+        failed = f"{self._name(self._failed)} failed, and " if self._failed else ""
+        left = self._name(self._hosts.keys() - self._finished)
+        return f"{failed}{left} did not reach the end of the program"
+
+    def _name(self, ranks: Iterable[int]) -> str:
+        return hang_report.full_name(sorted(ranks), [self._hosts[rank] for rank in sorted(self._hosts)])
 
 
 class JobListener:
@@ -152,12 +173,12 @@ class JobListener:
             elif connection in self._of:
                 self._of[connection].receive(message)
         if lost:
-            self._drop(connection)
+            self._drop(connection, lost)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, lost: str = "") -> None:
         self._waiting.discard(connection)
         if (job := self._of.pop(connection, None)) is not None:
-            job.is_connected = False
+            job.lose_rank_0(lost)
         self._selector.unregister(connection)
         connection.close()
 

@@ -16,6 +16,7 @@ from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange, TooFewHostsError
 from mpicomm.launch.request import Request
 from mpicomm.settings import STOPPED_STATUS
+from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY
 
 _PROBES = 16  # hosts that are probed at the same time
 _REQUEUE_SECONDS = 20.0
@@ -105,6 +106,8 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
                 failed("run", error)
             return end.status
         end = launch_plan.execute(start, "run", grace)
+    if end.may_have_lost_host and not policy.max_restarts:
+        print_message("run", f"a host may have been lost.\n{HOST_REMEDY}")
     if _is_failure(end) and policy.max_restarts:
         why = "--max-restarts has been reached" if has_formed_job else "the ranks did not complete mpicomm.bootstrap()"
         print_message("run", f"not restarted: {why}")

@@ -67,6 +67,9 @@ class End:
     cause: str
     """Why the launch failed; empty if the status is 0, or only the launcher knows."""
 
+    may_have_lost_host: bool = False
+    """Whether mpirun has ended a job that would continue after failures of ranks, as it does if a host is lost."""
+
 
 class Supervisor:
     """Runs one launch."""
@@ -113,7 +116,9 @@ class Supervisor:
         self._handle_signals()  # no restart begins after a signal that has arrived meanwhile
         if cause:
             self._print(cause)
-        return End(status, self._stopped_by, bool(self._listener.jobs), cause)
+        is_spread = not self._start.is_local and self._stopped_by is None
+        may_have_lost_host = is_spread and any(job.may_have_lost_host for job in self._listener.jobs)
+        return End(status, self._stopped_by, bool(self._listener.jobs), cause, may_have_lost_host)
 
     def _run_launcher(self) -> None:
         """Wait until the launcher has ended; an error of this process ends it, too."""
@@ -272,8 +277,7 @@ class Supervisor:
         ended = f"was killed by {_name(-returned)}" if returned < 0 else f"exited with status {returned}"
         ended = "timed out" if self._is_forced else ended
         if self._stopped_by is None and failed:
-            whats = [job.cause or f"{job.unfinished()} did not reach the end of the program" for job in failed]
-            return f"{'; '.join(whats)} ({launcher} {ended})"
+            return f"{'; '.join(job.cause or job.end() for job in failed)} ({launcher} {ended})"
         return f"{launcher} {ended}" if self._stopped_by is None and returned < 0 else ""
 
     def _print(self, message: str) -> None:

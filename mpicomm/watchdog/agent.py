@@ -27,7 +27,14 @@ from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
-from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, MAX_REPORTERS, RESPONSE_SECONDS, Rank0Monitor, cause_of_loss
+from mpicomm.watchdog.rank_0_monitor import (
+    DEATH_REMEDY,
+    MAX_REPORTERS,
+    RESPONSE_SECONDS,
+    Rank0Monitor,
+    cause_of_loss,
+    is_unreachable,
+)
 from mpicomm.watchdog.rank_exit import RankExit
 
 T = TypeVar("T")
@@ -331,8 +338,10 @@ class Watchdog:
         elif self._term_at < math.inf:
             return  # a launcher that sends SIGTERM sends it to the other ranks, too
         elif event.rank is not None:
-            self._send_to_rank_0(protocol.RankDied(event.rank, cause_of_loss(event.lost)))
-        elif self._limits.recovers:
+            self._send_to_rank_0(
+                protocol.RankDied(event.rank, cause_of_loss(event.lost), is_host_lost=is_unreachable(event.lost))
+            )
+        elif self._limits.recovers and not is_unreachable(event.lost):
             if not self._exit.all_exited.is_set():
                 self.send(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost)}))
         elif not self._exit.all_exited.is_set():
@@ -442,6 +451,8 @@ class Watchdog:
     def _abort_alone(self, cause: str, remedy: str = "") -> None:
         """Abort the job in place of rank 0; does not return."""
         self._exit_at = time.monotonic() + _ENDED_SECONDS
+        if self._limits.recovers:  # otherwise ranks that lose this one would wait in recover() for an unreachable host
+            self._channel.send_down(protocol.JobEnding(files=True))
         self._write_files()
         self._kill_unresponsive_processes()
         if self.place.rank <= MAX_REPORTERS:

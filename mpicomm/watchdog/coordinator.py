@@ -14,7 +14,7 @@ from typing import Protocol
 from mpicomm.watchdog import hang_report, protocol
 from mpicomm.watchdog.hang_report import ExitedRank, Row
 from mpicomm.watchdog.protocol import COLLECT_SECONDS, Message, NotResponding, RankStatus, Status
-from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, HOST_REMEDY
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
@@ -312,7 +312,11 @@ class Coordinator:
         what, reason, remedy = f"died: {message.reason}", message.reason, DEATH_REMEDY
         if message.rank in self._terminated:
             what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
-        self._end_rank(message.rank, what, remedy, now, reason)
+        if message.is_host_lost and self._recovers:
+            # MPI_Comm_shrink would wait for that host, and mpirun ends the job as soon as it notices the loss.
+            self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=HOST_REMEDY)
+        else:
+            self._end_rank(message.rank, what, remedy, now, reason)
 
     def _end_rank(self, rank: int, what: str, remedy: str, now: float, reason: str = "") -> None:
         """Abort the job because a rank has ended, or let the other ranks continue without it.
@@ -325,7 +329,7 @@ class Coordinator:
             self._abort(f"{self._name([rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
         elif rank not in self._failed:
             self._failed.add(rank)
-            self._actions.report_to_parent(protocol.RankFinished(rank))  # the job does not need it any more
+            self._actions.report_to_parent(protocol.RankFinished(rank, has_failed=True))
             self._actions.send(protocol.RanksFailed({str(rank): reason or f"it {what}"}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:

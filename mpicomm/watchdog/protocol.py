@@ -191,6 +191,8 @@ class RankDied(FromRank):
     """The rank's hub has lost its connection."""
 
     reason: str
+    is_host_lost: bool = False
+    """Whether its host does not answer."""
 
 
 class RankFailed(FromRank):
@@ -232,9 +234,10 @@ class JobStarted(Message):
 
 @dataclass(frozen=True)
 class RankFinished(Message):
-    """A rank has reached its orderly end."""
+    """A rank has reached its orderly end, or has failed in a job that continues without it."""
 
     rank: int
+    has_failed: bool = False
 
 
 @dataclass(frozen=True)

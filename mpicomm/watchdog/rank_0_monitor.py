@@ -22,6 +22,12 @@ DEATH_REMEDY = (
 )
 """The next step after the death of a rank."""
 
+HOST_REMEDY = (
+    "mpirun does not continue without a host. To continue from a checkpoint on the other hosts: "
+    "mpicomm run --max-restarts N"
+)
+"""The next step after the loss of a host."""
+
 _TURN_SECONDS = 2.0  # delay of each of them after the previous one
 _UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 
@@ -104,8 +110,13 @@ def turn_of(rank: int) -> float:
     return _TURN_SECONDS * min(max(rank - 1, 0), MAX_REPORTERS)
 
 
+def is_unreachable(lost: str) -> bool:
+    """Return whether a connection was lost because the other host does not answer."""
+    return lost in _UNREACHABLE
+
+
 def cause_of_loss(lost: str) -> str:
     """Return why a rank died, from the reason why its connection was lost."""
-    if lost in _UNREACHABLE:
+    if is_unreachable(lost):
         return f"its host is unreachable ({lost})"
     return "its process ended without reporting an error (killed, crashed, os._exit or MPI_Abort)"

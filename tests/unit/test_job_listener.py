@@ -70,7 +70,7 @@ def test_a_job_is_finished_when_every_rank_is(listener: tuple[JobListener, selec
     report(listener, connection, JobStarted(HOSTS), *[RankFinished(rank) for rank in (0, 1, 3)])
     (job,) = listener[0].jobs
     assert (job.is_finished, job.has_failed) == (False, False)
-    assert job.unfinished() == "rank 2 of 4 on node2"
+    assert job.end() == "rank 2 of 4 on node2 did not reach the end of the program"
     report(listener, connection, RankFinished(2))
     connection.close()
     handle(listener)
