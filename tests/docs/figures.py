@@ -125,6 +125,22 @@ def _recovery_peers() -> str:
     return _table(("seconds from a kill to the next step", *columns), *rows)
 
 
+def _recovery_on_hosts() -> str:
+    result = _result("recovery-hosts-openmpi")
+    of_what: dict[str, dict[int, dict[str, Any]]] = {}
+    for each in result["faults"]:
+        of_what.setdefault(each["what"], {})[each["hosts"]] = each
+    continuations = {
+        "in place": "the other ranks continue in place",
+        "restarted": "the job ends; `--max-restarts` starts it again on the other hosts",
+    }
+    rows = [
+        (what, continuations[by_hosts[2]["way"]], *(f"{by_hosts[size]['gap_s']:.1f}" for size in (2, 4)))
+        for what, by_hosts in of_what.items()
+    ]
+    return _table(("fault", "continuation", "2 hosts, s", "4 hosts, s"), *rows)
+
+
 def _status() -> str:
     """Return an item of a list: the versions with which the compatibility suite ran without a failure."""
     found = sorted(results.read_all(), key=results.order)
@@ -168,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "microseconds": _microseconds,
     "steadiness": _steadiness,
     "recovery": _recovery,
+    "recovery-hosts": _recovery_on_hosts,
     "fault-tolerance": _fault_tolerance,
     "recovery-peers": _recovery_peers,
     "horovod-steps": _horovod_steps,

@@ -27,7 +27,7 @@ from mpicomm.watchdog.protocol import (
     TimedOut,
     WaitEnded,
 )
-from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, HOST_REMEDY
 
 SIZE = 4
 HANG_SECONDS = 60.0
@@ -76,11 +76,12 @@ class Hands:
 class Court:
     """A coordinator whose clock the test advances."""
 
-    def __init__(self, *, nodes: tuple[int, ...] = (0,) * SIZE, may_claim: bool = True) -> None:
+    def __init__(self, *, nodes: tuple[int, ...] = (0,) * SIZE, may_claim: bool = True, recovers: bool = False) -> None:
         self.hands = Hands(may_claim)
         first = [nodes.index(node) for node in nodes]
         hubs = [0 if first[rank] == rank else first[rank] for rank in range(SIZE)]
-        self.coordinator = Coordinator([f"node{node}" for node in nodes], hubs, HANG_SECONDS, self.hands)
+        names = [f"node{node}" for node in nodes]
+        self.coordinator = Coordinator(names, hubs, HANG_SECONDS, self.hands, recovers=recovers)
         self.now = 1000.0
 
     def receive(self, message: Message) -> None:
@@ -193,6 +194,18 @@ def test_reports_before_mpicomm_run_is_connected_are_repeated() -> None:
     court.hands.to_parent.clear()
     court.coordinator.repeat_reports_to_parent()
     assert court.hands.to_parent == [protocol.RankFinished(1), protocol.JobFailed("rank 2 of 4 on node0 died: killed")]
+
+
+def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -> None:
+    court = Court(nodes=TWO_NODES, recovers=True)
+    court.lose(1)
+    assert court.hands.to_all == [protocol.RanksFailed({"1": "killed"})]
+    assert court.hands.to_parent == [protocol.RankFinished(1, has_failed=True)]
+    court.receive(protocol.RankDied(2, "its host is unreachable", is_host_lost=True))
+    cause = "rank 2 of 4 on node1 died: its host is unreachable"
+    assert court.hands.to_parent[1:] == [protocol.JobFailed(cause)]
+    assert court.hands.printed == [f"[mpicomm] {cause}; aborting the job\n{HOST_REMEDY}"]
+    assert court.hands.to_all[1:] == [JobEnding(files=True)]
 
 
 def test_the_launcher_may_end_the_job_first() -> None:

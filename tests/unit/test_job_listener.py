@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicomm.cli.job_listener import JobListener
+from mpicomm.cli.job_listener import Job, JobListener
 from mpicomm.watchdog import authentication, parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
@@ -89,6 +90,26 @@ def test_a_job_has_failed_when_rank_0_is_lost_or_reports_it(
     (job,) = listener[0].jobs
     assert (job.has_failed, job.cause) == (True, cause)
     connection.close()
+
+
+def test_a_job_that_continues_after_failures_names_the_failed_ranks() -> None:
+    job = Job(HOSTS, recovers=True)
+    for message in (RankFinished(0), RankFinished(2, has_failed=True)):
+        job.receive(message)
+    job.lose_rank_0("closed")
+    assert (job.is_connected, job.has_failed, job.may_have_lost_host) == (False, False, True)
+    what = "rank 2 of 4 on node2 failed, and ranks 1, 3 of 4 on node1, node2 did not reach the end of the program"
+    assert job.end() == what
+    job.receive(JobFailed("rank 1 of 4 on node1 failed"))
+    assert not job.may_have_lost_host
+
+
+def test_a_job_that_continues_after_failures_ends_with_the_host_of_rank_0() -> None:
+    job = Job(HOSTS, recovers=True)
+    job.lose_rank_0(os.strerror(errno.ETIMEDOUT))
+    assert job.cause == "rank 0 of 4 on node1 died: its host is unreachable (Connection timed out)"
+    assert job.has_failed
+    assert job.may_have_lost_host
 
 
 def test_a_process_without_the_token_is_refused(listener: tuple[JobListener, selectors.BaseSelector]) -> None:

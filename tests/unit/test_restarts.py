@@ -1,0 +1,24 @@
+"""`mpicomm run` explains that mpirun does not continue without a host, unless it starts the ranks again."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpicomm.cli import launch_plan, restarts
+from mpicomm.cli.restarts import RestartPolicy
+from mpicomm.cli.supervisor import End
+from mpicomm.launch.request import Request, Start
+from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY
+
+
+@pytest.mark.parametrize(("max_restarts", "may_have_lost_host"), [(0, True), (0, False), (1, True)])
+def test_a_lost_host_is_explained(
+    max_restarts: int, may_have_lost_host: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_plan, "build", lambda *_: Start(("mpiexec",), {}))
+    monkeypatch.setattr(launch_plan, "execute", lambda *_: End(1, None, True, "failed", may_have_lost_host))
+    monkeypatch.setattr(launch_plan, "hosts", lambda *_: ((), False))
+    status = restarts.run(Request(("train.py",)), RestartPolicy(max_restarts), 1.0)
+    assert status == 1
+    is_explained = HOST_REMEDY in capsys.readouterr().err
+    assert is_explained == (may_have_lost_host and not max_restarts)
