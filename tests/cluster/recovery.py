@@ -32,6 +32,7 @@ RANK, HOST, CUT = "a rank is killed", "a host is killed", "a host is cut off"
 IN_PLACE, RESTARTED = "in place", "restarted"
 _FAULTS: dict[str, Callable[[Layout, str], None]] = {HOST: hosts.kill, CUT: hosts.cut}
 _RANKS = 4
+_EPOCHS = 12
 _PAUSE = 0.1  # seconds that each forward pass takes longer: the fault must hit a run that has saved a checkpoint
 
 
@@ -50,7 +51,9 @@ class Result:
     """The number of ranks that completed the run."""
 
 
-def run(cluster: Cluster, python: Path, places: Mapping[str, int], what: str, *options: object) -> Result:
+def run(
+    cluster: Cluster, python: Path, places: Mapping[str, int], what: str, *options: object, epochs: int = _EPOCHS
+) -> Result:
     """Train on some hosts, and kill the last rank, or kill or cut off the last host, once there is a checkpoint.
 
     Args:
@@ -64,7 +67,7 @@ def run(cluster: Cluster, python: Path, places: Mapping[str, int], what: str, *o
     # The hosts share the cores of this machine, which only the ranks of one host would know.
     command = [python, "-m", "mpicomm", "run", "--fault-tolerant", "--hosts", place, *options]
     command += ["--env", "OMPI_MCA_mpi_yield_when_idle=1", "-m", "tests.recovery.training_job", folder]
-    command += ["--kills", kill_plan.to_text(kills), "--pause", _PAUSE]
+    command += ["--kills", kill_plan.to_text(kills), "--pause", _PAUSE, "--epochs", epochs]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         job = pool.submit(cluster.run, "env", f"--chdir={ROOT}", *command, timeout=2 * SECONDS)
         if what != RANK:

@@ -14,6 +14,7 @@ from tests.cluster.recovery import CUT, HOST, IN_PLACE, RANK, RESTARTED, Result
 from tests.cluster.running import Cluster, Flavour
 
 PLACES = {RANK: {"node1": 1, "node2": 2}, HOST: {"node1": 1, "node3": 1}, CUT: {"node1": 1, "node4": 1}}
+EPOCHS = 4
 OPTIONS = {
     RANK: [],
     HOST: ["--max-restarts", 1],
@@ -25,7 +26,7 @@ OPTIONS = {
 def _results(cluster: Cluster, open_mpi: Flavour) -> dict[str, Result]:
     with concurrent.futures.ThreadPoolExecutor(len(PLACES)) as pool:
         running = {
-            what: pool.submit(recovery.run, cluster, open_mpi.python, places, what, *OPTIONS[what])
+            what: pool.submit(recovery.run, cluster, open_mpi.python, places, what, *OPTIONS[what], epochs=EPOCHS)
             for what, places in PLACES.items()
         }
         return {what: result.result() for what, result in running.items()}

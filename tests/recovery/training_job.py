@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", default="[]", help="the kills in JSON, as tests.recovery.kill_plan.Kill")
     parser.add_argument("--from", dest="starts", default="", help="NAME:CHECKPOINT,...: a run from each checkpoint")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--keep", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
@@ -81,7 +82,7 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
 
     trainer.loss_fn = slowly
     data, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
-    history = trainer.fit(data, EPOCHS, eval_data=test, metrics={"accuracy": is_right})
+    history = trainer.fit(data, arguments.epochs, eval_data=test, metrics={"accuracy": is_right})
     plan.visit("after fit")
     evaluation = trainer.evaluate(test)
     final = {"digest": digest(trainer), "history": history, "evaluation": evaluation}
