@@ -19,6 +19,7 @@ _PMIX = "pmix"
 """The plugin of flux-pmix, and the value of `flux run -o pmi=` that selects it."""
 
 _EXPORT = "SLURM_EXPORT_ENV"
+_OVERLAP = "SLURM_OVERLAP"
 
 # Slurm sets the rank of each agent's node. The rendezvous is on the first node of the step.
 _TORCHRUN_TASK = (
@@ -96,6 +97,10 @@ def mpiexec(
         options += _filled_in(mpi.unbound)
     if request.is_fault_tolerant:
         options += _fault_tolerant(library)
+        if isinstance(job, SlurmAllocation):
+            # mpirun starts its daemons by srun. After the loss of a node, the step of the last attempt lasts until
+            # Slurm notices it; without this variable, a restart would wait for the CPUs of that step.
+            child.setdefault(_OVERLAP, "1")
     if request.tag_output:
         options += _filled_in(mpi.tagged)
     is_on_one_host = place.nodes == 1 and not place.hosts

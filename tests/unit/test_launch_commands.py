@@ -229,6 +229,14 @@ def test_the_resources_of_a_flux_instance() -> None:
             FluxAllocation.from_output(text)
 
 
+def test_a_fault_tolerant_run_can_be_restarted_while_slurm_still_waits_for_a_lost_node() -> None:
+    job = SlurmAllocation(2, 4)
+    start = by_mpiexec(OPEN_MPI, Request(PROGRAM, is_fault_tolerant=True), job=job)
+    assert "--with-ft ulfm" in options(start)
+    assert start.environ["SLURM_OVERLAP"] == "1"
+    assert "SLURM_OVERLAP" not in by_mpiexec(OPEN_MPI, job=job).environ
+
+
 def test_a_heterogeneous_slurm_job_has_the_ranks_of_all_components() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_HET_SIZE": "2"}
     environ |= {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "2"}
