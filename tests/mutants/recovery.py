@@ -33,6 +33,14 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/coordinator.py",
+        old="found = [statuses.get(rank) for rank in hang_report.parse_ranges(late.needs)]",
+        new="found = [statuses.get(late.rank)]",
+        fault="A rank that waits long for the others in the creation of a group aborts the job.",
+        tests="tests/unit/test_coordinator.py -k that_mpi_does_not_create",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/coordinator.py",
         old="if not self._recovers or self.is_ending:",
         new="if self._recovers or self.is_ending:",
         fault="A dead rank aborts the job although the others can continue.",
