@@ -96,6 +96,16 @@ def _steadiness() -> str:
     return _table(("mpi4py / mpicomm", *(f"{name}, {which}" for name in found for which in ("median", "best"))), *rows)
 
 
+def _multi_node() -> str:
+    found = _result("multi-node-2x2-mpich")["rows"]
+    us = {(row["operation"], row["backend"]): row["us"] for row in found if row["in_place"]}
+    rows = [
+        (operation, *(f"{us[operation, way] / 1000:.0f}" for way in ("hierarchical", "MPI alone")))
+        for operation in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+    ]
+    return _table(("64 MiB, milliseconds", "with shared memory", "MPI alone"), *rows)
+
+
 def _recovery() -> str:
     result = _result("recovery-4-openmpi")
     kinds = {"all kills": "gap_s", "without spares": "gap_s_without_spares", "with spares": "gap_s_with_spares"}
@@ -183,6 +193,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": _steps,
     "microseconds": _microseconds,
     "steadiness": _steadiness,
+    "multi-node": _multi_node,
     "recovery": _recovery,
     "recovery-hosts": _recovery_on_hosts,
     "fault-tolerance": _fault_tolerance,
