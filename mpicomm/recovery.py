@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import threading
 import time
-from collections.abc import Iterator
 
 from mpicomm import mpi, session
 from mpicomm.backend import groups
@@ -19,7 +16,6 @@ from mpicomm.watchdog import exit_hooks, rank_failures
 
 _SPARE_SECONDS = 0.2  # between two checks of a spare whether all ranks have exited
 _ABORT_SECONDS = 10.0  # for MPI_Abort on another rank to end this process
-_SHORTEST_LIMIT = 10.0  # seconds; processes may notice the failure late on a busy machine
 
 
 def recover() -> World:
@@ -56,16 +52,30 @@ def recover() -> World:
 def recover_from(last: Session) -> Session:
     """End the last world, and form the next one of the processes that are left (collective over these)."""
     start = time.monotonic()
-    assert last.failures is not None
-    assert last.job.base is not None
-    comm, place, size = last.job.base, last.place, last.job.base.size
     mpi.record_lost_processes()
     mpi.revoke_all()
     session.end_world(last)
+    with session.time_limit(last, "recover()"):
+        following, found = _form_next_world(last)
+    session.set_current(following)
+    if following.request.abort_on_error:
+        session.arm_abort(following.world.rank, following.world.size, following.job.base)
+    if found.comm.rank == 0:
+        number, seconds = following.world.recoveries, time.monotonic() - start
+        exit_hooks.print_stderr(
+            f"[mpicomm] {_describe(last, found)}; continuing with {following.world.size} ranks after {seconds:.2f} s "
+            f"(recovery {number})\n"
+        )
+    return following
+
+
+def _form_next_world(last: Session) -> tuple[Session, NextWorld]:
+    """Form the next world of the processes that are left (collective over these)."""
+    assert last.job.base is not None
+    comm, place, size = last.job.base, last.place, last.job.base.size
     while True:
         # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
-        with _time_limit(last):
-            comm, found = survivors.regroup(comm, place)
+        comm, found = survivors.regroup(comm, place)
         session.stop_watching(last)
         mpi.forget_revoked()
         groups.release_abandoned()
@@ -87,7 +97,8 @@ def recover_from(last: Session) -> Session:
             comm.Revoke()  # other processes may wait for this one
         # 3. all processes agree that they have formed it
         if survivors.agree(comm, error is None):
-            break
+            assert following is not None
+            return following, found
         mpi.revoke_all()
         if following is not None:
             session.end_world(following)
@@ -98,39 +109,6 @@ def recover_from(last: Session) -> Session:
                 f"Correct the cause, and start the job again."
             ) from error
         size = comm.size
-    assert following is not None
-    session.set_current(following)
-    if following.request.abort_on_error:
-        session.arm_abort(following.world.rank, following.world.size, following.job.base)
-    if comm.rank == 0:
-        number, seconds = following.world.recoveries, time.monotonic() - start
-        exit_hooks.print_stderr(
-            f"[mpicomm] {_describe(last, found)}; continuing with {following.world.size} ranks after {seconds:.2f} s "
-            f"(recovery {number})\n"
-        )
-    return following
-
-
-@contextlib.contextmanager
-def _time_limit(last: Session) -> Iterator[None]:
-    """Abort the job at the timeout of operations: MPI waits without a limit for a process that does not respond."""
-    seconds = max(last.request.limit.total_seconds(), _SHORTEST_LIMIT)
-
-    def abort() -> None:
-        exit_hooks.print_stderr(
-            f"[mpicomm] recover() timed out after {seconds:g} s on {last.world.hostname}: a process that has not "
-            f"failed does not take part; aborting the job.\n"
-            f"Check where the other ranks are, or increase the timeout of bootstrap().\n"
-        )
-        session.abort(1, last.job.base)
-
-    timer = threading.Timer(seconds, abort)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _check_enough(last: Session, found: NextWorld) -> None:

@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ DUMPS = "mpicomm-dumps"
 """The default directory of the flight recorder's files."""
 
 _LEAVE_PAUSE = 0.01  # seconds between two polls of messages in flight, while other ranks still run
+_SHORTEST_LIMIT = 10.0  # seconds; processes may notice a failure late on a busy machine
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # torch's names of backends that have another name in bootstrap.
@@ -220,7 +222,8 @@ def open_session(session: Session) -> None:
 
 def _communicators(job: JoinedJob) -> list[Intracomm]:
     """Return the communicators of the ranks and of all processes, which are one without spares."""
-    return [comm for comm in {id(each): each for each in (job.comm, job.base)}.values() if comm is not None]
+    # COMM_NULL, one that the program has freed, is false.
+    return [comm for comm in {id(each): each for each in (job.comm, job.base)}.values() if comm]
 
 
 def _export(session: Session) -> None:
@@ -329,7 +332,8 @@ def _leave_without_failed(session: Session) -> None:
     assert session.job.base is not None
     mpi.revoke_all()
     end_world(session)
-    comm, found = survivors.regroup(session.job.base, session.place, is_finished=True)
+    with time_limit(session, "shutdown()"):
+        comm, found = survivors.regroup(session.job.base, session.place, is_finished=True)
     if comm.rank == 0 and not found.size and session.settings.parent:
         # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
         with contextlib.suppress(OSError, ValueError):
@@ -350,6 +354,32 @@ def stop_watching(session: Session) -> None:
     """Stop the watchdog of a session."""
     channel_setup.stop_watchdog(session.watch)
     session.watch = None
+
+
+@contextlib.contextmanager
+def time_limit(session: Session, what: str) -> Iterator[None]:
+    """Abort the job at the timeout of operations: MPI waits without a limit for a process that does not respond.
+
+    Args:
+        what: The function that the user has called.
+    """
+    world, seconds = session.world, max(session.request.limit.total_seconds(), _SHORTEST_LIMIT)
+
+    def end() -> None:
+        exit_hooks.print_stderr(
+            f"[mpicomm] rank {world.rank} of {world.size} on {world.hostname}: {what} timed out after {seconds:g} s: "
+            f"a rank that has not failed does not take part; aborting the job\n"
+            f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
+        )
+        abort(1, session.job.base)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def shutdown_at_exit() -> None:

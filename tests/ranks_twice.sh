@@ -5,7 +5,8 @@ set -uo pipefail
 
 ranks=$1
 shift
-limit=1000 # seconds: four times as long as all tests on four ranks take on two cores
+limit=${LIMIT:-1000} # seconds: four times as long as all tests on four ranks take on two cores
+trap 'exit 130' INT
 
 run() {
     timeout --foreground -k 10 "$limit" mpirun -n "$ranks" pytest --with-mpi "$@"

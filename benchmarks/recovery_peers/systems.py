@@ -14,8 +14,8 @@ MPICOMM = "mpicomm"
 LIGHTHOUSE = ("--min_replicas", str(PROCESSES - 1))
 """Options of the lighthouse in all cases: the remaining replicas form a quorum, and half of them do not."""
 
-# The timeout of the Manager is that of torchft's train_ddp.py, as is the one of Gloo in the first case. The options of
-# the lighthouse are those that torchft's README recommends; a heartbeat is sent every 100 ms.
+# --timeout is that of torchft's train_ddp.py, as is --gloo-timeout in "Gloo 5 s". The options of the lighthouse in
+# "Gloo 5 s" are those that torchft's README recommends; a heartbeat is sent every 100 ms.
 _QUORUM = ("--join_timeout_ms", "10000", "--quorum_tick_ms")
 TORCHFT: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "torchft, default timeouts": ((), ()),

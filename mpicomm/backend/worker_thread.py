@@ -20,9 +20,8 @@ _NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that w
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
 _SHARE = 19  # a pause is at least this many times as long as the round before it, up to the following limit
-_MOST_SECONDS = (
-    0.25  # a round is long if its thread was suspended or waited for the GIL, and `stop` waits for the pause
-)
+# A round is also long if its thread was suspended or waited for the GIL, and `stop` waits for the pause.
+_LONGEST_PROPORTIONAL_PAUSE = 0.25
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
 
@@ -275,7 +274,7 @@ class Poller:
             if not self._watched and now - quiet_since > _QUIET_SECONDS:
                 self._wait_for_more()
                 pause, quiet_since = _LONGEST_PAUSE, time.monotonic()
-            least = min(_SHARE * (now - start), _MOST_SECONDS)
+            least = min(_SHARE * (now - start), _LONGEST_PROPORTIONAL_PAUSE)
             time.sleep(max(pause if self._watched else _LONGEST_PAUSE, least))
 
     def _look(self) -> bool:

@@ -86,7 +86,7 @@ class Job:
             self._is_host_lost = True
             self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss(lost)}"
 
-    def end(self) -> str:
+    def describe_end(self) -> str:
         """Return which ranks have not reached their orderly end: `ranks 2, 3 of 4 on node4 did not reach ...`."""
         failed = f"{self._name(self._failed)} failed, and " if self._failed else ""
         left = self._name(self._hosts.keys() - self._finished)

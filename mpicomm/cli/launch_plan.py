@@ -166,7 +166,7 @@ def _machine(environ: Mapping[str, str]) -> Machine:
 
 
 def _srun_type(request: Request, library: Library, environ: Mapping[str, str]) -> str | None:
-    """Return the type of PMI with which srun starts ranks of the library; None if it cannot, or mpirun must."""
+    """Return the type of PMI with which srun starts ranks; None if it cannot start them, or the run needs mpirun."""
     if request.is_fault_tolerant:  # Slurm ends the step if a task is killed; mpirun does not
         return None
     return library.srun_type_in(_answer_of("srun", "--mpi=list") if shutil.which("srun") else "", environ)

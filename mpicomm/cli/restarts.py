@@ -107,7 +107,7 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
             return end.status
         end = launch_plan.execute(start, "run", grace)
     if end.may_have_lost_host and not policy.max_restarts:
-        print_message("run", f"a host may have been lost.\n{HOST_REMEDY}")
+        print_message("run", f"if no rank has printed another cause, a host may have been lost.\n{HOST_REMEDY}")
     if _is_failure(end) and policy.max_restarts:
         why = "--max-restarts has been reached" if has_formed_job else "the ranks did not complete mpicomm.bootstrap()"
         print_message("run", f"not restarted: {why}")

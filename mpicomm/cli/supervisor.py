@@ -277,7 +277,7 @@ class Supervisor:
         ended = f"was killed by {_name(-returned)}" if returned < 0 else f"exited with status {returned}"
         ended = "timed out" if self._is_forced else ended
         if self._stopped_by is None and failed:
-            return f"{'; '.join(job.cause or job.end() for job in failed)} ({launcher} {ended})"
+            return f"{'; '.join(job.cause or job.describe_end() for job in failed)} ({launcher} {ended})"
         return f"{launcher} {ended}" if self._stopped_by is None and returned < 0 else ""
 
     def _print(self, message: str) -> None:

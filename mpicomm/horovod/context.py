@@ -29,8 +29,8 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
     Raises:
         ValueError: If `comm` lists ranks other than all, `process_sets` contains a set twice or invalid ranks, or a
             HOROVOD_* variable is out of range.
-        LaunchError: On every rank, if torchrun started the ranks, since MPI is required, or if the program has
-            initialized MPI with a lower thread level than MPI_THREAD_MULTIPLE.
+        LaunchError: On every rank, if torchrun started the ranks, since MPI is required, or if MPI
+            provides a lower thread level than MPI_THREAD_MULTIPLE.
         MpicommError: If the ranks cannot be connected; see `mpicomm.bootstrap()`.
     """
     if registry().is_open:
@@ -55,8 +55,9 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         raise raised_on_all_ranks(
             LaunchError(
                 "init: the operations of Horovod need the MPI thread level MPI_THREAD_MULTIPLE, "
-                "but the program has initialized MPI with a lower level.\n"
-                "Call hvd.init() before the program initializes MPI, or initialize it with MPI_THREAD_MULTIPLE."
+                "but MPI provides a lower level.\n"
+                "Call hvd.init() before the program initializes MPI, or initialize it with MPI_THREAD_MULTIPLE; "
+                "otherwise use an MPI that was built with it."
             )
         )
     if comm is not communicator and sorted(comm) not in ([], list(range(world.size))):

@@ -211,7 +211,7 @@ def _agree(
         "backend": request.backend,
         "on_failure": request.on_failure,
         "min_ranks": request.min_ranks,
-        SPARES: settings.num_spares,
+        SPARES: settings.num_spares if request.recovers else 0,
     }
 
     def collect() -> _Facts:

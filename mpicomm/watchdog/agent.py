@@ -28,7 +28,6 @@ from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
 from mpicomm.watchdog.rank_0_monitor import (
-    DEATH_REMEDY,
     MAX_REPORTERS,
     RESPONSE_SECONDS,
     Rank0Monitor,
@@ -443,7 +442,8 @@ class Watchdog:
         if self._coordinator is not None or self._term_at < math.inf:
             return
         if cause := self._rank_0.cause_of_abort():
-            self._abort_alone(cause, f"\n{DEATH_REMEDY}" if self._rank_0.is_lost else "")
+            remedy = self._rank_0.remedy(recovers=self._limits.recovers)
+            self._abort_alone(cause, f"\n{remedy}" if remedy else "")
         if cause := self._rank_0.cause_of_report():
             self.print_report(f"[mpicomm] possible hang: {cause}.\n{self._own_row()}")
             self._write_files()

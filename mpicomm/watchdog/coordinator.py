@@ -21,11 +21,11 @@ _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has ex
 _SENDING_SECONDS = 60.0  # or this long (at most the hang limit) if the sender had sends in flight
 _LAUNCHER_SECONDS = 2.0  # time for the launcher to end the job itself, with the dead rank's own status
 _REPORTER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
-_BLOCKED_SECONDS = 60.0  # the longest that MPI may take to create a group once all of its ranks have called it
+_CREATION_SECONDS = 10.0  # for MPI to create a group, once its last rank has called it
 _DUMP_SECONDS = 0.5  # time for the ranks to write their dump files
 
 _EXIT_REMEDY = "os._exit skips what ends a job: return from the program, or call sys.exit()."
-_BLOCKED_REMEDY = "This is an error of MPI: mpicomm run --max-restarts N starts the ranks again."
+_BLOCKED_REMEDY = "This is an error of MPI: start the job again, by mpicomm run --max-restarts N without intervention."
 _SIGTERM_REMEDY = "Check who sent it: the scheduler (preemption, a limit of that host) or a kill of that process alone."
 
 
@@ -163,6 +163,8 @@ class Coordinator:
         """Report to `mpicomm run` what has happened before rank 0 was connected to it."""
         for rank in self._exits:
             self._actions.report_to_parent(protocol.RankFinished(rank))
+        for rank in self._failed:
+            self._actions.report_to_parent(protocol.RankFinished(rank, has_failed=True))
         if self._cause:
             self._actions.report_to_parent(protocol.JobFailed(self._cause))
 
@@ -391,18 +393,20 @@ class Coordinator:
 
 
 def _is_blocked_in_mpi(late: protocol.PossibleHang, statuses: Mapping[int, Status]) -> bool:
-    """Return whether all ranks wait in the creation of a group, which then takes milliseconds, for a long time.
+    """Return whether all ranks of a group have called its creation, but MPI has not completed it.
 
-    Open MPI 5.0 rarely does not complete it after a recovery.
+    MPI normally needs milliseconds. Open MPI 5.0 sometimes does not return after a recovery.
     """
-    if late.operation.name != NEW_GROUP or (late.operation.seconds or 0.0) < _BLOCKED_SECONDS:
-        return False
     wanted = late.operation.group, late.operation.sequence
-    found = [statuses.get(rank) for rank in hang_report.parse_ranges(late.needs)]
-    return all(
-        isinstance(status, RankStatus) and wanted in [(each.group, each.sequence) for each in status.running]
-        for status in found
-    )
+
+    def has_waited(status: Status | None) -> bool:
+        return isinstance(status, RankStatus) and any(
+            (each.group, each.sequence) == wanted and (each.seconds or 0.0) > _CREATION_SECONDS
+            for each in status.running
+        )
+
+    ranks = hang_report.parse_ranges(late.needs)
+    return late.operation.name == NEW_GROUP and all(has_waited(statuses.get(rank)) for rank in ranks)
 
 
 def _describe(late: protocol.PossibleHang) -> str:

@@ -53,10 +53,15 @@ class Rank0Monitor:
         behind = 0.0 if self._place.hub == 0 else COLLECT_SECONDS
         return turn_of(self._place.rank) + behind
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the connection to the hub is lost."""
-        return self._lost is not None
+    def remedy(self, *, recovers: bool) -> str:
+        """Return the next step if the connection to the hub is lost; otherwise an empty text.
+
+        Args:
+            recovers: Whether the job continues if a rank fails.
+        """
+        if self._lost is None:
+            return ""
+        return HOST_REMEDY if recovers and is_unreachable(self._lost[1]) else DEATH_REMEDY
 
     @property
     def is_silent(self) -> bool:

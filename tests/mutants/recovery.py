@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/coordinator.py",
-        old="found = [statuses.get(rank) for rank in hang_report.parse_ranges(late.needs)]",
-        new="found = [statuses.get(late.rank)]",
+        old="ranks = hang_report.parse_ranges(late.needs)\n    return",
+        new="ranks = [late.rank]\n    return",
         fault="A rank that waits long for the others in the creation of a group aborts the job.",
         tests="tests/unit/test_coordinator.py -k that_mpi_does_not_create",
         ranks=0,

@@ -71,7 +71,7 @@ def test_a_job_is_finished_when_every_rank_is(listener: tuple[JobListener, selec
     report(listener, connection, JobStarted(HOSTS), *[RankFinished(rank) for rank in (0, 1, 3)])
     (job,) = listener[0].jobs
     assert (job.is_finished, job.has_failed) == (False, False)
-    assert job.end() == "rank 2 of 4 on node2 did not reach the end of the program"
+    assert job.describe_end() == "rank 2 of 4 on node2 did not reach the end of the program"
     report(listener, connection, RankFinished(2))
     connection.close()
     handle(listener)
@@ -99,7 +99,7 @@ def test_a_job_that_continues_after_failures_names_the_failed_ranks() -> None:
     job.lose_rank_0("closed")
     assert (job.is_connected, job.has_failed, job.may_have_lost_host) == (False, False, True)
     what = "rank 2 of 4 on node2 failed, and ranks 1, 3 of 4 on node1, node2 did not reach the end of the program"
-    assert job.end() == what
+    assert job.describe_end() == what
     job.receive(JobFailed("rank 1 of 4 on node1 failed"))
     assert not job.may_have_lost_host
 
