@@ -121,7 +121,7 @@ def _check_enough(last: Session, found: NextWorld) -> None:
             f"[mpicomm] {_describe(last, found)}; {found.size} ranks are left, fewer than min_ranks={least}; "
             f"aborting the job\n"
         )
-        found.comm.Abort(1)
+        session.abort(1, found.comm)
     time.sleep(_ABORT_SECONDS)
     os._exit(1)
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mpicomm import job_info
 from mpicomm.reports import result_files
@@ -26,6 +24,7 @@ from tests.cluster.running import SECONDS, Cluster
 from tests.launching import Outcome
 from tests.recovery import kill_plan
 from tests.recovery.kill_plan import Kill
+from tests.recovery.killed_runs import entries
 
 RESULTS = ROOT / "docs" / "results" / "recovery-hosts-openmpi.json"
 RANK, HOST, CUT = "a rank is killed", "a host is killed", "a host is cut off"
@@ -92,16 +91,11 @@ def _way(outcome: Outcome) -> str:
 
 def _gap(folder: Path, at: float) -> float:
     """Return the time from a fault to the first step after the run has continued."""
-    events = _entries(folder / "run" / "metrics.jsonl")
+    events = entries(folder / "run" / "metrics.jsonl")
     continued = [each["time"] for each in events if each["event"] in ("recovery", "resume") and each["time"] > at]
-    steps = [each for path in folder.glob("steps-*.jsonl") for each in _entries(path)]
+    steps = [each for path in folder.glob("steps-*.jsonl") for each in entries(path)]
     later = [each["time"] for each in steps if each["what"] == "end" and continued and each["time"] > continued[0]]
     return min(later, default=at) - at
-
-
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log; the last line of a killed process may be incomplete."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 # -- the results file --------------------------------------------------------------------------------------------------

@@ -94,12 +94,7 @@ def launched(ranks: int, spares: int, arguments: Sequence[str], segments: str = 
 
 def _read_steps(result: Result, killed: Sequence[Mapping[str, Any]]) -> None:
     """Compute the gaps, and check that each epoch takes each sample once."""
-    logs = [
-        json.loads(line)
-        for path in result.directory.glob("steps-*.jsonl")
-        for line in path.read_text().splitlines()
-        if line.endswith("}")  # the last line of a killed process may be incomplete
-    ]
+    logs = [each for path in result.directory.glob("steps-*.jsonl") for each in entries(path)]
     ends = [each for each in logs if each["what"] == "end"]
     for kill in killed:
         later = [each["time"] for each in ends if each["world"] > kill["world"] and each["time"] > kill["time"]]
@@ -123,6 +118,11 @@ def _read_steps(result: Result, killed: Sequence[Mapping[str, Any]]) -> None:
     for epoch, counts in sorted(taken.items()):
         if counts != collections.Counter(range(SAMPLES)):
             result.problems.append(f"epoch {epoch} took {len(counts)} of {SAMPLES} samples, {counts.total()} in all")
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a log; the last line of a killed process may be incomplete."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 # -- references --------------------------------------------------------------------------------------------------------
