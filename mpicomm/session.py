@@ -256,6 +256,7 @@ def _make_group(session: Session) -> None:
     world, hook = session.world, sys.excepthook
     if world.backend is None:
         return
+    torch_internals.restart_group_names()
     with compatibility.explained():
         dist.init_process_group(
             _TORCH_NAMES.get(world.backend, world.backend),

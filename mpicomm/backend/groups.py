@@ -12,7 +12,7 @@ from mpicomm.backend import gpu_transport, shm_selector, torch_internals
 from mpicomm.backend.operations import Operations
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder, protocol, rank_failures
+from mpicomm.watchdog import flight_recorder, rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -60,7 +60,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
     flight_recorder.refuse_children()
     settings = Settings.from_environ(os.environ)
     record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
-    operation = flight_recorder.note(record, protocol.NEW_GROUP, None, 0, None, is_message=False, is_running=True)
+    operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:
         comm = mpi.tracked(make_comm())
         transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT

@@ -55,6 +55,7 @@ compatibility.require(
     "distributed.distributed_c10d._check_valid_timeout",
     "distributed.distributed_c10d._process_group_name",
     "distributed.distributed_c10d._set_pg_timeout",
+    "distributed.distributed_c10d._world.group_count",
     "distributed.distributed_c10d._world.pg_map",
     "distributed.ProcessGroup.boxed",
     "distributed.ProcessGroup.unbox",
@@ -579,6 +580,15 @@ def make_nccl(
     nccl.global_ranks_in_group = list(ranks)
     nccl.group_name = name
     return dist.ProcessGroupNCCL(store, rank, len(ranks), nccl)
+
+
+def restart_group_names() -> None:
+    """Number groups from 0 again, before the default group is created.
+
+    torch names a group by its number, which must be the same on all ranks. `destroy_process_group` restarts the
+    numbers, but an `init_process_group` that fails, perhaps on some ranks only, has used one.
+    """
+    dist.distributed_c10d._world.group_count = 0
 
 
 def let_gloo_finish() -> None:

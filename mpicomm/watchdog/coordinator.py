@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mpicomm.watchdog import hang_report, protocol
 from mpicomm.watchdog.hang_report import ExitedRank, Row
-from mpicomm.watchdog.protocol import COLLECT_SECONDS, NEW_GROUP, Message, NotResponding, RankStatus, Status
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, Message, NotResponding, RankStatus, Status
 from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, HOST_REMEDY
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
@@ -21,11 +21,9 @@ _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has ex
 _SENDING_SECONDS = 60.0  # or this long (at most the hang limit) if the sender had sends in flight
 _LAUNCHER_SECONDS = 2.0  # time for the launcher to end the job itself, with the dead rank's own status
 _REPORTER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
-_CREATION_SECONDS = 10.0  # for MPI to create a group, once its last rank has called it
 _DUMP_SECONDS = 0.5  # time for the ranks to write their dump files
 
 _EXIT_REMEDY = "os._exit skips what ends a job: return from the program, or call sys.exit()."
-_BLOCKED_REMEDY = "This is an error of MPI: start the job again, by mpicomm run --max-restarts N without intervention."
 _SIGTERM_REMEDY = "Check who sent it: the scheduler (preemption, a limit of that host) or a kill of that process alone."
 
 
@@ -282,8 +280,6 @@ class Coordinator:
         hangs = [each for each in requests if isinstance(each, protocol.PossibleHang)]
         if timeouts:
             self._abort_for_timeout(timeouts[0], rows, now)
-        elif blocked := [each for each in hangs if _is_blocked_in_mpi(each, statuses)]:
-            self._abort_for_blocked(blocked[0], rows, now)
         elif hangs:
             self._next_report = now + self._hang_seconds
             self._actions.print_report(f"{_describe(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}")
@@ -351,14 +347,6 @@ class Coordinator:
         cause += f"; not responding: {self._name(silent)}" if silent else ""
         self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}")
 
-    def _abort_for_blocked(self, late: protocol.PossibleHang, rows: Mapping[int, Row], now: float) -> None:
-        ranks = self._name(hang_report.parse_ranges(late.needs))
-        seconds = f"{late.operation.seconds or 0.0:.0f} s"
-        cause = (
-            f"{ranks} have called {hang_report.operation(late.operation)}, but MPI has not completed it in {seconds}"
-        )
-        self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}\n{_BLOCKED_REMEDY}")
-
     def _abort(self, cause: str, seconds: float, now: float, status: int = 1, details: str = "") -> None:
         """Print the cause, and abort the job after some seconds; the first cause counts.
 
@@ -390,23 +378,6 @@ class Coordinator:
 
     def _name(self, ranks: Sequence[int]) -> str:
         return hang_report.full_name(ranks, self._hosts)
-
-
-def _is_blocked_in_mpi(late: protocol.PossibleHang, statuses: Mapping[int, Status]) -> bool:
-    """Return whether all ranks of a group have called its creation, but MPI has not completed it.
-
-    MPI normally needs milliseconds. Open MPI 5.0 sometimes does not return after a recovery.
-    """
-    wanted = late.operation.group, late.operation.sequence
-
-    def has_waited(status: Status | None) -> bool:
-        return isinstance(status, RankStatus) and any(
-            (each.group, each.sequence) == wanted and (each.seconds or 0.0) > _CREATION_SECONDS
-            for each in status.running
-        )
-
-    ranks = hang_report.parse_ranges(late.needs)
-    return late.operation.name == NEW_GROUP and all(has_waited(statuses.get(rank)) for rank in ranks)
 
 
 def _describe(late: protocol.PossibleHang) -> str:

@@ -80,10 +80,6 @@ class FromRank(Message):
     rank: int
 
 
-NEW_GROUP = "new_group"
-"""The name of the operation that creates a group."""
-
-
 @dataclass(frozen=True)
 class OperationInfo(Message):
     """The fields of an operation for reports and dump files (`flight_recorder.Operation.describe`)."""

@@ -32,11 +32,11 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "watchdog/coordinator.py",
-        old="ranks = hang_report.parse_ranges(late.needs)\n    return",
-        new="ranks = [late.rank]\n    return",
-        fault="A rank that waits long for the others in the creation of a group aborts the job.",
-        tests="tests/unit/test_coordinator.py -k that_mpi_does_not_create",
+        "session.py",
+        old="    torch_internals.restart_group_names()",
+        new="    pass",
+        fault="After an interrupted recovery, the ranks give a new group different names, and its creation hangs.",
+        tests="tests/recovery -k equal_names",
         ranks=0,
     ),
     Mutant(

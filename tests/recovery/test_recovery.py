@@ -57,6 +57,36 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
 """
 
+INTERRUPTED = """
+import os, signal
+import torch.distributed as dist
+import mpicomm
+from mpicomm import session
+
+make_group = session._make_group
+
+def interrupted(opened):
+    # in the first attempt to recover rank 2 dies, and of the others only rank 1 begins to create the default group
+    session._make_group = make_group
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:  # for example, its MPI call has returned an error
+        raise mpicomm.MpicommError("another rank has failed")
+    make_group(opened)
+
+world = mpicomm.bootstrap(on_failure="recover")
+rank = world.rank
+session._make_group = interrupted
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mpicomm.barrier()
+except mpicomm.RankFailedError:
+    world = mpicomm.recover()
+dist.barrier(dist.new_group([0, 1]))
+print(f"rank {world.rank} of {world.size} continues in a new group")
+"""
+
 ONE_STOPS = """
 import os, signal
 import mpicomm
@@ -122,6 +152,13 @@ def test_the_job_ends_if_too_few_ranks_are_left() -> None:
     assert outcome.status == 1, outcome
     assert "it called os._exit(0); 2 ranks are left, fewer than min_ranks=3; aborting the job" in outcome.stderr
     assert "continued" not in outcome.stdout
+
+
+def test_groups_have_equal_names_after_a_recovery_was_interrupted() -> None:
+    outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", INTERRUPTED])
+    assert outcome.status == 0, outcome
+    continues = [f"rank {rank} of 2 continues in a new group" for rank in range(2)]
+    assert sorted(outcome.stdout.splitlines()) == continues, outcome
 
 
 def test_the_job_ends_if_a_stopped_rank_does_not_recover() -> None:

@@ -208,22 +208,6 @@ def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -
     assert court.hands.to_all[1:] == [JobEnding(files=True)]
 
 
-@pytest.mark.parametrize(("seconds", "is_aborted"), [(11.0, True), (0.1, False), (None, False)])
-def test_a_group_that_mpi_does_not_create_aborts_the_job(seconds: float | None, is_aborted: bool) -> None:
-    court = Court()
-    creation = operation_text(name=protocol.NEW_GROUP)
-    last = [] if seconds is None else [operation_text(name=protocol.NEW_GROUP, seconds=seconds)]
-    court.receive(PossibleHang(1, creation, ALL_RANKS, 1800.0, False, "  files: /tmp/x"))
-    for rank in range(SIZE):
-        court.receive(StatusReport(rank, court.number, status_of(running=last if rank == 2 else [creation])))
-    court.tick()
-    (report,) = court.hands.printed
-    first = report.splitlines()[0]
-    assert first.startswith("[mpicomm] ranks 0-3 of 4 on node0 have called new_group #42") == is_aborted
-    assert first.endswith("but MPI has not completed it in 61 s; aborting the job") == is_aborted
-    assert (JobEnding(files=True) in court.hands.to_all) == is_aborted
-
-
 def test_the_launcher_may_end_the_job_first() -> None:
     court = Court()
     court.lose(2)
