@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from typing import TYPE_CHECKING
 
 from mpicomm import mpi, session
 from mpicomm.backend import groups
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.session import Session, World
 from mpicomm.startup import mpi_job, survivors
 from mpicomm.startup.survivors import NextWorld
 from mpicomm.watchdog import exit_hooks, rank_failures
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
 _SPARE_SECONDS = 0.2  # between two checks of a spare whether all ranks have exited
 _ABORT_SECONDS = 10.0  # for MPI_Abort on another rank to end this process
+_ATTEMPTS = 2  # to form a world of the same processes
 
 
 def recover() -> World:
@@ -72,7 +77,8 @@ def recover_from(last: Session) -> Session:
 def _form_next_world(last: Session) -> tuple[Session, NextWorld]:
     """Form the next world of the processes that are left (collective over these)."""
     assert last.job.base is not None
-    comm, place, size = last.job.base, last.place, last.job.base.size
+    comm, place = last.job.base, last.place
+    size, attempts, error = 0, 0, None
     while True:
         # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
         comm, found = survivors.regroup(comm, place)
@@ -83,8 +89,14 @@ def _form_next_world(last: Session) -> tuple[Session, NextWorld]:
         if not found.size:
             raise SystemExit(0)  # of a spare: all ranks have finished
         _check_enough(last, found)
+        attempts = attempts + 1 if comm.size == size else 1  # no process has failed in the last attempt, or one has
+        if attempts > _ATTEMPTS:
+            raise MpicommError(
+                f"recover: the new world cannot be formed: {_cause(comm, error)}\n"
+                f"Correct the cause, and start the job again."
+            ) from error
         # 2. form the next world
-        following, error = None, None
+        following, size, error = None, comm.size, None
         try:
             job = mpi_job.rejoin(
                 comm, found.size, last.request, last.settings.interface, last.world.backend, last.world.device
@@ -103,12 +115,17 @@ def _form_next_world(last: Session) -> tuple[Session, NextWorld]:
         if following is not None:
             session.end_world(following)
             session.stop_watching(following)
-        if comm.size == size:  # no process has failed in this attempt
-            raise MpicommError(
-                f"recover: the new world cannot be formed: {error or 'see the error of another rank.'}\n"
-                f"Correct the cause, and start the job again."
-            ) from error
-        size = comm.size
+
+
+def _cause(comm: Intracomm, error: Exception | None) -> str:
+    """Return why the last attempt has failed: the first error that is not the consequence of another one (collective).
+
+    Args:
+        error: The error of this process.
+    """
+    is_consequence = error is None or isinstance(error, (RankFailedError, mpi.api().Exception))
+    texts: list[str | None] = comm.allgather(None if is_consequence else str(error) or type(error).__name__)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), f"{error}.")
 
 
 def _check_enough(last: Session, found: NextWorld) -> None:

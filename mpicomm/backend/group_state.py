@@ -135,5 +135,13 @@ class GroupState:
 
     def has_outstanding(self) -> bool:
         """Return whether barriers that timed out are pending; late ranks may have completed them meanwhile."""
-        self._outstanding = [request for request in self._outstanding if not request.Test()]
+        self._outstanding = [request for request in self._outstanding if _is_pending(request)]
         return bool(self._outstanding)
+
+
+def _is_pending(request: Request) -> bool:
+    """Return whether a request may still complete; it does not if its communicator has been revoked."""
+    try:
+        return not request.Test()
+    except mpi.api().Exception:
+        return False

@@ -70,8 +70,9 @@ def interrupted(opened):
     session._make_group = make_group
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:  # for example, its MPI call has returned an error
-        raise mpicomm.MpicommError("another rank has failed")
+    if rank == 0:
+        opened.failures.has_any.wait(30)
+        raise opened.failures.error()
     make_group(opened)
 
 world = mpicomm.bootstrap(on_failure="recover")
@@ -85,6 +86,53 @@ except mpicomm.RankFailedError:
     world = mpicomm.recover()
 dist.barrier(dist.new_group([0, 1]))
 print(f"rank {world.rank} of {world.size} continues in a new group")
+"""
+
+CANNOT_FORM = """
+import os, signal, sys
+import mpicomm
+from mpicomm import session
+
+make_group = session._make_group
+left = int(sys.argv[1])
+
+def failing(opened):
+    global left
+    if left and rank == 1:
+        left -= 1
+        print("an attempt fails", flush=True)
+        raise OSError("no port is free")
+    make_group(opened)
+
+world = mpicomm.bootstrap(on_failure="recover")
+rank = world.rank
+session._make_group = failing
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mpicomm.barrier()
+except mpicomm.RankFailedError:
+    world = mpicomm.recover()
+    mpicomm.barrier()
+print(f"rank {world.rank} of {world.size} continues")
+"""
+
+BARRIER_PENDING = """
+import os, signal, time
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap(on_failure="recover")
+first = dist.group.WORLD
+if world.rank == 2:
+    time.sleep(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mpicomm.barrier(timeout=1)
+except (TimeoutError, mpicomm.MpicommError):  # the second one on a rank that learns first that the other one timed out
+    time.sleep(5)
+world = mpicomm.recover()
+print(f"rank {world.rank} of {world.size} continues")
 """
 
 ONE_STOPS = """
@@ -159,6 +207,26 @@ def test_groups_have_equal_names_after_a_recovery_was_interrupted() -> None:
     assert outcome.status == 0, outcome
     continues = [f"rank {rank} of 2 continues in a new group" for rank in range(2)]
     assert sorted(outcome.stdout.splitlines()) == continues, outcome
+
+
+def test_a_rank_with_an_interrupted_barrier_of_the_last_world_reaches_its_end() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", BARRIER_PENDING])
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+
+
+def test_an_attempt_to_form_the_new_world_that_fails_is_repeated() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", CANNOT_FORM, "1"])
+    assert outcome.status == 0, outcome
+    lines = ["an attempt fails", "rank 0 of 2 continues", "rank 1 of 2 continues"]
+    assert sorted(outcome.stdout.splitlines()) == lines, outcome
+
+
+def test_the_job_ends_if_the_new_world_cannot_be_formed() -> None:
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", CANNOT_FORM, "9"])
+    assert outcome.status == 1, outcome
+    assert outcome.stdout.splitlines() == ["an attempt fails"] * 2, outcome
+    assert "recover: the new world cannot be formed: rank 1: no port is free" in outcome.stderr, outcome
 
 
 def test_the_job_ends_if_a_stopped_rank_does_not_recover() -> None:
