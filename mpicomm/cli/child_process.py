@@ -11,14 +11,16 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _GONE_SECONDS = 5.0
 _PAUSE = 0.02
+_ATTEMPTS = 10  # to start with a pid whose directory does not exist
 _FOREGROUND_PAUSE = 0.5  # between checks whether this process may read the terminal
 
 _libc = ctypes.CDLL(None)
@@ -41,19 +43,41 @@ def start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
         if os.getppid() != parent:
             os._exit(1)
 
+    def prepare() -> None:
+        die_with_parent()
+        if _has_leftover():
+            raise FileExistsError
+
+    def run(prepare: Callable[[], None]) -> subprocess.Popen[bytes]:
+        # Other threads, if any, only read the terminal: the fork cannot inherit a lock that is held.
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=stdin,
+            preexec_fn=prepare,  # noqa: PLW1509
+            start_new_session=True,
+        )
+
     stdin, pipe = os.pipe() if os.isatty(0) else (None, None)
-    # Other threads, if any, only read the terminal: the fork cannot inherit a lock that is held.
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        stdin=stdin,
-        preexec_fn=die_with_parent,  # noqa: PLW1509
-        start_new_session=True,
-    )
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(subprocess.SubprocessError):  # `prepare` has failed: the next child has another pid
+            process = run(prepare)
+            break
+    else:
+        process = run(die_with_parent)
     if stdin is not None and pipe is not None:
         os.close(stdin)
         threading.Thread(target=_pass_on_terminal, args=(process, pipe), daemon=True).start()
     return process
+
+
+def _has_leftover() -> bool:
+    """Return whether an mpirun of Open MPI with the pid of this process, which was killed, left its session directory.
+
+    This process could not start as mpirun: "The PMIx server's listener thread failed to start". In a container, pids
+    are used again soon.
+    """
+    return Path(tempfile.gettempdir(), f"ompi.{os.getpid()}").exists()
 
 
 def signal_descendants(number: int) -> bool:

@@ -195,6 +195,14 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
+        "cli/child_process.py",
+        old="        if _has_leftover():",
+        new="        if False:",
+        fault="mpirun does not start if one with the same pid, which was killed, left its session directory.",
+        tests="tests/unit/test_child_process.py",
+        ranks=0,
+    ),
+    Mutant(
         "cli/supervisor.py",
         old="child_process.signal_descendants(signal.SIGSTOP)",
         new="pass",
