@@ -113,7 +113,13 @@ def run_within(
     # If a process of another job starts this job, the new job has the marks of both.
     marks = f"{os.environ.get(_MARK, '')},{mark}"
     environ = almost_empty_environment() | dict(env or {}) | {_MARK: marks}
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+    with (
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,
+        tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as sessions,
+    ):
+        # mpirun of Open MPI cannot start if one with the same pid, which has been killed, left its session directory.
+        environ.setdefault("PRTE_MCA_prte_local_tmpdir_base", sessions)
         start = time.monotonic()
         process = subprocess.Popen(
             args, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
