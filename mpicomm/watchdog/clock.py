@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import os
 import time
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def identity() -> str:
     except OSError:
         return ""
     try:
-        return f"{boot} {os.readlink(_NAMESPACE)}"
+        return f"{boot} {_NAMESPACE.readlink()}"
     except OSError:  # a kernel without time namespaces
         return boot
 

@@ -129,8 +129,9 @@ def _refusal(why: str) -> PermissionError:
     return PermissionError(f"{why}, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a directory of your own.")
 
 
-def _details(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, float | None]:
-    """Return the fields that only dump files have; times are in seconds since the epoch."""
+def _details(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, Any]:
+    """Return the fields that only dump files have; `monotonic` is on the clock of the file's field of that name."""
     moments = {"called": operation.called, "start": operation.start, "end": operation.end}
     times = {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}
-    return {"nbytes": operation.nbytes, "tag": operation.tag, "message": operation.message, **times}
+    found = {name: getattr(operation, name) for name in ("nbytes", "tag", "message")}
+    return {**found, **times, "monotonic": list(moments.values())}

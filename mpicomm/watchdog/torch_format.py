@@ -72,9 +72,7 @@ def trace(rank: int, operations: Sequence[Operation], now: float, wall: float) -
     return {"version": _VERSION, "pg_config": config, "pg_status": {}, "comm_lib_version": "", "entries": entries}
 
 
-def _matchable(
-    rank: int, operations: Sequence[Operation], groups: Sequence[Group]
-) -> list[tuple[int, Operation, int]]:
+def _matchable(rank: int, operations: Sequence[Operation], groups: Sequence[Group]) -> list[tuple[int, Operation, int]]:
     """Return the operations that the analyser can match, each with its record number and its sequence number."""
     found = []
     for record, each, sequence in _numbered(operations, groups):
