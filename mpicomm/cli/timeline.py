@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm import terminal
 from mpicomm.cli.console import console, failed, print_json
-from mpicomm.reports import timeline
+from mpicomm.reports import job_trace
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,11 +31,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Write the trace, print a summary, and return the exit status."""
     try:
-        dumps = timeline.read(arguments.directory)
-        arguments.output.write_text(json.dumps(timeline.trace(dumps)))
+        dumps = job_trace.read(arguments.directory)
+        arguments.output.write_text(json.dumps(job_trace.trace(dumps)))
     except (OSError, ValueError) as error:
         return failed("timeline", error)
-    summary = timeline.summary(dumps)
+    summary = job_trace.summary(dumps)
     if arguments.json:
         print_json(summary)
         return 0

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
-from mpicomm.watchdog.clock import Clock, Offset
+from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
@@ -116,7 +116,7 @@ class Watchdog:
         self._connected = ConnectedRanks(place, channel, self._send_to_rank_0)
         self._rank_0 = Rank0Monitor(place, self._connected.state_of)
         self._exit = RankExit(place.rank, self._report)
-        self._clock = Clock(place.rank)
+        self._clock = ClockMonitor(place.rank)
         self._answers: dict[int, queue.SimpleQueue[protocol.MissingAnswer]] = {}
         self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
@@ -222,7 +222,7 @@ class Watchdog:
         """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
         self._post_report(protocol.GroupBroken(name, cause))
 
-    def clock_offset(self) -> Offset | None:
+    def clock_offset(self) -> ClockOffset | None:
         """Return the difference between the clocks of this rank and rank 0; None if it has not been measured."""
         return self._clock.offset()
 

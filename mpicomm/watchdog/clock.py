@@ -24,7 +24,7 @@ _NAMESPACE = Path("/proc/self/ns/time")
 
 
 @dataclasses.dataclass(frozen=True)
-class Offset:
+class ClockOffset:
     """A measured difference between two clocks."""
 
     seconds: float
@@ -47,21 +47,21 @@ def identity() -> str:
         return boot
 
 
-class Clock:
+class ClockMonitor:
     """Measures the offset of one rank's clock."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._samples: collections.deque[tuple[float, Offset]] = collections.deque(maxlen=_SAMPLES)
+        self._samples: collections.deque[tuple[float, ClockOffset]] = collections.deque(maxlen=_SAMPLES)
         self._next = 0.0
 
-    def offset(self) -> Offset | None:
+    def offset(self) -> ClockOffset | None:
         """Return the best measurement; None before the first."""
         if self._rank == 0:
-            return Offset(0.0, 0.0)
+            return ClockOffset(0.0, 0.0)
         now = time.monotonic()
         samples = [
-            Offset(each.seconds, each.error + (_DRIFT * (now - measured) if each.error else 0.0))
+            ClockOffset(each.seconds, each.error + (_DRIFT * (now - measured) if each.error else 0.0))
             for measured, each in list(self._samples)
         ]
         return min(samples, key=lambda each: each.error, default=None)
@@ -85,6 +85,6 @@ class Clock:
         shares_clock = answer.clock != "" and answer.clock == identity()
         half = (now - answer.sent) / 2
         seconds, error = (0.0, 0.0) if shares_clock else (answer.now - (answer.sent + half), half)
-        self._samples.append((now, Offset(seconds + answer.offset, error + answer.error)))
+        self._samples.append((now, ClockOffset(seconds + answer.offset, error + answer.error)))
         is_measured = shares_clock or len(self._samples) >= _FIRST_SAMPLES
         self._next = now + _PERIOD if is_measured else 0.0

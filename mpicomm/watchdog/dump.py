@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import pickle
 import secrets
 import threading
 import time
@@ -15,14 +14,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mpicomm.watchdog import clock, flight_recorder, torch_format
-from mpicomm.watchdog.clock import Offset
+from mpicomm.watchdog.clock import ClockOffset
 
 
 def write(
     directory: str | os.PathLike[str],
     rank: int,
     about: dict[str, Any],
-    offset: Offset | None = None,
+    offset: ClockOffset | None = None,
     *,
     is_of_job: bool = False,
 ) -> Path:
@@ -50,17 +49,17 @@ def write(
     operations = [{**vars(each.describe(now)), **_details(each, now, wall)} for each in recorded]
     clocks = {"clock": clock.identity(), "monotonic": now, "offset": None if offset is None else vars(offset)}
     content = {"rank": rank, **about, "written": wall, **clocks, "operations": operations}
-    trace = torch_format.trace(rank, recorded, now, wall)
+    trace = torch_format.encoded(rank, recorded, now, wall)
     with _opened(folder, is_of_job=is_of_job) as handle:
         owner = os.fstat(handle).st_uid if is_of_job else None
         path = folder / f"rank-{rank}.json"
         _write(handle, path, lambda file: file.write(json.dumps(content, indent=1).encode()), owner)
-        _write(handle, folder / torch_format.FILE.format(rank=rank), lambda file: pickle.dump(trace, file), owner)
+        _write(handle, folder / torch_format.FILE.format(rank=rank), lambda file: file.write(trace), owner)
         _write(handle, path.with_suffix(".stacks.txt"), faulthandler.dump_traceback, owner)
     return path
 
 
-def try_write(directory: Path, rank: int, about: dict[str, Any], offset: Offset | None, seconds: float) -> str:
+def try_write(directory: Path, rank: int, about: dict[str, Any], offset: ClockOffset | None, seconds: float) -> str:
     """Write the files to the job's directory, and wait for at most some seconds.
 
     Returns:

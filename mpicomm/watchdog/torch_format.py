@@ -7,6 +7,7 @@ labelled `gloo:`, and the messages from one rank to another with one tag are tho
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -53,8 +54,13 @@ _DTYPES = {  # torch's C++ names, where they are not those of Python
 }
 
 
+def encoded(rank: int, operations: Sequence[Operation], now: float, wall: float) -> bytes:
+    """Return the content of the file of a rank, a pickle of numbers, texts and containers of them."""
+    return pickle.dumps(trace(rank, operations, now, wall))
+
+
 def trace(rank: int, operations: Sequence[Operation], now: float, wall: float) -> dict[str, Any]:
-    """Return the content of the file of a rank.
+    """Return the content of the file of a rank as an object.
 
     Args:
         rank: The rank in the job.

@@ -27,7 +27,7 @@ Key = tuple[str, str, int]
 
 
 @dataclasses.dataclass
-class Entry:
+class DumpedOperation:
     """An operation of one rank, in seconds on the clock of rank 0."""
 
     rank: int
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclasses.dataclass
-class Dump:
+class RankDump:
     """The dump file of one rank."""
 
     rank: int
@@ -71,14 +71,14 @@ class Dump:
     error: float
     """The largest error of its times in seconds; 0 if unknown."""
 
-    entries: list[Entry]
+    entries: list[DumpedOperation]
 
 
 @dataclasses.dataclass
-class Wait:
+class RankWait:
     """The part of a collective in which a rank waited for others to call it."""
 
-    entry: Entry
+    entry: DumpedOperation
     start: float
     ranks: list[int]
     """The ranks that called it last, or had not called it."""
@@ -89,14 +89,14 @@ class Wait:
 
 
 @dataclasses.dataclass
-class Arrow:
+class MessageArrow:
     """A message, from the call of its send to the end of its receive."""
 
-    send: Entry
-    receive: Entry
+    send: DumpedOperation
+    receive: DumpedOperation
 
 
-def read(directory: Path) -> list[Dump]:
+def read(directory: Path) -> list[RankDump]:
     """Read the dump files of a job.
 
     Raises:
@@ -125,7 +125,7 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> Dump:
+def _dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> RankDump:
     # 1. the difference to the clock of rank 0
     offset, how = _offset(content, contents)
     if offset is not None:
@@ -139,8 +139,8 @@ def _dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> Dump:
         called, start, end = (None if each is None else each + shift for each in fields["monotonic"])
         assert called is not None
         end = max(called, content["monotonic"] + shift if end is None else end)
-        entries.append(Entry(content["rank"], called, start, end, fields))
-    return Dump(content["rank"], content["size"], content["host"], how, error, entries)
+        entries.append(DumpedOperation(content["rank"], called, start, end, fields))
+    return RankDump(content["rank"], content["size"], content["host"], how, error, entries)
 
 
 def _offset(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> tuple[dict[str, float] | None, str]:
@@ -153,10 +153,10 @@ def _offset(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> tupl
     return best, "measured" if best["error"] else "same clock"
 
 
-def waits(dumps: Sequence[Dump]) -> list[Wait]:
+def waits(dumps: Sequence[RankDump]) -> list[RankWait]:
     """Return the waits of ranks for other ranks that call a collective later."""
     # 1. the ranks that have called each collective, and the last collective of each rank
-    calls: dict[Key, dict[int, Entry]] = collections.defaultdict(dict)
+    calls: dict[Key, dict[int, DumpedOperation]] = collections.defaultdict(dict)
     last: collections.Counter[tuple[str, str, int]] = collections.Counter()  # by group, members and rank
     for entry in (entry for dump in dumps for entry in dump.entries):
         if (key := entry.key) is not None:
@@ -174,7 +174,7 @@ def waits(dumps: Sequence[Dump]) -> list[Wait]:
     return found
 
 
-def _wait(entry: Entry, by_rank: dict[int, Entry], absent: dict[int, str]) -> Wait | None:
+def _wait(entry: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: dict[int, str]) -> RankWait | None:
     if entry.start is None:
         return None
     # 1. the ranks whose call this rank needs
@@ -188,23 +188,23 @@ def _wait(entry: Entry, by_rank: dict[int, Entry], absent: dict[int, str]) -> Wa
     if not entry.is_over:
         for why in (_NOT_ARRIVED, _NO_FILE):
             if late := sorted(rank for rank in needs if absent.get(rank) == why):
-                return Wait(entry, entry.start, late, entry.end, why)
+                return RankWait(entry, entry.start, late, entry.end, why)
     # 3. the last one that has
     arrivals = {rank: _arrival(by_rank[rank]) for rank in needs if rank in by_rank and rank != entry.rank}
     rank = max(arrivals, key=lambda each: arrivals[each], default=None)
     if rank is None or arrivals[rank] <= entry.start:
         return None
-    return Wait(entry, entry.start, [rank], min(arrivals[rank], entry.end))
+    return RankWait(entry, entry.start, [rank], min(arrivals[rank], entry.end))
 
 
-def _arrival(entry: Entry) -> float:
+def _arrival(entry: DumpedOperation) -> float:
     return entry.end if entry.start is None else entry.start
 
 
-def arrows(dumps: Sequence[Dump]) -> list[Arrow]:
+def arrows(dumps: Sequence[RankDump]) -> list[MessageArrow]:
     """Return the messages of which both ends are recorded."""
-    sends: dict[tuple[Any, ...], Entry] = {}
-    receives: dict[tuple[Any, ...], Entry] = {}
+    sends: dict[tuple[Any, ...], DumpedOperation] = {}
+    receives: dict[tuple[Any, ...], DumpedOperation] = {}
     for entry in (entry for dump in dumps for entry in dump.entries if entry.is_message):
         fields = entry.fields
         if fields["message"] is None:  # from any rank, and not yet received
@@ -213,10 +213,10 @@ def arrows(dumps: Sequence[Dump]) -> list[Arrow]:
         source, target = (entry.rank, fields["peer"]) if is_send else (fields["peer"], entry.rank)
         end = sends if is_send else receives
         end[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = entry
-    return [Arrow(sends[key], receives[key]) for key in sends.keys() & receives.keys() if receives[key].is_over]
+    return [MessageArrow(sends[key], receives[key]) for key in sends.keys() & receives.keys() if receives[key].is_over]
 
 
-def summary(dumps: Sequence[Dump]) -> dict[str, Any]:
+def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
     """Return the figures of a job: of all ranks, and of each."""
     found = waits(dumps)
     entries = [entry for dump in dumps for entry in dump.entries]
@@ -237,7 +237,7 @@ def summary(dumps: Sequence[Dump]) -> dict[str, Any]:
     return {"seconds": end - start, "messages": len(arrows(dumps)), "ranks": ranks}
 
 
-def trace(dumps: Sequence[Dump]) -> dict[str, Any]:
+def trace(dumps: Sequence[RankDump]) -> dict[str, Any]:
     """Return the trace, an object for JSON."""
     start = min((entry.called for dump in dumps for entry in dump.entries), default=0.0)
     writer = _Writer(start)
@@ -260,7 +260,7 @@ class _Writer:
         self._places: dict[int, tuple[int, int]] = {}  # by the id of an entry: process and thread
         self._num_arrows = 0
 
-    def add_rank(self, dump: Dump) -> None:
+    def add_rank(self, dump: RankDump) -> None:
         """Add the operations of a rank."""
         self._name("process_name", dump.rank, name=f"rank {dump.rank} on {dump.host}")
         self._name("process_sort_index", dump.rank, sort_index=dump.rank)
@@ -271,13 +271,13 @@ class _Writer:
                 self._places[id(entry)] = dump.rank, thread
                 self._add_operation(entry)
 
-    def add_wait(self, wait: Wait) -> None:
+    def add_wait(self, wait: RankWait) -> None:
         """Add the wait for another rank, inside its operation."""
         others = hang_report.called(wait.ranks)
         name = f"wait for {others}, {wait.why}" if wait.why else f"wait for {others}"
         self._slice(wait.entry, name, "wait", wait.start, wait.end, ranks=others)
 
-    def add_arrow(self, arrow: Arrow) -> None:
+    def add_arrow(self, arrow: MessageArrow) -> None:
         """Add an arrow from a send to its receive."""
         self._num_arrows += 1
         common = {"name": "message", "cat": "message", "id": self._num_arrows}
@@ -285,7 +285,7 @@ class _Writer:
         self.events.append({"ph": "s", **common, "ts": start / 1000, **self._place(arrow.send)})
         self.events.append({"ph": "f", "bp": "e", **common, "ts": end / 1000, **self._place(arrow.receive)})
 
-    def _add_operation(self, entry: Entry) -> None:
+    def _add_operation(self, entry: DumpedOperation) -> None:
         fields = entry.fields
         shown = {name: fields[name] for name in _SHOWN if fields[name] not in (None, "")}
         category = "message" if entry.is_message else "collective"
@@ -297,7 +297,9 @@ class _Writer:
         else:
             self._slice(entry, "queued", "queue", entry.called, entry.start)
 
-    def _slice(self, entry: Entry, name: str, category: str, start: float, end: float, **arguments: Any) -> None:
+    def _slice(
+        self, entry: DumpedOperation, name: str, category: str, start: float, end: float, **arguments: Any
+    ) -> None:
         first, last = self._time(start), self._time(end)
         if last > first:
             times = {"ts": first / 1000, "dur": (last - first) / 1000}
@@ -305,7 +307,7 @@ class _Writer:
                 {"ph": "X", "name": name, "cat": category, **times, "args": arguments, **self._place(entry)}
             )
 
-    def _place(self, entry: Entry) -> dict[str, int]:
+    def _place(self, entry: DumpedOperation) -> dict[str, int]:
         process, thread = self._places[id(entry)]
         return {"pid": process, "tid": thread}
 
@@ -316,9 +318,9 @@ class _Writer:
         self.events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments})
 
 
-def _lanes(entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
+def _lanes(entries: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
     """Distribute operations over lanes, in which they do not overlap; return the lanes with their names."""
-    by_name: dict[str, list[list[Entry]]] = collections.defaultdict(list)
+    by_name: dict[str, list[list[DumpedOperation]]] = collections.defaultdict(list)
     for entry in sorted(entries, key=lambda each: each.called):
         group = f"group {entry.fields['group']}"
         lanes = by_name[f"messages of {group}" if entry.is_message else group]
