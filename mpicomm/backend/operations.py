@@ -287,7 +287,8 @@ class Operations:
 
         def arrived(status: Any) -> None:
             if src is None:
-                operation.number_message(status.source, status.tag)
+                operation.peer = status.source
+                operation.number_message(status.tag)
             _check_count(status, dense)
             with buffers.mode_of(tensor):
                 bring()

@@ -48,7 +48,7 @@ class PendingMessages:
         self._state.check_open()
         operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
         if peer is not None:
-            operation.number_message(peer, tag)
+            operation.number_message(tag)
         if self._state.raises_timeouts:
             operation.limit = None
         return operation

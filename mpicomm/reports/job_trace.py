@@ -154,7 +154,11 @@ def _offset(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> tupl
 
 
 def waits(dumps: Sequence[RankDump]) -> list[RankWait]:
-    """Return the waits of ranks for other ranks that call a collective later."""
+    """Return the waits of ranks for other ranks that call a collective, or the other end of a message, later."""
+    return [*_waits_in_collectives(dumps), *_waits_for_messages(dumps)]
+
+
+def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
     # 1. the ranks that have called each collective, and the last collective of each rank
     calls: dict[Key, dict[int, DumpedOperation]] = collections.defaultdict(dict)
     last: collections.Counter[tuple[str, str, int]] = collections.Counter()  # by group, members and rank
@@ -201,19 +205,47 @@ def _arrival(entry: DumpedOperation) -> float:
     return entry.end if entry.start is None else entry.start
 
 
+def _waits_for_messages(dumps: Sequence[RankDump]) -> list[RankWait]:
+    """Return the waits in `wait()` until the other rank has called its end of the message."""
+    dumped = {dump.rank for dump in dumps}
+    sends, receives = _messages(dumps)
+    found = []
+    for ends, other_ends in ((sends, receives), (receives, sends)):
+        for key, entry in ends.items():
+            if entry.start is None:
+                continue
+            if (other := other_ends.get(key)) is not None:
+                if other.called > entry.start:
+                    found.append(RankWait(entry, entry.start, [other.rank], min(other.called, entry.end)))
+            elif not entry.is_over:
+                peer = entry.fields["peer"]
+                why = _NOT_ARRIVED if peer in dumped else _NO_FILE
+                found.append(RankWait(entry, entry.start, [peer], entry.end, why))
+    return found
+
+
 def arrows(dumps: Sequence[RankDump]) -> list[MessageArrow]:
-    """Return the messages of which both ends are recorded."""
-    sends: dict[tuple[Any, ...], DumpedOperation] = {}
-    receives: dict[tuple[Any, ...], DumpedOperation] = {}
+    """Return the messages of which both ends are recorded, and which have been received."""
+    sends, receives = _messages(dumps)
+    return [MessageArrow(sends[key], receives[key]) for key in sends if key in receives and receives[key].is_over]
+
+
+_Ends = dict[tuple[Any, ...], DumpedOperation]
+
+
+def _messages(dumps: Sequence[RankDump]) -> tuple[_Ends, _Ends]:
+    """Return sends and receives by group, sender, receiver, tag and number."""
+    sends: _Ends = {}
+    receives: _Ends = {}
     for entry in (entry for dump in dumps for entry in dump.entries if entry.is_message):
         fields = entry.fields
         if fields["message"] is None:  # from any rank, and not yet received
             continue
         is_send = fields["name"] == "send"
         source, target = (entry.rank, fields["peer"]) if is_send else (fields["peer"], entry.rank)
-        end = sends if is_send else receives
-        end[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = entry
-    return [MessageArrow(sends[key], receives[key]) for key in sends.keys() & receives.keys() if receives[key].is_over]
+        ends = sends if is_send else receives
+        ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = entry
+    return sends, receives
 
 
 def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
@@ -278,34 +310,39 @@ class _Writer:
         self._slice(wait.entry, name, "wait", wait.start, wait.end, ranks=others)
 
     def add_arrow(self, arrow: MessageArrow) -> None:
-        """Add an arrow from a send to its receive."""
+        """Add an arrow from a send to the transfer of the message, the part of the receive after the send.
+
+        Perfetto turns an arrow around that ends in a slice which began before the one in which it starts.
+        """
         self._num_arrows += 1
+        send, receive = arrow.send, arrow.receive
+        start, end = self._time(send.called), self._time(receive.end)
+        first = max(start + 1, self._time(receive.called))
+        self._add_slice(receive, "transfer", "message", first, end, {"from": f"rank {send.rank}"})
         common = {"name": "message", "cat": "message", "id": self._num_arrows}
-        start, end = self._time(arrow.send.called), self._time(arrow.receive.end) - 1  # inside the receive
-        self.events.append({"ph": "s", **common, "ts": start / 1000, **self._place(arrow.send)})
-        self.events.append({"ph": "f", "bp": "e", **common, "ts": end / 1000, **self._place(arrow.receive)})
+        self.events.append({"ph": "s", **common, "ts": start / 1000, **self._place(send)})
+        self.events.append({"ph": "f", "bp": "e", **common, "ts": (end - 1) / 1000, **self._place(receive)})
 
     def _add_operation(self, entry: DumpedOperation) -> None:
         fields = entry.fields
         shown = {name: fields[name] for name in _SHOWN if fields[name] not in (None, "")}
         category = "message" if entry.is_message else "collective"
         self._slice(entry, fields["name"], category, entry.called, entry.end, **shown)
-        if entry.start is None:
-            return
-        if entry.is_message:
-            self._slice(entry, "wait()", "wait", entry.start, entry.end)
-        else:
+        if not entry.is_message and entry.start is not None:
             self._slice(entry, "queued", "queue", entry.called, entry.start)
 
     def _slice(
         self, entry: DumpedOperation, name: str, category: str, start: float, end: float, **arguments: Any
     ) -> None:
-        first, last = self._time(start), self._time(end)
+        self._add_slice(entry, name, category, self._time(start), self._time(end), arguments)
+
+    def _add_slice(
+        self, entry: DumpedOperation, name: str, category: str, first: int, last: int, arguments: dict[str, Any]
+    ) -> None:
         if last > first:
             times = {"ts": first / 1000, "dur": (last - first) / 1000}
-            self.events.append(
-                {"ph": "X", "name": name, "cat": category, **times, "args": arguments, **self._place(entry)}
-            )
+            event = {"ph": "X", "name": name, "cat": category, **times, "args": arguments, **self._place(entry)}
+            self.events.append(event)
 
     def _place(self, entry: DumpedOperation) -> dict[str, int]:
         process, thread = self._places[id(entry)]

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import get_ident
 from time import monotonic
@@ -94,8 +94,9 @@ class Group:
         self.sequence = 0
         """The number of collective operations that this rank has called on the group."""
 
-        self.num_messages: collections.Counter[tuple[str, int, int]] = collections.Counter()
-        """The number of messages by operation, peer and tag. MPI keeps their order, so equal numbers match."""
+        self.message_numbers: dict[tuple[str, int | None, int], Iterator[int]]
+        self.message_numbers = collections.defaultdict(lambda: itertools.count(1))
+        """The next number of a message by operation, peer and tag. MPI keeps their order, so equal numbers match."""
 
         self.running: Operation | None = None
         """The collective that has been running since its call; all other running operations are in `_running`."""
@@ -144,11 +145,10 @@ class Operation:
         if self.sequence is None and not self.is_message:
             self.sequence = self.group.sequence = self.group.sequence + 1
 
-    def number_message(self, peer: int, tag: int) -> None:
-        """Record the peer and the tag of a message, and number it."""
-        key = self.name, peer, tag
-        self.peer, self.tag = peer, tag
-        self.message = self.group.num_messages[key] = self.group.num_messages[key] + 1
+    def number_message(self, tag: int) -> None:
+        """Record the tag of a message, and number it; its peer must be known."""
+        self.tag = tag
+        self.message = next(self.group.message_numbers[self.name, self.peer, tag])
 
     def finish(self) -> None:
         """Record that the operation has completed or failed."""

@@ -134,10 +134,10 @@ def _title(mpi: str, launcher: list[str]) -> str:
 def _write(tables: list[dict[str, Any]]) -> None:
     tables = sorted(tables, key=lambda table: ("srun" in table["title"], not table["title"].startswith(ways.OPEN_MPI)))
     result_files.write(MPI4PY, json.loads(_public(json.dumps(tables))))
-    PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables) + _analysis()))
+    PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables) + analysis()))
 
 
-def _analysis() -> str:
+def analysis() -> str:
     """Return the section with the analyser's verdicts."""
     section = analyser.section(_RANK)
     return "".join(_code(line) if line.startswith("|") else line for line in section.splitlines(keepends=True))

@@ -34,8 +34,10 @@ _INTRODUCTION = """
 ## The verdict of PyTorch's analyser
 
 `torchfrtrace DIR`, a command of torch's wheel, reads the [dump files](execution-model.md#the-flight-recorder) of a job.
-The table shows which ranks it names for the faults above, on rank {rank} of {size}. An exception ends the job at once,
-so that few ranks, or none, have written a dump file. `python -m tests.failures analyse` generates it.
+The table shows which ranks it names for the faults above, on rank {rank} of {size}. For every fault after which the job
+waits, they are the ranks that mpicomm names. An exception is not a hang: it ends the job at once, without dump files.
+When a rank is killed, MPICH's launcher also kills the others, before or while they write their files.
+`python -m tests.failures analyse` generates the table.
 """
 _HEAD = "| fault | {mpis} |\n|---|{rules}|\n"
 
@@ -59,12 +61,12 @@ class Verdict:
         return self.reason if not self.ranks else f"{hang_report.called(self.ranks)}: {self.reason}"
 
 
-def analyse(folder: Path, environment: Path | None = None) -> Verdict:
+def analyse(folder: Path) -> Verdict:
     """Run the analyser on the directory of a job's dump files."""
     dumped = sorted(int(each.name.rpartition("_")[2]) for each in folder.glob("fr_trace_rank_*"))
     if not dumped:
         return Verdict([], _NO_DUMPS, [], "")
-    command = str(ways.programs_of(environment) / "torchfrtrace")
+    command = str(ways.programs_of(None) / "torchfrtrace")
     outcome = run_within(_LIMIT, [command, str(folder)])
     if missing := _NO_FILE.search(outcome.stderr):
         ranks = _ranks(missing[1])
@@ -90,7 +92,7 @@ def run(way: Way, rank: int, environment: Path | None) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         ways.run(dataclasses.replace(way, env={**way.env, "MPICOMM_DUMP_DIR": folder}), rank, environment=environment)
         jobs = list(Path(folder).iterdir())
-        return analyse(jobs[0], environment) if jobs else Verdict([], _NO_DUMPS, [], "")
+        return analyse(jobs[0]) if jobs else Verdict([], _NO_DUMPS, [], "")
 
 
 def write(machine: dict[str, Any], rows: dict[str, Verdict]) -> None:

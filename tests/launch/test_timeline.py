@@ -266,7 +266,7 @@ def test_perfetto_draws_an_arrow_for_each_message(perfetto: Any) -> None:
     around = [("send", rank, (rank + 1) % SIZE, (rank + 1) % SIZE, 4096) for rank in range(SIZE) for _ in range(2)]
     shown = [(name, source, target, peer, size) for name, _, source, target, peer, size in found]
     assert sorted(shown) == sorted([*around, ("send", 2, 0, 0, 32)])
-    assert {receiver for _, receiver, *_ in found} <= {"recv", "wait()"}
+    assert {received for _, received, *_ in found} == {"transfer"}
 
 
 def test_perfetto_finds_the_rank_for_which_others_wait(perfetto: Any) -> None:

@@ -35,9 +35,18 @@ class Rank:
 
     def message(self, name: str, peer: int, tag: int = 0, *, is_over: bool = True) -> None:
         operation = flight_recorder.note(self.world, name, torch.float32, 8, peer, True, False)
-        operation.number_message(peer, tag)
+        operation.number_message(tag)
         if is_over:
             operation.finish()
+
+
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reset the recorder to its state at the start of a process, until the end of the test."""
+    monkeypatch.setattr(flight_recorder, "_ring", [None] * RING)
+    monkeypatch.setattr(flight_recorder, "_last", None)
+    monkeypatch.setattr(flight_recorder, "_running", {})
+    monkeypatch.setattr(flight_recorder, "_numbers", itertools.count())
+    monkeypatch.setattr(flight_recorder, "_groups", {})
 
 
 @pytest.fixture
@@ -48,10 +57,7 @@ def reported(
 
     def run(program: Callable[[Rank], None]) -> list[str]:
         for rank in range(SIZE):
-            monkeypatch.setattr(flight_recorder, "_ring", [None] * RING)
-            monkeypatch.setattr(flight_recorder, "_running", {})
-            monkeypatch.setattr(flight_recorder, "_numbers", itertools.count())
-            monkeypatch.setattr(flight_recorder, "_groups", {})
+            empty(monkeypatch)
             program(Rank(rank))
             content = torch_format.encoded(rank, flight_recorder.recorded(), 100.0, 1e9)
             (tmp_path / torch_format.FILE.format(rank=rank)).write_bytes(content)
@@ -158,8 +164,8 @@ def test_another_collective_is_a_type_mismatch(reported: Callable[..., list[str]
     assert "Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH" in errors[0]
 
 
-def test_an_entry_has_state_times_and_line() -> None:
-    flight_recorder._groups.clear()
+def test_an_entry_has_state_times_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty(monkeypatch)
     group = Group("7", [4, 6], 30.0, is_world=False)
     operation = flight_recorder.note(group, "all_reduce", torch.bfloat16, 12, None, False, True)
     content: dict[str, Any] = pickle.loads(torch_format.encoded(6, [operation], operation.called, 1000.0))
@@ -168,4 +174,3 @@ def test_an_entry_has_state_times_and_line() -> None:
     assert (entry["state"], entry["timeout_ms"], entry["input_sizes"]) == ("started", 30_000, [[12]])
     assert entry["time_created_ns"] == pytest.approx(1000 * 10**9, abs=1000)
     assert entry["frames"][0]["name"] == "test_an_entry_has_state_times_and_line"
-    flight_recorder._groups.clear()
