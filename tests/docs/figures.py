@@ -45,7 +45,10 @@ def _table(*rows: tuple[str, ...], align: str = "---:") -> str:
 
 def _recorder_fields() -> str:
     us = _result("recorder-fields-1-openmpi")["microseconds"]
-    rows = [(name, *(f"{each[part]:.2f}" for part in ("without", "with", "added"))) for name, each in us.items()]
+    rows = [
+        (name, *(f"{round(each[part], 2) + 0.0:.2f}" for part in ("without", "with", "added")))
+        for name, each in us.items()
+    ]
     return _table(("record of an operation, microseconds", "without", "with", "added"), *rows)
 
 
