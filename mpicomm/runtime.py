@@ -136,7 +136,8 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Pat
             `mpicomm-dumps`. Without MPI, or with MPICOMM_DUMP_DIR=none, it is `mpicomm-dumps` itself.
 
     Returns:
-        The path of `rank-<rank>.json`; the file with the stacks is in the same directory.
+        The path of `rank-<rank>.json`. In the same directory are the file with the stacks, and `fr_trace_rank_<rank>`,
+        the operations in the format of torch's flight recorder.
 
     Raises:
         MpicommError: If `bootstrap` has not been called.
@@ -148,6 +149,7 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Pat
         raise MpicommError("dump_flight_recorder: mpicomm is not initialized.\nCall mpicomm.bootstrap() first.")
     world = mine.world
     about = {"size": world.size, "host": world.hostname}
+    offset = None if mine.watch is None else mine.watch.clock_offset()
     if directory is None and mine.dumps is not None:
-        return dump.write(mine.dumps, world.rank, about, is_of_job=True)
-    return dump.write(directory or session.DUMPS, world.rank, about)
+        return dump.write(mine.dumps, world.rank, about, offset, is_of_job=True)
+    return dump.write(directory or session.DUMPS, world.rank, about, offset)

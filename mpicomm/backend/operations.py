@@ -271,7 +271,7 @@ class Operations:
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork | CompletedWork:
         """Start sending; the work completes when the tensor may be modified again."""
         messages = self.executor.messages
-        operation = messages.note("send", tensor, dst)
+        operation = messages.note("send", tensor, dst, tag)
         dense = self.transport.fetch(tensor)
         request = mpi_calls.send(self.comm, dense, dst, tag)
         if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
@@ -282,10 +282,13 @@ class Operations:
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from the first rank that sends if it is None."""
         messages = self.executor.messages
-        operation = messages.note("recv", tensor, src)
+        operation = messages.note("recv", tensor, src, tag)
         dense, bring = self.transport.expect(tensor)
 
         def arrived(status: Any) -> None:
+            if src is None:
+                operation.peer = status.source
+                operation.number_message(status.tag)
             _check_count(status, dense)
             with buffers.mode_of(tensor):
                 bring()

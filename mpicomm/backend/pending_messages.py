@@ -43,10 +43,12 @@ class PendingMessages:
         """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
         return self._record.timeout if self._state.raises_timeouts else None
 
-    def note(self, name: str, tensor: torch.Tensor, peer: int | None) -> Operation:
+    def note(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Operation:
         """Record a message in the flight recorder."""
         self._state.check_open()
         operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
+        if peer is not None:
+            operation.number_message(tag)
         if self._state.raises_timeouts:
             operation.limit = None
         return operation

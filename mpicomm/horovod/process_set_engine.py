@@ -23,7 +23,7 @@ from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.stalls import StallCheck
 from mpicomm.horovod.submission import JOIN, Submission
-from mpicomm.horovod.timeline import HorovodTimeline
+from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
 _NOW_NS = 1

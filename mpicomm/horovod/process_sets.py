@@ -14,7 +14,7 @@ from mpicomm.collective_ops.group_argument import timeout_of_job
 from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_set_engine import ProcessSetEngine
 from mpicomm.horovod.submission import BARRIER, Signature, Submission
-from mpicomm.horovod.timeline import HorovodTimeline
+from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"

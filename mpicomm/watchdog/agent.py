@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
+from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
@@ -115,6 +116,7 @@ class Watchdog:
         self._connected = ConnectedRanks(place, channel, self._send_to_rank_0)
         self._rank_0 = Rank0Monitor(place, self._connected.state_of)
         self._exit = RankExit(place.rank, self._report)
+        self._clock = ClockMonitor(place.rank)
         self._answers: dict[int, queue.SimpleQueue[protocol.MissingAnswer]] = {}
         self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
@@ -220,6 +222,10 @@ class Watchdog:
         """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
         self._post_report(protocol.GroupBroken(name, cause))
 
+    def clock_offset(self) -> ClockOffset | None:
+        """Return the difference between the clocks of this rank and rank 0; None if it has not been measured."""
+        return self._clock.offset()
+
     def stop(self) -> None:
         """Stop the thread and close the channel."""
         self._is_stopping = True
@@ -305,8 +311,13 @@ class Watchdog:
     def _check_once_a_second(self, now: float) -> None:
         if self._coordinator is None:
             self._channel.send_up(protocol.Heartbeat())
+            self._probe_clock()
         self._operations.check(now)
         self._exit.check()
+
+    def _probe_clock(self) -> None:
+        if (probe := self._clock.probe()) is not None:
+            self._channel.send_up(probe)
 
     def _handle_signals(self) -> None:
         numbers, self._channel.woken = self._channel.woken, bytearray()
@@ -326,6 +337,9 @@ class Watchdog:
             self._receive_from_parent(event)
         elif event.message is None:
             self._receive_loss(event)
+        elif isinstance(event.message, protocol.ClockAnswer):
+            self._clock.record(event.message)
+            self._probe_clock()
         elif event.rank is None:
             self.send(event.message)
         else:
@@ -362,6 +376,9 @@ class Watchdog:
 
     def _receive_from_child(self, message: Message) -> None:
         if isinstance(message, protocol.Heartbeat):
+            return
+        if isinstance(message, protocol.ClockProbe):
+            self._channel.send_to(message.rank, self._clock.answer(message))
             return
         if isinstance(message, protocol.StatusReport):
             self._connected.record_status(message)
@@ -483,7 +500,8 @@ class Watchdog:
     def _write_files(self) -> None:
         if self._limits.directory is not None:
             about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
-            problem = dump.try_write(self._limits.directory, self.place.rank, about, _WRITE_SECONDS)
+            offset = self._clock.offset()
+            problem = dump.try_write(self._limits.directory, self.place.rank, about, offset, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
 

@@ -11,18 +11,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
-from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog import clock, flight_recorder, torch_format
+from mpicomm.watchdog.clock import ClockOffset
 
 
-def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *, is_of_job: bool = False) -> Path:
-    """Write `rank-<rank>.json` with the recorded operations, and `rank-<rank>.stacks.txt` with all threads' stacks.
+def write(
+    directory: str | os.PathLike[str],
+    rank: int,
+    about: dict[str, Any],
+    offset: ClockOffset | None = None,
+    *,
+    is_of_job: bool = False,
+) -> Path:
+    """Write the recorded operations and the stacks of all threads.
 
-    Existing symbolic links with these names are replaced, not followed. Only this user can read the files.
+    The files are `rank-<rank>.json` with the operations, `fr_trace_rank_<rank>` with the operations in the format of
+    torch's flight recorder, and `rank-<rank>.stacks.txt`. Existing symbolic links with these names are replaced, not
+    followed. Only this user can read the files.
 
     Args:
         about: Further fields of the JSON file.
+        offset: The difference between the clocks of this rank and rank 0; None if unknown.
         is_of_job: The directory is the job's own, in which only this user may write. Otherwise, the user has chosen it.
 
     Returns:
@@ -34,17 +45,21 @@ def write(directory: str | os.PathLike[str], rank: int, about: dict[str, Any], *
     """
     folder = Path(directory)
     now, wall = time.monotonic(), time.time()
-    operations = [{**vars(each.describe(now)), **_times(each, now, wall)} for each in flight_recorder.recorded()]
-    content = {"rank": rank, **about, "written": wall, "operations": operations}
+    recorded = flight_recorder.recorded()
+    operations = [{**vars(each.describe(now)), **_details(each, now, wall)} for each in recorded]
+    clocks = {"clock": clock.identity(), "monotonic": now, "offset": None if offset is None else vars(offset)}
+    content = {"rank": rank, **about, "written": wall, **clocks, "operations": operations}
+    trace = torch_format.encoded(rank, recorded, now, wall)
     with _opened(folder, is_of_job=is_of_job) as handle:
         owner = os.fstat(handle).st_uid if is_of_job else None
         path = folder / f"rank-{rank}.json"
-        _write(handle, path, lambda file: json.dump(content, file, indent=1), owner)
+        _write(handle, path, lambda file: file.write(json.dumps(content, indent=1).encode()), owner)
+        _write(handle, folder / torch_format.FILE.format(rank=rank), lambda file: file.write(trace), owner)
         _write(handle, path.with_suffix(".stacks.txt"), faulthandler.dump_traceback, owner)
     return path
 
 
-def try_write(directory: Path, rank: int, about: dict[str, Any], seconds: float) -> str:
+def try_write(directory: Path, rank: int, about: dict[str, Any], offset: ClockOffset | None, seconds: float) -> str:
     """Write the files to the job's directory, and wait for at most some seconds.
 
     Returns:
@@ -54,7 +69,7 @@ def try_write(directory: Path, rank: int, about: dict[str, Any], seconds: float)
 
     def run() -> None:
         try:
-            write(directory, rank, about, is_of_job=True)
+            write(directory, rank, about, offset, is_of_job=True)
         except OSError as error:
             errors.append(error)
 
@@ -85,13 +100,13 @@ def _opened(folder: Path, *, is_of_job: bool) -> Iterator[int]:
         os.close(handle)
 
 
-def _write(folder: int, path: Path, write: Callable[[TextIO], object], owner: int | None) -> None:
+def _write(folder: int, path: Path, write: Callable[[BinaryIO], object], owner: int | None) -> None:
     """Write a file under a random name and rename it, so that no symbolic link is followed.
 
     Args:
         owner: The uid that must own the file. On a network file system, this user may have a uid other than geteuid().
     """
-    aside = f".{path.name}.{secrets.token_hex(8)}"
+    aside = f".{secrets.token_hex(8)}.part"  # not the name of the file: torchfrtrace reads all files that contain it
     try:
         handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     except PermissionError as error:
@@ -99,7 +114,7 @@ def _write(folder: int, path: Path, write: Callable[[TextIO], object], owner: in
             raise
         raise _refusal(f"{path.parent} belongs to user {owner}") from error
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "wb") as file:
             if owner not in (None, mine := os.fstat(handle).st_uid):
                 raise _refusal(f"{path.parent} belongs to user {owner}, and this user is {mine}")
             write(file)
@@ -113,7 +128,9 @@ def _refusal(why: str) -> PermissionError:
     return PermissionError(f"{why}, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a directory of your own.")
 
 
-def _times(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, float | None]:
-    """Return when an operation was called, started and ended, in seconds since the epoch."""
+def _details(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, Any]:
+    """Return the fields that only dump files have; `monotonic` is on the clock of the file's field of that name."""
     moments = {"called": operation.called, "start": operation.start, "end": operation.end}
-    return {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}
+    times = {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}
+    found = {name: getattr(operation, name) for name in ("nbytes", "tag", "message")}
+    return {**found, **times, "monotonic": list(moments.values())}

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import get_ident
 from time import monotonic
@@ -94,6 +94,10 @@ class Group:
         self.sequence = 0
         """The number of collective operations that this rank has called on the group."""
 
+        self.message_numbers: dict[tuple[str, int | None, int], Iterator[int]]
+        self.message_numbers = collections.defaultdict(lambda: itertools.count(1))
+        """The next number of a message by operation, peer and tag. MPI keeps their order, so equal numbers match."""
+
         self.running: Operation | None = None
         """The collective that has been running since its call; all other running operations are in `_running`."""
 
@@ -125,6 +129,10 @@ class Operation:
     limit: float | None
     """Seconds after which the watchdog aborts the job; None if the waiting call raises TimeoutError instead."""
 
+    tag: int | None
+    message: int | None
+    """The number of a message with this peer and tag; None while the peer is unknown, and for other operations."""
+
     def begin(self) -> None:
         """Record that the operation runs, or that a call waits for it: this starts its deadline."""
         # Numbered in the order in which they run: callbacks may call operations at any time.
@@ -136,6 +144,11 @@ class Operation:
         """Assign the next sequence number of the group, if this is a collective without one."""
         if self.sequence is None and not self.is_message:
             self.sequence = self.group.sequence = self.group.sequence + 1
+
+    def number_message(self, tag: int) -> None:
+        """Record the tag of a message, and number it; its peer must be known."""
+        self.tag = tag
+        self.message = next(self.group.message_numbers[self.name, self.peer, tag])
 
     def finish(self) -> None:
         """Record that the operation has completed or failed."""
@@ -170,6 +183,11 @@ class Operation:
         if self.code is None:
             return line_of_main_thread() or "an unknown place"
         return line_of(self.code, self.instruction)
+
+    @property
+    def nbytes(self) -> int | None:
+        """The recorded elements in bytes; None without a dtype."""
+        return None if self.dtype is None else self.count * self.dtype.itemsize
 
     def describe(self, now: float) -> OperationInfo:
         """Return the fields of the operation for other ranks and for dump files."""
@@ -230,7 +248,7 @@ def note(
     operation.dtype = dtype
     operation.count = count
     operation.peer = peer
-    operation.end = None
+    operation.end = operation.tag = operation.message = None
     operation.limit = group.timeout
     operation.number = number = next(_numbers)
     operation.called = now = monotonic()
@@ -348,6 +366,11 @@ def recorded() -> list[Operation]:
     return sorted((each for each in list(_ring) if each is not None), key=lambda each: each.number)
 
 
+def groups() -> list[Group]:
+    """Return the groups of this rank, with those that were destroyed recently."""
+    return list(_groups.values())
+
+
 def running() -> list[Operation]:
     """Return the operations that run or for which a call waits."""
     of_groups = [group.running for group in list(_groups.values())]
@@ -438,12 +461,15 @@ def is_used_by_a_thread() -> bool:
 
 def line_of(code: types.CodeType, instruction: int) -> str:
     """Return the source line of an instruction, as `train.py:88 (train_step)`."""
-    line = next(
-        (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None),
-        code.co_firstlineno,
-    )
+    line = number_of_line(code, instruction)
     name = Path(code.co_filename).name
     return f"{name}:{line}" if code.co_name == "<module>" else f"{name}:{line} ({code.co_name})"
+
+
+def number_of_line(code: types.CodeType, instruction: int) -> int:
+    """Return the number of the source line of an instruction."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    return next(lines, code.co_firstlineno)
 
 
 def line_of_main_thread() -> str:

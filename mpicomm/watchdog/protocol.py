@@ -70,6 +70,25 @@ class Heartbeat(Message):
     """Sent by every rank to its hub once a second."""
 
 
+@dataclass(frozen=True)
+class ClockProbe(Message):
+    """A rank asks its hub for the time."""
+
+    rank: int
+    sent: float  # on the rank's clock
+
+
+@dataclass(frozen=True)
+class ClockAnswer(Message):
+    """The answer of the hub to a `ClockProbe`."""
+
+    sent: float  # as in the probe
+    now: float  # on the hub's clock
+    clock: str  # its identity
+    offset: float | None  # to add for the clock of rank 0; None if not yet measured
+    error: float
+
+
 # -- from a rank to rank 0 ---------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ DOCUMENTS = (
     ROOT / "docs" / "fault-tolerance.md",
     ROOT / "docs" / "compatibility.md",
     ROOT / "docs" / "horovod.md",
+    ROOT / "docs" / "tools.md",
 )
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -40,6 +41,15 @@ def _result(name: str) -> dict[str, Any]:
 def _table(*rows: tuple[str, ...], align: str = "---:") -> str:
     rule = ("---", *[align] * (len(rows[0]) - 1))
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
+
+
+def _recorder_fields() -> str:
+    us = _result("recorder-fields-1-openmpi")["microseconds"]
+    rows = [
+        (name, *(f"{round(each[part], 2) + 0.0:.2f}" for part in ("without", "with", "added")))
+        for name, each in us.items()
+    ]
+    return _table(("record of an operation, microseconds", "without", "with", "added"), *rows)
 
 
 def _us(value: float) -> str:
@@ -192,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": _ratios,
     "steps": _steps,
     "microseconds": _microseconds,
+    "recorder-fields": _recorder_fields,
     "steadiness": _steadiness,
     "multi-node": _multi_node,
     "recovery": _recovery,

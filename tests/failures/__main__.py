@@ -1,5 +1,7 @@
 """Fault injection: `table` runs all fault cases and writes docs/faults.md, `random 50` runs random faults.
 
+`analyse` runs all fault cases, and writes what PyTorch's analyser reports on their dump files to docs/faults.md.
+
 `OTHER_MPI_ENV=path python -m tests.failures table` runs the cases with both MPI libraries, and with `--srun` as steps
 of a Slurm cluster with two nodes (`python -m tests.cluster up` starts one), where TMPDIR must be a shared directory.
 `python -m tests.failures random 50 [--seed S] [--only K]` repeats all faults of that seed, or the K-th.
@@ -22,7 +24,7 @@ from typing import Any
 from mpicomm.reports import result_files
 from mpicomm.watchdog import hang_report
 from tests.compat import results
-from tests.failures import ways
+from tests.failures import analyser, ways
 from tests.failures.ways import Result, Way
 from tests.launching import ROOT, run_command
 
@@ -37,6 +39,8 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     table = commands.add_parser("table", help="run all fault cases and write docs/faults.md")
     table.add_argument("--srun", action="store_true", help="start ranks with srun on two nodes, instead of mpiexec")
+    analyse = commands.add_parser("analyse", help="run all fault cases and torchfrtrace on their dump files")
+    analyse.add_argument("--only", nargs="+", choices=list(ways.BY_NAME), metavar="FAULT", help="run only these")
     faults = commands.add_parser("random", help="run random faults")
     faults.add_argument("count", type=int, help="the number of faults")
     faults.add_argument("--seed", type=int, default=None)
@@ -44,6 +48,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.command == "table":
         return write_tables(by_srun=args.srun)
+    if args.command == "analyse":
+        return analyse_dumps(args.only or list(ways.BY_NAME))
     return run_random(args.count, args.seed, args.only)
 
 
@@ -104,6 +110,18 @@ def write_tables(*, by_srun: bool) -> int:
     return 0 if is_well else 1
 
 
+def analyse_dumps(names: list[str]) -> int:
+    """Run the analyser on the dump files of cases, on the available MPIs, and write the results and the page."""
+    for environment in ways.environments():
+        rows: dict[str, analyser.Verdict] = {}
+        for name in names:
+            rows[name] = analyser.run(ways.BY_NAME[name], _RANK, environment)
+            _print(f"{name}: {rows[name]}; dump files of ranks {rows[name].dumped}")
+        analyser.write(_machine(environment), rows)
+    _write(json.loads(MPI4PY.read_text()))
+    return 0
+
+
 def _srun(mpi: str) -> list[str]:
     kind = "pmix" if mpi == ways.OPEN_MPI else "pmi2"
     return ["srun", "--kill-on-bad-exit=1", "--nodes=2", f"--ntasks-per-node={ways.SIZE // 2}", f"--mpi={kind}"]
@@ -116,7 +134,13 @@ def _title(mpi: str, launcher: list[str]) -> str:
 def _write(tables: list[dict[str, Any]]) -> None:
     tables = sorted(tables, key=lambda table: ("srun" in table["title"], not table["title"].startswith(ways.OPEN_MPI)))
     result_files.write(MPI4PY, json.loads(_public(json.dumps(tables))))
-    PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables)))
+    PAGE.write_text(_public(_INTRODUCTION + "".join(_shown_table(table) for table in tables) + analysis()))
+
+
+def analysis() -> str:
+    """Return the section with the analyser's verdicts."""
+    section = analyser.section(_RANK)
+    return "".join(_code(line) if line.startswith("|") else line for line in section.splitlines(keepends=True))
 
 
 def _shown_table(table: dict[str, Any]) -> str:

@@ -126,7 +126,8 @@ def test_all_ranks_write_files_when_the_job_hangs(tmp_path: Path) -> None:
     (folder,) = dumps.iterdir()
     assert f"flight recorder and stacks of every rank: {folder}\n" in outcome.stderr, outcome
     files = {path.name for path in folder.iterdir()}
-    assert files == {f"rank-{rank}.{kind}" for rank in range(3) for kind in ("json", "stacks.txt")}, outcome
+    names = ("rank-{}.json", "rank-{}.stacks.txt", "fr_trace_rank_{}")
+    assert files == {name.format(rank) for rank in range(3) for name in names}, outcome
     assert _last(folder / "rank-0.json")["name"] == "all_reduce"
     assert not _last(folder / "rank-0.json")["is_over"]
     assert _last(folder / "rank-1.json")["name"] == "barrier"

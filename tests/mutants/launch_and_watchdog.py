@@ -5,6 +5,31 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    # -- dump files -----------------------------------------------------------------------------------------
+    Mutant(
+        "watchdog/torch_format.py",
+        old="if sequence is not None and (is_whole or record > first):",
+        new="if sequence is not None:",
+        fault="Operations of a ring buffer that has dropped others are not aligned with those of other ranks.",
+        tests="tests/unit/test_torch_format.py -k ring_buffers",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/torch_format.py",
+        old="sequence = each.group.sequence + queued[each.group.name]",
+        new="continue",
+        fault="Queued collectives are absent from the files for torchfrtrace, so that their ranks seem to be missing.",
+        tests="tests/unit/test_torch_format.py -k queued",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/clock.py",
+        old="answer.now - (answer.sent + half)",
+        new="answer.now - answer.sent",
+        fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
+        tests="tests/unit/test_clock.py -k half_of_the_round_trip",
+        ranks=0,
+    ),
     # -- watchdog -------------------------------------------------------------------------------------------
     Mutant(
         "watchdog/coordinator.py",

@@ -11,7 +11,7 @@ import pytest
 
 from mpicomm.watchdog import dump
 
-NAMES = {"rank-3.json", "rank-3.stacks.txt"}
+NAMES = {"fr_trace_rank_3", "rank-3.json", "rank-3.stacks.txt"}
 
 
 def test_only_this_user_can_read_them(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mpicomm
 from mpicomm.watchdog import dump, flight_recorder
@@ -49,7 +50,7 @@ def note(
     is_running: bool = True,
 ) -> Operation:
     """Record a call whose caller is the caller of this function."""
-    return flight_recorder.note(group, name, "torch.float32", 1024, peer, is_message, is_running, inner_frames=2)
+    return flight_recorder.note(group, name, torch.float32, 1024, peer, is_message, is_running, inner_frames=2)
 
 
 def line_here() -> int:
@@ -319,8 +320,6 @@ def test_a_module_has_no_function() -> None:
 
 @pytest.mark.parametrize("package", ["mpicomm", "torch", "frozen", "threading", "contextlib", "typing_extensions"])
 def test_frames_of_packages_are_passed_over(package: str) -> None:
-    import torch
-
     file = {
         "mpicomm": str(Path(mpicomm.__file__).parent / "backend" / "new.py"),
         "torch": str(Path(torch.__file__).parent / "distributed" / "new.py"),
@@ -605,7 +604,7 @@ def test_a_rank_writes_its_operations_and_stacks(tmp_path: Path) -> None:
     before = time.time()
     path = dump.write(tmp_path / "new" / "folder", 3, {"size": 4, "host": "alpha"})
     assert path == tmp_path / "new" / "folder" / "rank-3.json"
-    assert sorted(each.name for each in path.parent.iterdir()) == ["rank-3.json", "rank-3.stacks.txt"]
+    assert {each.name for each in path.parent.iterdir()} == {"fr_trace_rank_3", "rank-3.json", "rank-3.stacks.txt"}
     written = json.loads(path.read_text())
     assert (written["rank"], written["size"], written["host"]) == (3, 4, "alpha")
     assert before <= written["written"] <= time.time()

@@ -1,0 +1,370 @@
+"""The operations of all ranks on one time axis, from the dump files of a job, as a trace that Perfetto opens.
+
+The trace is JSON in the trace event format of Chrome: a process is a rank, a thread holds operations of one group that
+do not overlap.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpicomm.watchdog import hang_report
+
+_FILES = "rank-*.json"
+_NEEDED = ("rank", "size", "host", "written", "clock", "monotonic", "offset", "operations")
+_NOT_ARRIVED, _NO_FILE = "not arrived", "no dump file"
+_SHOWN = ("group", "sequence", "dtype", "count", "nbytes", "peer", "tag", "where", "number", "is_over")
+_FROM_ROOT = {"broadcast", "scatter"}
+_TO_ROOT = {"gather", "reduce"}
+
+Key = tuple[str, str, int]
+"""A collective: its group, the members of the group, and its sequence number in the group."""
+
+
+@dataclasses.dataclass
+class DumpedOperation:
+    """An operation of one rank, in seconds on the clock of rank 0."""
+
+    rank: int
+    called: float
+    start: float | None
+    """When it began to run, or when the program began to wait for it."""
+
+    end: float
+    """When it ended; if it has not, when the rank wrote its file."""
+
+    fields: dict[str, Any]
+    """The fields of the dump file."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a message."""
+        return bool(self.fields["is_message"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it had ended."""
+        return bool(self.fields["is_over"])
+
+    @property
+    def key(self) -> Key | None:
+        """The collective, the same on all ranks; None for a message and for a queued one."""
+        sequence = self.fields["sequence"]
+        return None if self.is_message or sequence is None else (self.fields["group"], self.fields["members"], sequence)
+
+
+@dataclasses.dataclass
+class RankDump:
+    """The dump file of one rank."""
+
+    rank: int
+    size: int
+    host: str
+    clock: str
+    """How its times were converted to the clock of rank 0: "same clock", "measured" or "wall clock"."""
+
+    error: float
+    """The largest error of its times in seconds; 0 if unknown."""
+
+    entries: list[DumpedOperation]
+
+
+@dataclasses.dataclass
+class RankWait:
+    """The part of a collective in which a rank waited for others to call it."""
+
+    entry: DumpedOperation
+    start: float
+    ranks: list[int]
+    """The ranks that called it last, or had not called it."""
+
+    end: float
+    why: str = ""
+    """Why the wait has not ended; empty if it has."""
+
+
+@dataclasses.dataclass
+class MessageArrow:
+    """A message, from the call of its send to the end of its receive."""
+
+    send: DumpedOperation
+    receive: DumpedOperation
+
+
+def read(directory: Path) -> list[RankDump]:
+    """Read the dump files of a job.
+
+    Raises:
+        OSError: If there are none, or one cannot be read.
+        ValueError: If a file has another format.
+    """
+    paths = sorted(directory.glob(_FILES), key=lambda path: int(path.stem.rpartition("-")[2]))
+    if not paths:
+        raise FileNotFoundError(
+            f"{directory} has no files {_FILES}.\nPass a job's directory, such as mpicomm-dumps/20261121-102043-33575."
+        )
+    contents = [_content(path) for path in paths]
+    return [_dump(each, contents) for each in contents]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        if missing := [name for name in _NEEDED if name not in content]:
+            raise ValueError(f"no field {missing[0]!r}")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not a dump file of this version of mpicomm: {error}.\nRemove the file, or pass another job's "
+            f"directory."
+        ) from error
+    return content
+
+
+def _dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> RankDump:
+    # 1. the difference to the clock of rank 0
+    offset, how = _offset(content, contents)
+    if offset is not None:
+        shift, error = offset["seconds"], offset["error"]
+    else:  # the wall clocks of the hosts
+        base = min(contents, key=lambda each: each["rank"])
+        shift, error = content["written"] - content["monotonic"] - base["written"] + base["monotonic"], 0.0
+    # 2. the operations
+    entries = []
+    for fields in content["operations"]:
+        called, start, end = (None if each is None else each + shift for each in fields["monotonic"])
+        assert called is not None
+        end = max(called, content["monotonic"] + shift if end is None else end)
+        entries.append(DumpedOperation(content["rank"], called, start, end, fields))
+    return RankDump(content["rank"], content["size"], content["host"], how, error, entries)
+
+
+def _offset(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> tuple[dict[str, float] | None, str]:
+    """Return the offset of a rank's clock, its own or that of another rank with this clock, and how it was found."""
+    same = [each for each in contents if each["clock"] and each["clock"] == content["clock"]]
+    known = [each["offset"] for each in [content, *same] if each["offset"] is not None]
+    if not known:
+        return None, "wall clock"
+    best = min(known, key=lambda each: each["error"])
+    return best, "measured" if best["error"] else "same clock"
+
+
+def waits(dumps: Sequence[RankDump]) -> list[RankWait]:
+    """Return the waits of ranks for other ranks that call a collective, or the other end of a message, later."""
+    return [*_waits_in_collectives(dumps), *_waits_for_messages(dumps)]
+
+
+def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
+    # 1. the ranks that have called each collective, and the last collective of each rank
+    calls: dict[Key, dict[int, DumpedOperation]] = collections.defaultdict(dict)
+    last: collections.Counter[tuple[str, str, int]] = collections.Counter()  # by group, members and rank
+    for entry in (entry for dump in dumps for entry in dump.entries):
+        if (key := entry.key) is not None:
+            calls[key][entry.rank] = entry
+            place = (*key[:2], entry.rank)
+            last[place] = max(last[place], key[2])
+    # 2. the waits in each collective
+    dumped = {dump.rank for dump in dumps}
+    found = []
+    for (group, members, sequence), by_rank in calls.items():
+        ranks = hang_report.parse_ranges(members) if members else range(dumps[0].size)
+        others = [rank for rank in ranks if rank not in by_rank and last[group, members, rank] < sequence]
+        absent = {rank: _NOT_ARRIVED if rank in dumped else _NO_FILE for rank in others}
+        found += [wait for entry in by_rank.values() if (wait := _wait(entry, by_rank, absent)) is not None]
+    return found
+
+
+def _wait(entry: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: dict[int, str]) -> RankWait | None:
+    if entry.start is None:
+        return None
+    # 1. the ranks whose call this rank needs
+    name, root = entry.fields["name"], entry.fields["peer"]
+    needs = by_rank.keys() | absent.keys()
+    if name in _FROM_ROOT:
+        needs = {root}
+    elif name in _TO_ROOT and entry.rank != root:
+        return None
+    # 2. those that have not called it
+    if not entry.is_over:
+        for why in (_NOT_ARRIVED, _NO_FILE):
+            if late := sorted(rank for rank in needs if absent.get(rank) == why):
+                return RankWait(entry, entry.start, late, entry.end, why)
+    # 3. the last one that has
+    arrivals = {rank: _arrival(by_rank[rank]) for rank in needs if rank in by_rank and rank != entry.rank}
+    rank = max(arrivals, key=lambda each: arrivals[each], default=None)
+    if rank is None or arrivals[rank] <= entry.start:
+        return None
+    return RankWait(entry, entry.start, [rank], min(arrivals[rank], entry.end))
+
+
+def _arrival(entry: DumpedOperation) -> float:
+    return entry.end if entry.start is None else entry.start
+
+
+def _waits_for_messages(dumps: Sequence[RankDump]) -> list[RankWait]:
+    """Return the waits in `wait()` until the other rank has called its end of the message."""
+    dumped = {dump.rank for dump in dumps}
+    sends, receives = _messages(dumps)
+    found = []
+    for ends, other_ends in ((sends, receives), (receives, sends)):
+        for key, entry in ends.items():
+            if entry.start is None:
+                continue
+            if (other := other_ends.get(key)) is not None:
+                if other.called > entry.start:
+                    found.append(RankWait(entry, entry.start, [other.rank], min(other.called, entry.end)))
+            elif not entry.is_over:
+                peer = entry.fields["peer"]
+                why = _NOT_ARRIVED if peer in dumped else _NO_FILE
+                found.append(RankWait(entry, entry.start, [peer], entry.end, why))
+    return found
+
+
+def arrows(dumps: Sequence[RankDump]) -> list[MessageArrow]:
+    """Return the messages of which both ends are recorded, and which have been received."""
+    sends, receives = _messages(dumps)
+    return [MessageArrow(sends[key], receives[key]) for key in sends if key in receives and receives[key].is_over]
+
+
+_Ends = dict[tuple[Any, ...], DumpedOperation]
+
+
+def _messages(dumps: Sequence[RankDump]) -> tuple[_Ends, _Ends]:
+    """Return sends and receives by group, sender, receiver, tag and number."""
+    sends: _Ends = {}
+    receives: _Ends = {}
+    for entry in (entry for dump in dumps for entry in dump.entries if entry.is_message):
+        fields = entry.fields
+        if fields["message"] is None:  # from any rank, and not yet received
+            continue
+        is_send = fields["name"] == "send"
+        source, target = (entry.rank, fields["peer"]) if is_send else (fields["peer"], entry.rank)
+        ends = sends if is_send else receives
+        ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = entry
+    return sends, receives
+
+
+def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
+    """Return the figures of a job: of all ranks, and of each."""
+    found = waits(dumps)
+    entries = [entry for dump in dumps for entry in dump.entries]
+    start, end = min((each.called for each in entries), default=0.0), max((each.end for each in entries), default=0.0)
+    ranks = [
+        {
+            "rank": dump.rank,
+            "host": dump.host,
+            "operations": len(dump.entries),
+            "not_over": sum(not each.is_over for each in dump.entries),
+            "wait_seconds": sum(each.end - each.start for each in found if each.entry.rank == dump.rank),
+            "waited_for_seconds": sum(each.end - each.start for each in found if dump.rank in each.ranks),
+            "clock": dump.clock,
+            "clock_error_seconds": dump.error,
+        }
+        for dump in dumps
+    ]
+    return {"seconds": end - start, "messages": len(arrows(dumps)), "ranks": ranks}
+
+
+def trace(dumps: Sequence[RankDump]) -> dict[str, Any]:
+    """Return the trace, an object for JSON."""
+    start = min((entry.called for dump in dumps for entry in dump.entries), default=0.0)
+    writer = _Writer(start)
+    for dump in dumps:
+        writer.add_rank(dump)
+    for wait in waits(dumps):
+        writer.add_wait(wait)
+    for arrow in sorted(arrows(dumps), key=lambda each: each.send.called):
+        writer.add_arrow(arrow)
+    clocks = {f"rank {each.rank}": f"{each.clock}, error up to {each.error * 1e6:.1f} us" for each in dumps}
+    return {"traceEvents": writer.events, "displayTimeUnit": "ns", "otherData": {"producer": "mpicomm", **clocks}}
+
+
+class _Writer:
+    """Collects the events of a trace. Their times are whole nanoseconds, so that rounding keeps their nesting."""
+
+    def __init__(self, start: float) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._start = start
+        self._places: dict[int, tuple[int, int]] = {}  # by the id of an entry: process and thread
+        self._num_arrows = 0
+
+    def add_rank(self, dump: RankDump) -> None:
+        """Add the operations of a rank."""
+        self._name("process_name", dump.rank, name=f"rank {dump.rank} on {dump.host}")
+        self._name("process_sort_index", dump.rank, sort_index=dump.rank)
+        for thread, (name, entries) in enumerate(_lanes(dump.entries), 1):
+            self._name("thread_name", dump.rank, thread, name=name)
+            self._name("thread_sort_index", dump.rank, thread, sort_index=thread)
+            for entry in entries:
+                self._places[id(entry)] = dump.rank, thread
+                self._add_operation(entry)
+
+    def add_wait(self, wait: RankWait) -> None:
+        """Add the wait for another rank, inside its operation."""
+        others = hang_report.called(wait.ranks)
+        name = f"wait for {others}, {wait.why}" if wait.why else f"wait for {others}"
+        self._slice(wait.entry, name, "wait", wait.start, wait.end, ranks=others)
+
+    def add_arrow(self, arrow: MessageArrow) -> None:
+        """Add an arrow from a send to the transfer of the message, the part of the receive after the send.
+
+        Perfetto turns an arrow around that ends in a slice which began before the one in which it starts.
+        """
+        self._num_arrows += 1
+        send, receive = arrow.send, arrow.receive
+        start, end = self._time(send.called), self._time(receive.end)
+        first = max(start + 1, self._time(receive.called))
+        self._add_slice(receive, "transfer", "message", first, end, {"from": f"rank {send.rank}"})
+        common = {"name": "message", "cat": "message", "id": self._num_arrows}
+        self.events.append({"ph": "s", **common, "ts": start / 1000, **self._place(send)})
+        self.events.append({"ph": "f", "bp": "e", **common, "ts": (end - 1) / 1000, **self._place(receive)})
+
+    def _add_operation(self, entry: DumpedOperation) -> None:
+        fields = entry.fields
+        shown = {name: fields[name] for name in _SHOWN if fields[name] not in (None, "")}
+        category = "message" if entry.is_message else "collective"
+        self._slice(entry, fields["name"], category, entry.called, entry.end, **shown)
+        if not entry.is_message and entry.start is not None:
+            self._slice(entry, "queued", "queue", entry.called, entry.start)
+
+    def _slice(
+        self, entry: DumpedOperation, name: str, category: str, start: float, end: float, **arguments: Any
+    ) -> None:
+        self._add_slice(entry, name, category, self._time(start), self._time(end), arguments)
+
+    def _add_slice(
+        self, entry: DumpedOperation, name: str, category: str, first: int, last: int, arguments: dict[str, Any]
+    ) -> None:
+        if last > first:
+            times = {"ts": first / 1000, "dur": (last - first) / 1000}
+            event = {"ph": "X", "name": name, "cat": category, **times, "args": arguments, **self._place(entry)}
+            self.events.append(event)
+
+    def _place(self, entry: DumpedOperation) -> dict[str, int]:
+        process, thread = self._places[id(entry)]
+        return {"pid": process, "tid": thread}
+
+    def _time(self, moment: float) -> int:
+        return round((moment - self._start) * 1e9)
+
+    def _name(self, kind: str, process: int, thread: int = 0, **arguments: Any) -> None:
+        self.events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments})
+
+
+def _lanes(entries: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
+    """Distribute operations over lanes, in which they do not overlap; return the lanes with their names."""
+    by_name: dict[str, list[list[DumpedOperation]]] = collections.defaultdict(list)
+    for entry in sorted(entries, key=lambda each: each.called):
+        group = f"group {entry.fields['group']}"
+        lanes = by_name[f"messages of {group}" if entry.is_message else group]
+        free = next((lane for lane in lanes if lane[-1].end <= entry.called), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append(entry)
+    for name, lanes in sorted(by_name.items(), key=lambda each: (each[0].startswith("messages"), each[0])):
+        for number, lane in enumerate(lanes, 1):
+            yield name if number == 1 else f"{name} ({number})", lane
