@@ -20,6 +20,7 @@ DOCUMENTS = (
     ROOT / "docs" / "fault-tolerance.md",
     ROOT / "docs" / "compatibility.md",
     ROOT / "docs" / "horovod.md",
+    ROOT / "docs" / "tools.md",
 )
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -187,6 +188,20 @@ def _horovod_steps() -> str:
     return _table(("milliseconds per step", "hvd.DistributedOptimizer", "DistributedDataParallel", "ratio"), *rows)
 
 
+def _top() -> str:
+    result = _result("top-48-openmpi")
+    phases = {"busy": "all ranks are in operations", "sleeping": "all ranks sleep 1 s between operations"}
+    rows = [
+        (
+            phases[phase],
+            *(f"{result[phase][what][each]:.3f}" for what in ("answer", "command") for each in ("median", "max")),
+        )
+        for phase in phases
+    ]
+    columns = tuple(f"{what}, {each}" for what in ("status of all ranks", "command") for each in ("median", "maximum"))
+    return _table(("seconds", *columns), *rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -199,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault-tolerance": _fault_tolerance,
     "recovery-peers": _recovery_peers,
     "horovod-steps": _horovod_steps,
+    "top": _top,
     "status": _status,
     "compatibility": _compatibility,
 }
