@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import select
 import signal
+import struct
 import sys
 import termios
 import time
@@ -184,7 +186,8 @@ def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
     """Run `mpicomm top` on a terminal until it shows a text, press keys, and check that it ends and leaves no trace."""
     pid, ours = pty.fork()
     if pid == 0:
-        os.environ.update(TERM="xterm", COLUMNS="150", LINES="30")
+        os.environ.update(TERM="xterm")
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 150, 0, 0))  # lines, columns
         os.execv(sys.executable, python(["-m", "mpicomm", "top", job.listed().job.name]))
     try:
         before = termios.tcgetattr(ours)
