@@ -44,8 +44,8 @@ def main() -> None:
     """Start the job and measure; or, as a rank of the job, exchange tensors."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.top_latency", description=__doc__)
     parser.add_argument("-n", dest="ranks", metavar="N", type=count, default=48, help="ranks (default: %(default)s)")
-    parser.add_argument("--answers", metavar="N", type=count, default=30, help="answers (default: %(default)s)")
-    parser.add_argument("--commands", metavar="N", type=count, default=10, help="commands (default: %(default)s)")
+    parser.add_argument("--answers", metavar="N", type=count, default=20, help="answers (default: %(default)s)")
+    parser.add_argument("--commands", metavar="N", type=count, default=5, help="commands (default: %(default)s)")
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
     parser.add_argument("--rank", metavar="F", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
