@@ -23,7 +23,7 @@ from mpicomm.backend import compatibility, gpus, groups, plugin, torch_internals
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backend_choice, interfaces, survivors
+from mpicomm.startup import backend_choice, devices, interfaces, survivors
 from mpicomm.startup.start_request import JoinedJob, StartRequest
 from mpicomm.startup.survivors import Place
 from mpicomm.startup.topology import Topology
@@ -209,6 +209,7 @@ def open_session(session: Session) -> None:
             job=session.name,
             spares=job.everyone.size - session.place.size,
             recovers=session.failures is not None,
+            gpu=devices.visible_gpus()[job.device.index] if job.device.type == "cuda" else "",
         )
         prepare = functools.partial(gpus.prepare_thread_for_events, job.device)
         session.watch = channel_setup.start_watchdog(

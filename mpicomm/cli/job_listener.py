@@ -1,5 +1,7 @@
 """The socket on which `mpicomm run` listens for rank 0 of the jobs that it has started, and their reports.
 
+It also answers the observers of these jobs (`mpicomm top`): rank 0 may be on another host.
+
 A launch usually forms one job. It forms none if the program never calls `bootstrap()`, one after the other if the
 program calls `shutdown()` and `bootstrap()` again, and several at a time with `bootstrap(comm=...)`.
 """
@@ -10,16 +12,29 @@ import contextlib
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Iterable, Mapping
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import interfaces
-from mpicomm.watchdog import hang_report
+from mpicomm.watchdog import hang_report, job_files, observers
 from mpicomm.watchdog.authentication import Authenticator
 from mpicomm.watchdog.channel import PARENT
 from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.observers import Observers
 from mpicomm.watchdog.parent_link import Parent
-from mpicomm.watchdog.protocol import JobFailed, JobStarted, Message, RankFinished, StopAnswered, StopAsked
+from mpicomm.watchdog.protocol import (
+    JobFailed,
+    JobStarted,
+    Message,
+    RankFinished,
+    StatusComplete,
+    StatusRefused,
+    StatusReport,
+    StatusRequest,
+    StopAnswered,
+    StopAsked,
+)
 from mpicomm.watchdog.rank_0_monitor import cause_of_loss, is_unreachable
 
 _TOKEN_BYTES = 16
@@ -49,8 +64,16 @@ class Job:
 
         self._is_host_lost = False  # of rank 0
         self.is_connected = True
+        self.observers: Observers | None = None
+        self._reports: list[Message] = []  # the part of the answer for the observers that has arrived
+
         self.answers: dict[int, bool] = {}
         """By signal: whether the program handles it, if rank 0 has answered the last question about it."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self._hosts)
 
     @property
     def is_finished(self) -> bool:
@@ -73,6 +96,18 @@ class Job:
                 self.cause = self.cause or message.cause
             case StopAnswered():
                 self.answers[message.signal] = message.is_handled
+            case StatusReport():
+                self._reports.append(message)
+            case StatusComplete() | StatusRefused():
+                if self.observers is not None:
+                    self.observers.answer([*self._reports, message])
+                self._reports = []
+
+    def close_observers(self) -> None:
+        """Disconnect all observers, and remove the job's file."""
+        if self.observers is not None:
+            self.observers.close()
+            self.observers = None
 
     @property
     def may_have_lost_host(self) -> bool:
@@ -82,6 +117,7 @@ class Job:
     def lose_rank_0(self, lost: str) -> None:
         """Record that the connection to rank 0 has ended, and why."""
         self.is_connected = False
+        self.close_observers()
         if is_unreachable(lost) and not self.is_finished:
             self._is_host_lost = True
             self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss(lost)}"
@@ -111,6 +147,7 @@ class JobListener:
             OSError: If no port is free.
         """
         self.jobs: list[Job] = []
+        self._started = time.time()
         self._selector = selector
         self._listener = _listen(is_local=is_local)
         self._listener.setblocking(False)
@@ -128,8 +165,12 @@ class JobListener:
         """Whether rank 0 of a job is connected."""
         return bool(self._of)
 
-    def handle(self, key: selectors.SelectorKey) -> None:
+    def handle(self, key: selectors.SelectorKey, mask: int = selectors.EVENT_READ) -> None:
         """Handle an event of the selector; does nothing for a descriptor of the caller."""
+        for connection, job in self._of.items():
+            if job.observers is not None and key.fileobj in job.observers:
+                self._serve_observers(connection, job.observers, key.fileobj, mask)
+                return
         if key.fileobj is self._listener:
             self._authenticator.accept(self._listener)
         elif isinstance(key.fileobj, Connection) and key.fileobj.fileno() >= 0:  # not closed by an event before
@@ -145,6 +186,9 @@ class JobListener:
     def close_expired(self) -> None:
         """Close the connections whose time for the authentication has passed; call it regularly."""
         self._authenticator.close_expired()
+        for job in self._of.values():
+            if job.observers is not None:
+                job.observers.close_expired()
 
     def close(self) -> None:
         """Stop listening, and close all connections: jobs that have not finished abort."""
@@ -166,14 +210,29 @@ class JobListener:
         for message in messages:
             if isinstance(message, JobStarted) and connection in self._waiting:
                 self._waiting.remove(connection)
-                for job in self.jobs:
-                    job.is_replaced = job.is_replaced or bool(job.name and job.name == message.name)
-                self._of[connection] = Job(message.hosts, message.name, recovers=message.recovers)
-                self.jobs.append(self._of[connection])
+                self._start_job(connection, message)
             elif connection in self._of:
                 self._of[connection].receive(message)
         if lost:
             self._drop(connection, lost)
+
+    def _start_job(self, connection: Connection, message: JobStarted) -> None:
+        for job in self.jobs:
+            if message.name and job.name == message.name:
+                job.is_replaced = True
+                job.close_observers()
+        job = Job(message.hosts, message.name, recovers=message.recovers)
+        job.observers = observers.open_for(
+            self._selector, job_files.new(message.name, job.size, job_files.this_program(), self._started)
+        )
+        self._of[connection] = job
+        self.jobs.append(job)
+
+    def _serve_observers(self, connection: Connection, served: Observers, file: object, mask: int) -> None:
+        had_asked = served.asks
+        if served.handle(file, mask) and not had_asked:  # otherwise the answer that is under way is for all
+            with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
+                connection.send(StatusRequest())
 
     def _drop(self, connection: Connection, lost: str = "") -> None:
         self._waiting.discard(connection)

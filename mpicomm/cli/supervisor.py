@@ -163,12 +163,12 @@ class Supervisor:
     def _wait(self, seconds: float) -> bool:
         """Handle the events that arrive within some seconds, and return whether there were any."""
         events = self._selector.select(seconds)
-        for key, _ in events:
+        for key, mask in events:
             if key.data is not None:
                 with contextlib.suppress(BlockingIOError):
                     key.data.recv(4096)
             else:
-                self._listener.handle(key)
+                self._listener.handle(key, mask)
         self._handle_signals()
         return bool(events)
 

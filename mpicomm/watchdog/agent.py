@@ -20,12 +20,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, protocol, rank_failures, signals
+from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, job_files, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
+from mpicomm.watchdog.nvml import GPUReader
+from mpicomm.watchdog.observers import OBSERVER
 from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
 from mpicomm.watchdog.rank_0_monitor import (
@@ -67,6 +69,9 @@ class Limits:
 
     recovers: bool = False
     """Whether the job continues if a rank dies."""
+
+    gpu: str = ""
+    """The UUID of this rank's GPU; empty for the CPU."""
 
     ends_local_processes: bool = False
     """Whether to kill ranks of this node that cannot end themselves: srun, for example, waits for a stopped rank."""
@@ -112,7 +117,9 @@ class Watchdog:
                 spares=limits.spares,
                 recovers=limits.recovers,
             )
-        self._operations = OperationMonitor(place.rank, limits.hang_seconds, limits.directory, self._report)
+        self._operations = OperationMonitor(
+            place.rank, limits.hang_seconds, limits.directory, self._report, GPUReader(limits.gpu)
+        )
         self._connected = ConnectedRanks(place, channel, self._send_to_rank_0)
         self._rank_0 = Rank0Monitor(place, self._connected.state_of)
         self._exit = RankExit(place.rank, self._report)
@@ -147,11 +154,21 @@ class Watchdog:
         def attach() -> None:
             assert self._coordinator is not None
             self._channel.attach_parent(connection)
-            hosts = _ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
+            hosts = hang_report.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
             self.report_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
             self._coordinator.repeat_reports_to_parent()  # ranks may have exited during the connection's set-up
 
         self._post(attach)
+
+    def accept_observers(self, program: str, started: float) -> None:
+        """Let rank 0 answer commands of this user on this host that ask for the status of all ranks.
+
+        Args:
+            program: The command line of the program.
+            started: When it started, in seconds since the epoch.
+        """
+        size = self.place.size - self._limits.spares
+        self._post(lambda: self._channel.accept_observers(job_files.new(self._limits.job, size, program, started)))
 
     def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True, sends: bool = False) -> None:
         """Report that this rank calls no more operations.
@@ -328,6 +345,7 @@ class Watchdog:
             if not self._exit.is_reported:
                 self._report(protocol.RankTerminated(self.place.rank))
         if now >= self._term_at:
+            self._channel.close_observers()
             signals.end_by_sigterm()
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -335,6 +353,8 @@ class Watchdog:
     def _receive(self, event: ChannelEvent) -> None:
         if event.rank == PARENT:
             self._receive_from_parent(event)
+        elif event.rank == OBSERVER:
+            self._observe()
         elif event.message is None:
             self._receive_loss(event)
         elif isinstance(event.message, protocol.ClockAnswer):
@@ -369,6 +389,16 @@ class Watchdog:
             self.report_to_parent(protocol.StopAnswered(event.message.signal, number is not None))
             if number is not None:
                 self.send(protocol.RaiseSignal(number))
+        elif isinstance(event.message, protocol.StatusRequest):
+            self._observe()
+
+    def _observe(self) -> None:
+        assert self._coordinator is not None
+        self._coordinator.observe(time.monotonic())
+
+    def answer_observers(self, messages: Sequence[Message]) -> None:
+        """Send an answer of rank 0 to the observers that have asked for the status."""
+        self._channel.answer_observers(messages)
 
     def report_to_parent(self, message: Message) -> None:
         """Send a message of rank 0 to `mpicomm run`, if it started the job."""
@@ -415,7 +445,7 @@ class Watchdog:
                 self._connected.start_collection(message.number, now)
                 if message.files:
                     self._write_files()
-                status = self._operations.status(now)
+                status = self._operations.status(now, with_usage=message.usage)
                 self._report(protocol.StatusReport(self.place.rank, message.number, status))
             case protocol.MissingAnswer():
                 if message.number in self._answers:
@@ -479,6 +509,7 @@ class Watchdog:
 
     def abort(self, status: int) -> None:
         """Abort the job; if that fails, end this process, so that the launcher ends the job."""
+        self._attempt(self._channel.close_observers)
         with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
             self._kill_unresponsive_processes()
@@ -504,13 +535,6 @@ class Watchdog:
             problem = dump.try_write(self._limits.directory, self.place.rank, about, offset, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
-
-
-def _ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
-    found: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return {host: hang_report.ranges(ranks) for host, ranks in found.items()}
 
 
 _current: Watchdog | None = None

@@ -153,7 +153,19 @@ def connect(
         OSError: If the other end is unreachable, the connection is lost, or an answer does not arrive in time.
         ValueError: If the other end does not have the token, or sends another message.
     """
-    connection = Connection(socket.create_connection((address, port), timeout=seconds), host_timeout)
+    return connect_over(socket.create_connection((address, port), timeout=seconds), token, rank, seconds, host_timeout)
+
+
+def connect_over(
+    sock: socket.socket, token: bytes, rank: int, seconds: float, host_timeout: int = HOST_TIMEOUT
+) -> tuple[Connection, Challenge, list[Message]]:
+    """Authenticate both ends over a connected socket, which is closed on failure; see `connect`.
+
+    Raises:
+        OSError: If the connection is lost, or an answer does not arrive in time.
+        ValueError: If the other end does not have the token, or sends another message.
+    """
+    connection = Connection(sock, host_timeout)
     try:
         return connection, *_authenticate(connection, token, rank, Deadline(seconds))
     except BaseException:

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
-from mpicomm.watchdog import authentication
+from mpicomm.watchdog import authentication, observers
 from mpicomm.watchdog.authentication import Authenticator
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import LocalProcess, Message
+from mpicomm.watchdog.job_files import JobFile
+from mpicomm.watchdog.observers import OBSERVER, Observers
+from mpicomm.watchdog.protocol import LocalProcess, Message, StatusRequest
 
 _BACKLOG = 4096
 PARENT = -1
@@ -74,6 +76,7 @@ class Channel:
         self._expected: set[int] = set()
         self._up: Connection | None = None
         self._parent: Connection | None = None  # to `mpicomm run`, on rank 0
+        self._observers: Observers | None = None  # on rank 0, if it has no parent
         self._unread: list[Message] = []  # messages received together with the hub's welcome
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -123,6 +126,16 @@ class Channel:
         self._parent = connection
         self._selector.register(connection, selectors.EVENT_READ)
 
+    def accept_observers(self, job: JobFile) -> None:
+        """Listen for observers, if this host has a directory for the job's file."""
+        self._observers = observers.open_for(self._selector, job)
+
+    def close_observers(self) -> None:
+        """Disconnect all observers, and remove the job's file."""
+        if self._observers is not None:
+            self._observers.close()
+            self._observers = None
+
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send_up(self, message: Message) -> None:
@@ -145,6 +158,13 @@ class Channel:
         if self._parent is not None:
             self._send(self._parent, message)
 
+    def answer_observers(self, messages: Sequence[Message]) -> None:
+        """Send an answer to the observers that have asked; `mpicomm run` forwards it to its own observers."""
+        if self._observers is not None:
+            self._observers.answer(messages)
+        for message in messages:
+            self.send_to_parent(message)
+
     def wake(self) -> None:
         """Make a waiting `poll` return; may be called on any thread."""
         with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: no thread waits any more
@@ -162,17 +182,23 @@ class Channel:
                     self.woken += self._woken.recv(4096)
             elif key.fileobj is self._listener and self._listener is not None:
                 self._authenticator.accept(self._listener, len(self._expected))
+            elif self._observers is not None and key.fileobj in self._observers:
+                if self._observers.handle(key.fileobj, mask):
+                    events.append(ChannelEvent(OBSERVER, StatusRequest()))
             elif isinstance(key.fileobj, Connection) and key.fileobj.fileno() >= 0:  # not closed by an event before
                 if mask & selectors.EVENT_WRITE:
                     self._send(key.fileobj)
                 if mask & selectors.EVENT_READ:
                     events += self._receive(key.fileobj)
         self._authenticator.close_expired()
+        if self._observers is not None:
+            self._observers.close_expired()
         return events
 
     def close(self) -> None:
         """Close all connections."""
         self._stop_listening()
+        self.close_observers()
         self._authenticator.close()
         for connection in self._connections():
             self._drop(connection)
@@ -186,6 +212,8 @@ class Channel:
             connection.close()
         if self._listener is not None:
             self._listener.close()
+        if self._observers is not None:
+            self._observers.close_in_child()
         self._selector.close()  # without unregistering: the entries belong to the rank, too
         self._waker.close()
         self._woken.close()

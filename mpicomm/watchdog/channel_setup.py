@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from mpicomm import agreement
 from mpicomm.settings import PARENT
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, parent_link
+from mpicomm.watchdog import agent, job_files, parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 
@@ -89,8 +90,9 @@ def start_watchdog(
         stop_watchdog(watch)
         return None
     watch.establish()
-    if comm.rank == 0 and parent:
-        _connect_to_parent(watch, parent, channel.host_timeout)
+    # `mpicomm run` answers the observers of its jobs, so that they need not be on the host of rank 0
+    if comm.rank == 0 and not (parent and _connect_to_parent(watch, parent, channel.host_timeout)):
+        watch.accept_observers(job_files.this_program(), time.time())
     return watch
 
 
@@ -101,8 +103,11 @@ def stop_watchdog(watch: Watchdog | None) -> None:
         agent.set_current(None)
 
 
-def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> None:
-    """Connect rank 0 to `mpicomm run`. The other ranks know nothing of it, and wait only for rank 0's next message."""
+def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> bool:
+    """Connect rank 0 to `mpicomm run`, and return whether this has succeeded.
+
+    The other ranks know nothing of it, and wait only for rank 0's next message.
+    """
     try:
         watch.attach_parent(parent_link.connect(parent_link.Parent.parse(parent), host_timeout))
     except (OSError, ValueError) as error:
@@ -112,6 +117,8 @@ def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> None:
             f"Open the ports between the hosts of the job; if {PARENT} is left over, unset it.",
             stacklevel=2,
         )
+        return False
+    return True
 
 
 def _listen(channel: Channel, place: RankInfo, address: str) -> Address | None:

@@ -19,7 +19,7 @@ _PROBES = 4
 
 
 class Connection:
-    """One end of a connection between two ranks."""
+    """One end of a connection between two ranks, or between a process of the job and a command."""
 
     def __init__(self, sock: socket.socket, host_timeout: int = HOST_TIMEOUT) -> None:
         """Take ownership of a socket.
@@ -28,8 +28,9 @@ class Connection:
             host_timeout: Seconds without an answer of the other host's kernel after which the connection is lost.
         """
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _set_timeout(sock, host_timeout)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_timeout(sock, host_timeout)
         self.socket = sock
         self.is_trusted = False
         self.rank: int | None = None

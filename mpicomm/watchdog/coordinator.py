@@ -12,8 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mpicomm.watchdog import hang_report, protocol
-from mpicomm.watchdog.hang_report import ExitedRank, Row
-from mpicomm.watchdog.protocol import COLLECT_SECONDS, Message, NotResponding, RankStatus, Status
+from mpicomm.watchdog.protocol import (
+    COLLECT_SECONDS,
+    ExitedRank,
+    Message,
+    NotResponding,
+    RankStatus,
+    Status,
+    StatusReport,
+)
 from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, HOST_REMEDY
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
@@ -21,6 +28,8 @@ _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has ex
 _SENDING_SECONDS = 60.0  # or this long (at most the hang limit) if the sender had sends in flight
 _LAUNCHER_SECONDS = 2.0  # time for the launcher to end the job itself, with the dead rank's own status
 _REPORTER_SECONDS = 5.0  # time for a rank that has reported its failure to abort the job
+_OBSERVATION_SECONDS = 0.1  # at least between two collections for observers,
+_OBSERVATION_SECONDS_PER_RANK = 1e-3  # more with many ranks: so they use only a few per cent of rank 0's watchdog
 _DUMP_SECONDS = 0.5  # time for the ranks to write their dump files
 
 _EXIT_REMEDY = "os._exit skips what ends a job: return from the program, or call sys.exit()."
@@ -38,6 +47,9 @@ class Actions(Protocol):
 
     def print_report(self, text: str) -> None:
         """Print a report, on rank 0 only."""
+
+    def answer_observers(self, messages: Sequence[Message]) -> None:
+        """Send an answer to the observers that have asked for the status."""
 
     def claim(self) -> bool:
         """Claim the right to report the cause of the job's end; False if another rank has it."""
@@ -92,6 +104,9 @@ class Coordinator:
         self._terminated: set[int] = set()
         self._waits: dict[tuple[int, int], protocol.WaitStarted] = {}
         self._collection: _Collection | None = None
+        self._observation: _Collection | None = None  # for observers: not one on which a decision about the job depends
+        self._observe_at = math.inf
+        self._next_observation = 0.0
         self._collections = 0
         self._next_report = 0.0
         self._has_files = False
@@ -109,14 +124,16 @@ class Coordinator:
     @property
     def is_busy(self) -> bool:
         """Whether a step is due soon, so that `tick` must be called often."""
-        return self._collection is not None or min(self._check_exits_at, self._abort_at) < math.inf
+        is_collecting = self._collection is not None or self._observation is not None
+        return is_collecting or min(self._check_exits_at, self._observe_at, self._abort_at) < math.inf
 
     def receive(self, message: Message, now: float) -> None:
         """Process a message of a rank."""
         match message:
             case protocol.StatusReport():
-                if self._collection is not None and message.number == self._collection.number:
-                    self._collection.statuses[message.rank] = message.status
+                for each in (self._collection, self._observation):
+                    if each is not None and message.number == each.number and message.rank < self.size:
+                        each.statuses[message.rank] = message.status
             case protocol.WaitStarted():
                 self._waits[message.rank, message.operation.number] = message
                 self._expect_check_of_exits(now)
@@ -144,6 +161,7 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Carry out the steps that are due at the time `now`."""
+        self._serve_observers(now)
         if self.is_ending:
             if now >= self._abort_at:
                 self._abort_at = now + _REPORTER_SECONDS
@@ -179,6 +197,37 @@ class Coordinator:
             self._actions.print_report(
                 f"[mpicomm] {name} cannot write its flight recorder and stacks: {message.reason}"
             )
+
+    # -- observers -----------------------------------------------------------------------------------------------
+
+    def observe(self, now: float) -> None:
+        """Collect the status of all ranks for observers: soon, if it has just been collected."""
+        if self._observation is None:
+            self._observe_at = max(now, self._next_observation)
+
+    def _serve_observers(self, now: float) -> None:
+        observation = self._observation
+        if self.is_ending:
+            if observation is not None or self._observe_at < math.inf:
+                self._observation, self._observe_at = None, math.inf
+                self._actions.answer_observers([protocol.StatusRefused(f"the job is being aborted: {self._cause}")])
+        elif observation is not None:
+            is_complete = len(observation.statuses.keys() | self._failed) == self.size
+            if is_complete or now >= observation.deadline:
+                self._observation = None
+                self._next_observation = now + max(_OBSERVATION_SECONDS, _OBSERVATION_SECONDS_PER_RANK * self.size)
+                self._actions.answer_observers(self._observed(observation, now))
+        elif now >= self._observe_at:
+            self._observe_at = math.inf
+            self._collections += 1
+            self._observation = _Collection(self._collections, now + COLLECT_SECONDS, {})
+            self._actions.send(protocol.CollectStatus(self._collections, files=False, usage=True))
+
+    def _observed(self, observation: _Collection, now: float) -> list[Message]:
+        statuses = {rank: NotResponding(0.0, "it has failed") for rank in self._failed} | observation.statuses
+        rows = [(rank, self._row(rank, statuses.get(rank), now)) for rank in range(self.size)]
+        reports: list[Message] = [StatusReport(rank, observation.number, row) for rank, row in rows]
+        return [*reports, protocol.StatusComplete(hang_report.ranks_by_host(self._hosts[: self.size]))]
 
     # -- ranks that have exited ----------------------------------------------------------------------------------
 
@@ -284,7 +333,7 @@ class Coordinator:
             self._next_report = now + self._hang_seconds
             self._actions.print_report(f"{_describe(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}")
 
-    def _row(self, rank: int, status: Status | None, now: float) -> Row:
+    def _row(self, rank: int, status: Status | None, now: float) -> Status:
         if status is None:
             hub = self._hubs[rank]
             return NotResponding(
@@ -295,7 +344,7 @@ class Coordinator:
             return ExitedRank(self._exits[rank].status, now - self._exit_times[rank])
         return status
 
-    def _answer(self, query: protocol.MissingQuery, statuses: Mapping[int, Status], rows: Mapping[int, Row]) -> None:
+    def _answer(self, query: protocol.MissingQuery, statuses: Mapping[int, Status], rows: Mapping[int, Status]) -> None:
         missing = {}
         group, sequence = query.operation.group, query.operation.sequence or 0
         for rank in hang_report.parse_ranges(query.needs):
@@ -334,13 +383,13 @@ class Coordinator:
             self._actions.report_to_parent(protocol.RankFinished(rank, has_failed=True))
             self._actions.send(protocol.RanksFailed({str(rank): reason or f"it {what}"}))
 
-    def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Row], now: float) -> None:
+    def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Status], now: float) -> None:
         is_one = len(absent) == 1
         phrase = f"{'has' if is_one else 'have'} exited, but other ranks wait for {'it' if is_one else 'them'}"
         status = self._exits[absent[0]].status
         self._abort(f"{self._name(absent)} {phrase}", _DUMP_SECONDS, now, status or 1, self._table(rows))
 
-    def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Row], now: float) -> None:
+    def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Status], now: float) -> None:
         what = f"timed out after {late.timeout:g} s in {hang_report.operation(late.operation)}"
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
         cause = f"{self._name([late.rank])} {what}"
@@ -373,7 +422,7 @@ class Coordinator:
             self._abort_at = abort_at
             self._actions.send(protocol.JobEnding(files))
 
-    def _table(self, rows: Mapping[int, Row]) -> str:
+    def _table(self, rows: Mapping[int, Status]) -> str:
         return hang_report.table(rows, self._hosts)
 
     def _name(self, ranks: Sequence[int]) -> str:

@@ -28,6 +28,8 @@ RING = 1024
 """The capacity of the ring buffer, in operations."""
 
 _HELD_WORKS = 16  # the most works that a stream queue keeps
+_RATE_SECONDS = 5.0  # the time over which the rate of bytes is computed
+_SHORTEST_RATE = 1e-6
 _CLOSED_GROUPS = 64  # the most destroyed groups that are kept
 
 _ring: list[Operation | None] = [None] * RING
@@ -380,6 +382,21 @@ def running() -> list[Operation]:
 def last() -> Operation | None:
     """Return the operation that was called last; None before the first call."""
     return _last
+
+
+def bytes_per_second(now: float) -> float:
+    """Return the rate of the bytes of this rank's operations that have completed in the last seconds.
+
+    The bytes of an operation are those of its input on this rank. The rate is computed from the ring buffer, so that
+    counting costs nothing per operation; if the buffer is full, it covers the time since its oldest operation.
+    """
+    operations = recorded()
+    if not operations:
+        return 0.0
+    since = max(now - _RATE_SECONDS, operations[0].called)
+    completed = [each for each in operations if each.end is not None and each.end > since]
+    total = sum(each.count * getattr(each.dtype, "itemsize", 0) for each in completed)
+    return total / max(now - since, _SHORTEST_RATE)
 
 
 def sequences() -> dict[str, int]:

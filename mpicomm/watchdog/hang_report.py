@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
 
-from mpicomm.watchdog.protocol import NotResponding, OperationInfo, RankStatus
+from mpicomm.watchdog.protocol import ExitedRank, NotResponding, OperationInfo, Status
 
 _NAMED = 16  # the most ranges of ranks in a row
 _ROWS = 32  # the most rows of a table
-
-
-@dataclasses.dataclass(frozen=True)
-class ExitedRank:
-    """The state of a rank that has exited."""
-
-    status: int | None  # None at the end of its program
-    seconds: float  # since its exit
-
-
-Row: TypeAlias = RankStatus | NotResponding | ExitedRank
 
 
 def ranges(ranks: Iterable[int]) -> str:
@@ -50,6 +37,18 @@ def called(ranks: Sequence[int]) -> str:
     if text.count(",") >= _NAMED:
         text = ", ".join(text.split(", ")[:_NAMED]) + f", ... ({len(ranks)} in all)"
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the ranks of each host as text.
+
+    Args:
+        hosts: The host of every rank.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return {host: ranges(ranks) for host, ranks in found.items()}
 
 
 def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -86,7 +85,7 @@ def _members(text: str) -> str:
     return called(parse_ranges(text))
 
 
-def table(rows: Mapping[int, Row], hosts: Sequence[str]) -> str:
+def table(rows: Mapping[int, Status], hosts: Sequence[str]) -> str:
     """Return one line for all ranks with the same position; lines of more ranks first."""
     ranks: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}  # the most of a line's ranks
@@ -109,7 +108,7 @@ def table(rows: Mapping[int, Row], hosts: Sequence[str]) -> str:
 _SECONDS = "\0"  # placeholder for the seconds: ranks with the same position share a line whatever their seconds
 
 
-def _position(row: Row, host: str) -> tuple[str, float]:
+def _position(row: Status, host: str) -> tuple[str, float]:
     """Return the position of a rank, and the seconds for `_SECONDS`."""
     if isinstance(row, NotResponding):
         state = f": {row.state}" if row.state else ""

@@ -32,6 +32,11 @@ def start_time_of(pid: int) -> str:
         return ""
 
 
+def resident_memory() -> int:
+    """Return the resident set size of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process of this host."""
     return _state_code(pid) == "T"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpicomm.watchdog import flight_recorder, hang_report, protocol
+from mpicomm.watchdog import flight_recorder, hang_report, local_processes, protocol
 from mpicomm.watchdog.flight_recorder import Operation
-from mpicomm.watchdog.protocol import Message, RankStatus
+from mpicomm.watchdog.nvml import GPUReader
+from mpicomm.watchdog.protocol import Message, RankStatus, Usage
 
 WAIT_LIMIT = 5.0
 """Seconds that a rank waits for another rank that has exited normally, before the watchdog aborts the job."""
@@ -20,7 +21,12 @@ class OperationMonitor:
     """Checks the operations of one rank."""
 
     def __init__(
-        self, rank: int, hang_seconds: float, directory: Path | None, report: Callable[[Message], None]
+        self,
+        rank: int,
+        hang_seconds: float,
+        directory: Path | None,
+        report: Callable[[Message], None],
+        gpu: GPUReader | None = None,
     ) -> None:
         """Create the monitor.
 
@@ -28,8 +34,10 @@ class OperationMonitor:
             hang_seconds: Seconds that an operation may run before rank 0 collects the status of all ranks.
             directory: Directory of the dump files; None if no files are written.
             report: Sends a message to rank 0.
+            gpu: Reads the GPU of this rank.
         """
         self._rank = rank
+        self._gpu = gpu or GPUReader("")
         self._hang_seconds = hang_seconds
         self._files = "" if directory is None else f"  flight recorder and stacks of every rank: {directory}"
         self._report = report
@@ -49,7 +57,7 @@ class OperationMonitor:
             self._report(protocol.WaitEnded(self._rank, number))
         return running
 
-    def status(self, now: float) -> RankStatus:
+    def status(self, now: float, *, with_usage: bool = False) -> RankStatus:
         """Return the status of this rank: its operations, and where its main thread is."""
         last = flight_recorder.last()
         running = sorted(self.running(), key=lambda each: each.number)
@@ -58,6 +66,17 @@ class OperationMonitor:
             None if last is None else last.describe(now),
             flight_recorder.line_of_main_thread(),
             flight_recorder.sequences(),
+            self._usage(now) if with_usage else None,
+        )
+
+    def _usage(self, now: float) -> Usage:
+        gpu = self._gpu.read()
+        return Usage(
+            round(flight_recorder.bytes_per_second(now), 1),
+            local_processes.resident_memory(),
+            gpu.memory,
+            gpu.memory_total,
+            gpu.utilization,
         )
 
     def _check_operation(self, operation: Operation, now: float) -> None:

@@ -119,6 +119,17 @@ class OperationInfo(Message):
 
 
 @dataclass(frozen=True)
+class Usage(Message):
+    """The throughput and memory of a rank. `mpicomm top` shows them; hang reports do not need them."""
+
+    bytes_per_second: float  # of the operations that have completed lately (`flight_recorder.bytes_per_second`)
+    memory: int  # resident set size in bytes
+    gpu_memory: int | None = None  # bytes in use on the rank's GPU, by all processes
+    gpu_memory_total: int | None = None
+    gpu_utilization: int | None = None  # percent of the time in which a kernel ran
+
+
+@dataclass(frozen=True)
 class RankStatus(Message):
     """The operations of a rank, and where its main thread is."""
 
@@ -126,6 +137,7 @@ class RankStatus(Message):
     last: OperationInfo | None
     main: str
     sequences: dict[str, int]  # by group: the number of collectives called
+    usage: Usage | None = None  # if `CollectStatus` asks for it
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,15 @@ class NotResponding(Message):
     state: str
 
 
-Status: TypeAlias = RankStatus | NotResponding
+@dataclass(frozen=True)
+class ExitedRank(Message):
+    """Rank 0's report in place of the status of a rank that has exited."""
+
+    status: int | None  # None at the end of its program
+    seconds: float  # since its exit
+
+
+Status: TypeAlias = RankStatus | NotResponding | ExitedRank
 
 
 @dataclass(frozen=True)
@@ -281,15 +301,37 @@ class StopAnswered(Message):
     is_handled: bool
 
 
+# -- between rank 0 and an observer (`mpicomm top`), directly or through `mpicomm run` ---------------------------------
+
+
+class StatusRequest(Message):
+    """An observer asks for the status of all ranks. The answer is a `StatusReport` per rank and `StatusComplete`."""
+
+
+@dataclass(frozen=True)
+class StatusComplete(Message):
+    """All reports have been sent; `hosts` has each host's ranks (`hang_report.ranges`)."""
+
+    hosts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StatusRefused(Message):
+    """The observer gets no status; if it is one too many, it is disconnected."""
+
+    reason: str
+
+
 # -- from rank 0 to all ranks ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CollectStatus(Message):
-    """Every rank answers with a `StatusReport`, and writes its dump files if `files` is True."""
+    """Every rank answers with a `StatusReport`, with its `Usage` if `usage`, and writes its dump files if `files`."""
 
     number: int
     files: bool
+    usage: bool = False
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,20 @@ def _horovod_steps() -> str:
     return _table(("milliseconds per step", "hvd.DistributedOptimizer", "DistributedDataParallel", "ratio"), *rows)
 
 
+def _top() -> str:
+    result = _result("top-48-openmpi")
+    phases = {"busy": "all ranks are in operations", "sleeping": "all ranks sleep 1 s between operations"}
+    rows = [
+        (
+            phases[phase],
+            *(f"{result[phase][what][each]:.3f}" for what in ("answer", "command") for each in ("median", "max")),
+        )
+        for phase in phases
+    ]
+    columns = tuple(f"{what}, {each}" for what in ("status of all ranks", "command") for each in ("median", "maximum"))
+    return _table(("seconds", *columns), *rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -210,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault-tolerance": _fault_tolerance,
     "recovery-peers": _recovery_peers,
     "horovod-steps": _horovod_steps,
+    "top": _top,
     "status": _status,
     "compatibility": _compatibility,
 }

@@ -599,4 +599,37 @@ MUTANTS = [
         tests="tests/launch/test_info.py -k test_numa_nodes",
         ranks=0,
     ),
+    # -- mpicomm top ----------------------------------------------------------------------------------------
+    Mutant(
+        "watchdog/observers.py",
+        old="or observer.asks or connection.has_outgoing:",
+        new="or False:",
+        fault="Rank 0 stores answers without limit for an observer that asks and does not read.",
+        tests="tests/unit/test_observers.py -k does_not_read",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/coordinator.py",
+        old="for each in (self._collection, self._observation):",
+        new="for each in (self._collection or self._observation,):",
+        fault="An observer that asks during a hang report gets no answer from the ranks.",
+        tests="tests/unit/test_coordinator.py -k neither_hides_nor_answers_a_hang",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/job_files.py",
+        old=" and not found.st_mode & 0o077",
+        new="",
+        fault="The socket and the token of a job are written to a directory that other users can open.",
+        tests="tests/unit/test_observers.py -k others_can_open",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/flight_recorder.py",
+        old="if each.end is not None and each.end > since]",
+        new="if each.called > since]",
+        fault="The rate of bytes counts operations that still run.",
+        tests="tests/unit/test_flight_recorder.py -k the_rate_counts",
+        ranks=0,
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ class Hands:
         self.printed: list[str] = []
         self.aborts: list[int] = []
         self.to_parent: list[Message] = []
+        self.observed: list[Sequence[Message]] = []
 
     def report_to_parent(self, message: Message) -> None:
         self.to_parent.append(message)
@@ -58,6 +60,9 @@ class Hands:
             self.to_one.append(message)
         else:
             self.to_all.append(message)
+
+    def answer_observers(self, messages: Sequence[Message]) -> None:
+        self.observed.append(messages)
 
     def print_report(self, text: str) -> None:
         self.printed.append(text)
@@ -868,3 +873,111 @@ def test_no_rank_is_missing() -> None:
     court.answer(*range(SIZE))
     court.tick()
     assert (court.answers()[-1].ranks, court.answers()[-1].table) == ("", "")
+
+
+# -- observers -------------------------------------------------------------------------------------------------------
+
+PAUSE = coordinators._OBSERVATION_SECONDS
+
+
+def observe(court: Court) -> int:
+    """Let an observer ask, and return the number of the collection."""
+    court.coordinator.observe(court.now)
+    assert court.coordinator.is_busy
+    court.tick(PAUSE)
+    assert court.hands.to_all[-1] == CollectStatus(court.number, files=False, usage=True)
+    return court.number
+
+
+def test_an_observer_gets_the_status_of_every_rank() -> None:
+    court = Court(nodes=TWO_NODES)
+    observe(court)
+    for rank in range(SIZE):
+        assert court.hands.observed == []
+        court.answer(rank, sequence=rank)
+        court.tick()
+    reports = [StatusReport(rank, court.number, status_of(sequence=rank)) for rank in range(SIZE)]
+    complete = protocol.StatusComplete({"node0": "0, 1", "node1": "2, 3"})
+    assert court.hands.observed == [[*reports, complete]]
+    assert not court.coordinator.is_busy
+    assert court.hands.printed == []
+
+
+def test_an_observer_is_answered_without_a_silent_or_an_exited_rank() -> None:
+    court = Court()
+    court.leave(2, status=3)
+    number = observe(court)
+    court.answer(0, 2, 3)
+    exited = court.now - PAUSE  # before the observer asked
+    court.tick(COLLECT_SECONDS)
+    (messages,) = court.hands.observed
+    assert messages[1] == StatusReport(1, number, NotResponding(COLLECT_SECONDS, ""))
+    assert messages[2] == StatusReport(2, number, protocol.ExitedRank(3, court.now - exited))
+
+
+def test_an_observer_is_answered_without_a_failed_rank() -> None:
+    court = Court(recovers=True)
+    court.lose(1)
+    number = observe(court)
+    court.answer(0, 2, 3)
+    court.tick()
+    (messages,) = court.hands.observed
+    assert messages[1] == StatusReport(1, number, NotResponding(0.0, "it has failed"))
+
+
+def test_an_observer_neither_hides_nor_answers_a_hang() -> None:
+    court = Court()
+    observed = observe(court)
+    court.hang(0)  # while the ranks answer the observer
+    assert court.hands.to_all[-1] == CollectStatus(court.number, files=True)
+    assert court.number != observed
+    for rank in range(SIZE):  # only to the observer
+        court.receive(StatusReport(rank, observed, status_of()))
+    court.tick()
+    assert (len(court.hands.observed), court.hands.printed) == (1, [])
+    court.answer(*range(SIZE))
+    court.tick()
+    assert len(court.hands.printed) == 1
+    assert len(court.hands.observed) == 1
+
+
+def test_observers_share_a_collection_and_wait_for_the_next() -> None:
+    court = Court()
+    for _ in range(3):
+        court.coordinator.observe(court.now)
+    court.tick()
+    court.coordinator.observe(court.now)  # the answer that is under way is for this one, too
+    court.answer(*range(SIZE))
+    court.tick()
+    court.coordinator.observe(court.now)
+    court.tick(PAUSE / 2)
+    assert court.hands.kinds() == [CollectStatus]
+    court.tick(PAUSE)
+    assert court.hands.kinds() == [CollectStatus, CollectStatus]
+
+
+def test_an_observer_of_a_job_that_is_ending_is_refused() -> None:
+    court = Court()
+    observe(court)
+    court.lose(2)
+    court.tick()
+    refused = protocol.StatusRefused("the job is being aborted: rank 2 of 4 on node0 died: killed")
+    assert court.hands.observed == [[refused]]
+    court.coordinator.observe(court.now)
+    court.tick()
+    assert court.hands.observed == [[refused], [refused]]
+    assert court.hands.kinds() == [CollectStatus, JobEnding]
+
+
+def test_a_spare_does_not_count_as_a_rank() -> None:
+    hands = Hands()
+    coordinator = Coordinator(["node0"] * (SIZE + 1), [0] * (SIZE + 1), HANG_SECONDS, hands, spares=1)
+    coordinator.observe(0.0)
+    coordinator.tick(0.0)
+    for rank in range(1, SIZE + 1):
+        coordinator.receive(StatusReport(rank, 1, status_of()), 0.0)
+    coordinator.tick(0.0)
+    assert hands.observed == []
+    coordinator.receive(StatusReport(0, 1, status_of()), 0.0)
+    coordinator.tick(0.0)
+    assert len(hands.observed[0]) == SIZE + 1  # with StatusComplete

@@ -629,3 +629,32 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=f"file{os.sep}folder"):
         dump.write(tmp_path / "file" / "folder", 0, {})
+
+
+# -- the rate of bytes -----------------------------------------------------------------------------------------------
+
+
+def completed(group: Group, count: int, called: float, end: float | None) -> None:
+    operation = flight_recorder.note(group, "all_reduce", torch.float64, count, None, False, True)
+    operation.called, operation.end = called, end
+
+
+def test_the_rate_counts_the_bytes_of_operations_that_ended_lately() -> None:
+    group, now, window = group_of(), 1000.0, flight_recorder._RATE_SECONDS
+    assert flight_recorder.bytes_per_second(now) == 0.0
+    completed(group, 1000, now - 2 * window, now - window - 0.5)  # too long ago
+    completed(group, 30, now - 2 * window, now - 1)
+    completed(group, 7, now - 3, now)
+    completed(group, 5000, now - 1, None)  # still running
+    flight_recorder.note(group, "barrier", None, 0, None, False, True).finish()
+    assert flight_recorder.bytes_per_second(now) == pytest.approx((30 + 7) * 8 / window)
+
+
+def test_the_rate_covers_the_time_since_the_oldest_operation() -> None:
+    group, now = group_of(), 1000.0
+    completed(group, 100, now - 2, now - 1)
+    assert flight_recorder.bytes_per_second(now) == pytest.approx(100 * 8 / 2)
+    for _ in range(RING):  # a full buffer covers less than the usual time
+        completed(group, 10, now - 0.5, now - 0.25)
+    assert flight_recorder.bytes_per_second(now) == pytest.approx(RING * 10 * 8 / 0.5)
+    assert flight_recorder.bytes_per_second(now + 60) == 0.0  # nothing has completed since

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.watchdog import hang_report
-from mpicomm.watchdog.hang_report import ExitedRank, Row
-from mpicomm.watchdog.protocol import NotResponding, OperationInfo, RankStatus
+from mpicomm.watchdog.protocol import ExitedRank, NotResponding, OperationInfo, RankStatus, Status
 
 HOSTS = ["alpha", "alpha", "beta", "beta"]
 
@@ -48,7 +47,7 @@ def status_of(*running: OperationInfo, last: OperationInfo | None, main: str) ->
     return RankStatus(list(running), last, main, {"0": 42})
 
 
-def table_of(*rows: Row) -> list[str]:
+def table_of(*rows: Status) -> list[str]:
     return hang_report.table(dict(enumerate(rows)), ["alpha"] * len(rows)).splitlines()
 
 

@@ -1,0 +1,227 @@
+"""`mpicomm top` and running jobs: under mpirun and under `mpicomm run`, with stopped ranks and dead observers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpicomm.cli import main
+from mpicomm.cli.job_observer import JobObserver
+from mpicomm.watchdog import job_files
+from mpicomm.watchdog.job_files import ListedJob
+from mpicomm.watchdog.protocol import StatusRequest
+from tests.launching import Outcome, python, run_command, run_ranks
+
+SIZE, ELEMENTS = 4, 1 << 14
+FAILED = 2
+SECONDS = 60.0  # time limit of each wait
+# The ranks exchange tensors until the last one finds the file `late`. Then it computes, while the others wait for it,
+# until it finds the file `stop`.
+PROGRAM = f"""
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import mpicomm
+
+folder = Path(sys.argv[1])
+world = mpicomm.bootstrap()
+(folder / f"pid-{{world.rank}}").write_text(str(os.getpid()))
+
+def compute():
+    while not (folder / "stop").exists():
+        time.sleep(0.01)
+
+def exchange(values):
+    dist.all_reduce(values)
+
+values, ended = torch.zeros({ELEMENTS}), False
+while not ended:
+    is_late = torch.tensor(int(world.rank == world.size - 1 and (folder / "late").exists()))
+    dist.all_reduce(is_late)
+    exchange(values)
+    ended = bool(is_late)
+if world.rank == world.size - 1:
+    compute()
+exchange(values)
+print("sum", float(values.sum()))
+"""
+LINES = PROGRAM.splitlines()
+EXCHANGE = f"program.py:{LINES.index('    dist.all_reduce(values)') + 1} (exchange)"
+COMPUTE = f"program.py:{LINES.index('        time.sleep(0.01)') + 1} (compute)"
+
+
+class RunningJob:
+    """A job that runs in the background, and `mpicomm top` for it."""
+
+    def __init__(self, folder: Path, launch: Callable[[list[str]], Outcome]) -> None:
+        self.folder = folder
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        self._outcome = self._pool.submit(launch, [str(program), str(folder)])
+        self._pool.shutdown(wait=False)
+
+    def listed(self) -> ListedJob:
+        return self.wait(lambda: next(iter(self._found()), None))
+
+    def _found(self) -> list[ListedJob]:
+        return [each for each in job_files.listed() if str(self.folder) in each.job.program]
+
+    def wait(self, condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + SECONDS
+        while not (found := condition()):
+            assert not self._outcome.done(), self._outcome.result()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found
+
+    def signal(self, number: int, rank: int) -> None:
+        os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
+
+    def make(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def end(self) -> Outcome:
+        self.make("late")
+        self.make("stop")
+        return self._outcome.result()
+
+    def has_ended_well(self, size: int) -> None:
+        outcome = self.end()
+        assert (outcome.status, outcome.stdout) == (0, "sum 0.0\n" * size), outcome
+        assert [line for line in outcome.stderr.splitlines() if not line.startswith("mpicomm run: ")] == [], outcome
+        assert self._found() == []
+
+
+@contextlib.contextmanager
+def running(folder: Path, launch: Callable[[list[str]], Outcome]) -> Iterator[RunningJob]:
+    job = RunningJob(folder, launch)
+    try:
+        yield job
+    finally:
+        for rank in range(SIZE):
+            with contextlib.suppress(OSError):
+                job.signal(signal.SIGCONT, rank)
+        job.end()
+
+
+def top(job: RunningJob, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the ranks that `mpicomm top --json` shows."""
+    assert main.main(["top", job.listed().job.name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["job"] == job.listed().job.name
+    ranks: list[dict[str, Any]] = found["ranks"]
+    return ranks
+
+
+def test_a_job_under_mpirun_shows_what_each_rank_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path, lambda arguments: run_ranks(SIZE, arguments)) as job:
+        # 1. the throughput while they exchange tensors
+        job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
+        ranks = top(job, capsys)
+        assert [rank["rank"] for rank in ranks] == list(range(SIZE))
+        assert all(rank["memory"] > 10 * 2**20 for rank in ranks)
+        # 2. all wait for the last rank
+        job.make("late")
+        late = [COMPUTE if rank == SIZE - 1 else EXCHANGE for rank in range(SIZE)]
+        job.wait(lambda: [rank["line"] for rank in top(job, capsys)] == late)
+        before, after = top(job, capsys), top(job, capsys)
+        for rank in range(SIZE - 1):
+            assert before[rank]["operation"].startswith("all_reduce #")
+            assert before[rank]["operation"].endswith(f", float32[{ELEMENTS}]")
+            assert after[rank]["operation"] == before[rank]["operation"]
+            assert after[rank]["seconds"] > before[rank]["seconds"]
+        assert (after[-1]["state"], after[-1]["operation"], after[-1]["seconds"]) == ("computing", "", None)
+        # 3. observers that vanish, or stop reading, or ask with another token
+        kept = [JobObserver(job.listed()) for _ in range(3)]
+        for each in kept:
+            each._connection.send(StatusRequest())
+        kept[0].close()
+        # 4. a stopped rank
+        job.signal(signal.SIGSTOP, 2)
+        stopped = f"not responding: process {(tmp_path / 'pid-2').read_text()} is stopped by a signal (SIGSTOP); "
+        job.wait(lambda: top(job, capsys)[2]["operation"].startswith(stopped))
+        assert [rank["state"] for rank in top(job, capsys)] == [
+            "in_operation",
+            "in_operation",
+            "not_responding",
+            "computing",
+        ]
+        job.signal(signal.SIGCONT, 2)
+        job.wait(lambda: [rank["line"] for rank in top(job, capsys)] == late)
+        # 5. a stopped rank 0
+        job.signal(signal.SIGSTOP, 0)
+        monkeypatch.setattr("mpicomm.cli.job_observer._CONNECT_SECONDS", 0.5)
+        assert main.main(["top", job.listed().job.name]) == FAILED
+        stopped = f"process {(tmp_path / 'pid-0').read_text()} is stopped by a signal (SIGSTOP)"
+        assert f"has not answered for 0 s: {stopped}" in capsys.readouterr().err
+        monkeypatch.undo()
+        job.signal(signal.SIGCONT, 0)
+        # 6. the display on a terminal
+        assert "mpicomm" not in show_on_a_terminal(job, keys=b"xq", expected=b"(exchange)")
+        show_on_a_terminal(job, keys=b"\x03", expected=b"(exchange)")
+        job.has_ended_well(SIZE)
+        for each in kept[1:]:
+            each.close()
+
+
+def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
+    """Run `mpicomm top` on a terminal until it shows a text, press keys, and check that it ends and leaves no trace."""
+    pid, ours = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm")
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 150, 0, 0))  # lines, columns
+        os.execv(sys.executable, python(["-m", "mpicomm", "top", job.listed().job.name]))
+    try:
+        before = termios.tcgetattr(ours)
+        shown = bytearray()
+        deadline = time.monotonic() + SECONDS
+        is_ready = False
+        while time.monotonic() < deadline:
+            if not is_ready and expected in shown and not termios.tcgetattr(ours)[3] & termios.ICANON:
+                is_ready = True
+                os.write(ours, keys)
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    shown += os.read(ours, 1 << 16)
+                except OSError:  # the command has ended
+                    break
+        assert is_ready, bytes(shown)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, bytes(shown)
+        pid = 0
+        assert termios.tcgetattr(ours)[3] == before[3]
+        return shown.decode(errors="replace")
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(ours)
+
+
+def test_mpicomm_run_answers_for_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [sys.executable, "-m", "mpicomm", "run", "-n", "2", "--", *python([])]
+    with running(tmp_path, lambda arguments: run_command([*run, *arguments])) as job:
+        job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
+        assert job.listed().job.pid not in {int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)}
+        with contextlib.closing(JobObserver(job.listed())) as vanished:
+            vanished._connection.send(StatusRequest())
+        job.make("late")
+        job.wait(lambda: [rank["line"] for rank in top(job, capsys)] == [EXCHANGE, COMPUTE])
+        job.has_ended_well(2)
