@@ -20,6 +20,7 @@ DOCUMENTS = (
     ROOT / "docs" / "fault-tolerance.md",
     ROOT / "docs" / "compatibility.md",
     ROOT / "docs" / "horovod.md",
+    ROOT / "docs" / "tools.md",
 )
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -187,6 +188,10 @@ def _horovod_steps() -> str:
     return _table(("milliseconds per step", "hvd.DistributedOptimizer", "DistributedDataParallel", "ratio"), *rows)
 
 
+def _doctor() -> str:
+    return f"```text\n{(_RESULTS / 'doctor.txt').read_text()}```\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -201,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "horovod-steps": _horovod_steps,
     "status": _status,
     "compatibility": _compatibility,
+    "doctor": _doctor,
 }
 
 
