@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
-import platform
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mpicomm import mpi
+from mpicomm import host_info, mpi
 from mpicomm.backend import gpu_probe
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import MPINotFoundError
@@ -30,8 +28,6 @@ from mpicomm.startup import devices
 from mpicomm.watchdog import hang_report
 
 _NODES = Path("/sys/devices/system/node")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_PACKAGES = ("mpicomm", "torch", "mpi4py", "numpy")
 _THP = "THP_MEM_ALLOC_ENABLE"  # with this variable, torch requests huge pages for large tensors
 _THREADS = ("single", "funneled", "serialized", "multiple")
 
@@ -140,10 +136,10 @@ def machine() -> dict[str, Any]:
     page = os.sysconf("SC_PAGE_SIZE")
     return {
         "cores": os.cpu_count(),
-        "processor": _processor(),
+        "processor": host_info.processor(),
         "memory, GiB": round(page * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "page, KiB": page // 1024,
-        "transparent huge pages": _selected(_HUGE_PAGES),
+        "transparent huge pages": host_info.huge_pages(),
         **_variables_of_torch(_THP),
     }
 
@@ -154,11 +150,11 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(MPINotFoundError):
         library = mpi.library()
         found[library.vendor] = library.version
-    return {**found, **_packages()}
+    return {**found, **host_info.versions()}
 
 
 def _software(world: World) -> dict[str, str]:
-    found = _packages()
+    found = host_info.versions()
     if world.comm is not None:
         found["MPI"] = mpi.library().title
         found["MPI thread level"] = _THREADS[mpi.api().Query_thread()]
@@ -187,28 +183,5 @@ def _shared_memory(settings: Settings) -> str:
     return "torch (the C library was not built)" if native.library() is None else "C library"
 
 
-def _packages() -> dict[str, str]:
-    return {"Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
 def _variables_of_torch(*names: str) -> dict[str, str]:
     return {name: os.environ.get(name, "not set") for name in names}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
-        return "not installed"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
-
-
-def _selected(path: Path) -> str:
-    """Return the selected value, in brackets in the kernel's file, or `unknown`."""
-    text = path.read_text() if path.exists() else ""
-    return text.partition("[")[2].partition("]")[0] or "unknown"

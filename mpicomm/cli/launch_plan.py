@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import shutil
 import socket
@@ -12,12 +11,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpicomm import launch, mpi, terminal
+from mpicomm import host_info, launch, mpi, terminal
 from mpicomm.cli import operator_hosts
 from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, node_range, scheduler_query
+from mpicomm.launch import allocation, commands, environment, installed, node_range, scheduler_query
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
@@ -64,8 +63,9 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if isinstance(job, FluxAllocation) and not request.hosts:
         _refuse_fault_tolerance(request, "flux run")
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
+    executable = installed.mpiexec(library, environ.get("PATH", ""))
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
-    return commands.mpiexec(request, machine, library, _mpiexec(library, environ), environ, job=job, agent=agent)
+    return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent)
 
 
 def _refuse_fault_tolerance(request: Request, launcher: str) -> None:
@@ -157,11 +157,11 @@ def _machine(environ: Mapping[str, str]) -> Machine:
     """Return the cores and GPUs that this process may use."""
     cpus = os.sched_getaffinity(0)
     return Machine(
-        cores=min(_cores(cpus), _quota() or len(cpus)),
+        cores=min(host_info.cores(cpus), host_info.cpu_quota() or len(cpus)),
         is_whole=len(cpus) == os.cpu_count(),
         is_root=os.geteuid() == 0,
         python=sys.executable,
-        gpus=_gpus(environ),
+        gpus=host_info.gpus(environ),
     )
 
 
@@ -169,7 +169,7 @@ def _srun_type(request: Request, library: Library, environ: Mapping[str, str]) -
     """Return the type of PMI with which srun starts ranks; None if it cannot start them, or the run needs mpirun."""
     if request.is_fault_tolerant:  # Slurm ends the step if a task is killed; mpirun does not
         return None
-    return library.srun_type_in(_answer_of("srun", "--mpi=list") if shutil.which("srun") else "", environ)
+    return library.srun_type_in(installed.srun_list(), environ)
 
 
 def _flux_plugins() -> list[str]:
@@ -184,22 +184,6 @@ def _nodes_of_slurm(environ: Mapping[str, str]) -> list[str]:
     return scheduler_query.output_of(["scontrol", "show", "hostnames", listed]).split() if listed else []
 
 
-def _mpiexec(library: Library, environ: Mapping[str, str]) -> str:
-    """Return the path of the launcher that belongs to the library.
-
-    Raises:
-        LaunchError: If no such launcher is found.
-    """
-    others = []
-    for path in library.mpiexec_candidates(environ.get("PATH", "").split(os.pathsep)):
-        if not os.access(path, os.X_OK) or Path(path).is_dir():
-            continue
-        if library.owns_mpiexec(_answer_of(path, "--version")):
-            return path
-        others.append(path)
-    raise LaunchError(library.mpiexec_not_found(others))
-
-
 def _agent(job: HostAllocation, environ: Mapping[str, str]) -> str | None:
     """Return the program that starts a command on another host of the job in place of ssh; None to use ssh."""
     if job.file is None:  # LSF's blaunch accepts the arguments of ssh
@@ -208,39 +192,6 @@ def _agent(job: HostAllocation, environ: Mapping[str, str]) -> str | None:
     if not shutil.which("pbs_tmrsh", path=os.pathsep.join(directories)):
         return None
     return str(Path(launch.__file__).with_name("pbs_agent.sh"))
-
-
-def _cores(cpus: set[int]) -> int:
-    """Return the number of cores of these CPUs: the hardware threads of one core list the same siblings."""
-    return len({_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
-
-
-def _quota() -> int | None:
-    """Return the CPU limit of the container, in CPUs; None without a limit."""
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    return max(1, -(-int(quota) // int(period))) if quota.isdigit() and period.isdigit() else None
-
-
-def _gpus(environ: Mapping[str, str]) -> int:
-    """Return the number of GPUs without CUDA, which takes seconds; the GPUs of a container are in its /dev."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")])
-    nodes = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
-    return len(nodes) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-@functools.cache
-def _answer_of(*command: str) -> str:
-    """Return the output of a command that always prints the same: `--max-restarts` starts many programs."""
-    return scheduler_query.output_of(command, with_errors=True)
 
 
 def _free_port() -> int:

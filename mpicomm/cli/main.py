@@ -6,10 +6,10 @@ import argparse
 import pkgutil
 from collections.abc import Callable, Sequence
 
-from mpicomm.cli import bench, info, job, report, run, timeline, top
+from mpicomm.cli import bench, doctor, info, job, report, run, timeline, top
 from mpicomm.cli.argument_types import Parser
 
-_SUBCOMMANDS = (bench, info, job, report, run, timeline, top)
+_SUBCOMMANDS = (bench, doctor, info, job, report, run, timeline, top)
 """Each has `add_parser`, whose parser sets `run` to the function of the subcommand."""
 
 

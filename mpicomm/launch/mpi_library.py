@@ -195,11 +195,14 @@ class Library:
 
     def owns_mpiexec(self, output: str) -> bool:
         """Return whether a launcher with this output of `--version` can start programs with this library."""
-        patterns = dict.fromkeys(each.version_output for each in IMPLEMENTATIONS)
-        match = next((found for pattern in patterns if (found := re.search(pattern, output))), None)
+        match = _version_match(output)
         if match is None or match.re.pattern != self.implementation.version_output:
             return False
         return not match.groups() or match[1] == self.version.split(".")[0]
+
+    def is_of_other_mpi(self, output: str) -> bool:
+        """Return whether a launcher with this output of `--version` belongs to another known MPI."""
+        return _version_match(output) is not None and not self.owns_mpiexec(output)
 
     def mpiexec_not_found(self, others: Sequence[str]) -> str:
         """Return the error message if no mpiexec of this library was found.
@@ -216,3 +219,9 @@ class Library:
             f"Searched for {' and '.join(names)} in each bin directory {where}.\n"
             f"{found}{install} your site's module, or use the site's own launcher."
         )
+
+
+def _version_match(output: str) -> re.Match[str] | None:
+    """Return the first match of the implementations' patterns; None for an unknown launcher, such as one of a site."""
+    patterns = dict.fromkeys(each.version_output for each in IMPLEMENTATIONS)
+    return next((found for pattern in patterns if (found := re.search(pattern, output))), None)

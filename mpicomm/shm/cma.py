@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpicomm import agreement
+from mpicomm.shm import process_memory
 from mpicomm.shm.interface import Comparison, OrderedSum
+from mpicomm.shm.process_memory import Vector
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -35,12 +37,6 @@ _ALIGNMENT = 4096
 _COPIED_BYTES = 2**26  # by one system call, which signals do not interrupt
 
 
-class _Vector(ctypes.Structure):
-    """C's struct iovec."""
-
-    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 class _Peers:
     """The memory of the other ranks of a node."""
 
@@ -48,12 +44,8 @@ class _Peers:
         """Exchange the process IDs (collective)."""
         self._comm = comm
         self._pids = comm.allgather(os.getpid())
-        self._local, self._remote, self._byte = _Vector(), _Vector(), ctypes.c_char()
-        self._library = ctypes.CDLL(None, use_errno=True)
-        vectors = (ctypes.POINTER(_Vector), ctypes.c_ulong)
-        for call in (self._library.process_vm_readv, self._library.process_vm_writev):
-            call.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
-            call.restype = ctypes.c_ssize_t
+        self._local, self._remote, self._byte = Vector(), Vector(), ctypes.c_char()
+        self._library = process_memory.system_calls()
 
     def exchange(self, number: int) -> array[int]:
         """Return every rank's number, for example an address, in rank order (collective)."""

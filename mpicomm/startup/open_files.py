@@ -23,13 +23,24 @@ def allow(connections: int) -> int:
     Returns:
         The number of further files that this process may open.
     """
-    used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    used = count_open()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = used + connections + _SPARE
     if _is_less(soft, wanted):
         soft = min(wanted, hard) if _is_less(hard, wanted) else wanted
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return connections + _SPARE if soft == resource.RLIM_INFINITY else soft - used
+
+
+def count_open() -> int:
+    """Return the number of files that this process has opened."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def ranks_on_one_node(files: int) -> int:
+    """Return the largest job on one node whose rank 0 may open so many further files."""
+    left = files - _LEAST_SPARE - 1  # with one node, `require_on_rank_0` needs two connections for each rank, and one
+    return max(0, left // 2)
 
 
 def require_on_rank_0(where: Topology) -> None:

@@ -12,6 +12,7 @@ from tests.cluster.test_slurm import PLACE, check_places
 from tests.launching import ROOT
 
 NODES = ["-N2", "--ntasks-per-node=2", "--nodelist=node3,node4"]
+PAIR = ["-N2", "-n2", "--nodelist=node3,node4"]
 LEAVE = """
 import sys, time
 import mpicomm
@@ -67,6 +68,26 @@ def test_info_lists_every_host(cluster: Cluster, flavour: Flavour) -> None:
     assert found["master_addr"] == cluster.layout.address("node3")
     assert [each["host"] for each in found["ranks"]] == ["node3", "node3", "node4", "node4"]
     assert [each["environment"]["SLURM_PROCID"] for each in found["ranks"]] == ["0", "1", "2", "3"]
+
+
+def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:
+    """One host has another version of a package: its metadata come first in the path of modules."""
+    other = cluster.folder()
+    (other / "numpy-99.0.dist-info").mkdir()
+    (other / "numpy-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 99.0\n")
+    doctor = quoted(open_mpi.python, "-m", "mpicomm", "doctor", "--json")
+    task = f'[ "$SLURM_NODEID" = 0 ] || export PYTHONPATH={other}:"$PYTHONPATH"; exec {doctor}'
+    outcome = cluster.run("srun", *PAIR, f"--mpi={open_mpi.srun_type}", "bash", "-c", task)
+    found = json.loads(outcome.stdout)
+    assert (found["ranks"], found["hosts"]) == (2, ["node3", "node4"])
+    (link,) = found["links"]
+    assert link["ranks"] == [0, 1]
+    assert link["microseconds"] > 0 < link["gigabytes"]
+    findings = {each["check"]: each for each in reversed(found["findings"])}
+    assert findings["versions of hosts"]["status"] == "warning"
+    assert findings["versions of hosts"]["message"].endswith("on node3; 99.0 on node4"), outcome
+    assert findings["srun"]["message"].startswith(f"srun --mpi={open_mpi.srun_type} starts ranks"), outcome
+    assert outcome.status == (1 if found["status"] == "problem" else 0), outcome
 
 
 def test_starts_are_measured_on_all_nodes(cluster: Cluster, open_mpi: Flavour) -> None:

@@ -211,6 +211,10 @@ def _top() -> str:
     return _table(("seconds", *columns), *rows)
 
 
+def _doctor() -> str:
+    return f"```text\n{(_RESULTS / 'doctor.txt').read_text()}```\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -227,6 +231,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "top": _top,
     "status": _status,
     "compatibility": _compatibility,
+    "doctor": _doctor,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     backend,
+    doctor_checks,
     horovod,
     horovod_scripts,
     kubernetes,
@@ -15,6 +16,7 @@ from tests.mutants import (
 
 MUTANTS = [
     *backend.MUTANTS,
+    *doctor_checks.MUTANTS,
     *shm_and_collective_ops.MUTANTS,
     *launch_and_watchdog.MUTANTS,
     *horovod.MUTANTS,

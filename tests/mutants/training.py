@@ -441,9 +441,9 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "job_info.py",
-        old='return text.partition("[")[2].partition("]")[0] or "unknown"',
-        new='return text.split()[0].strip("[]") if text else "unknown"',
+        "host_info.py",
+        old='return read(path).partition("[")[2].partition("]")[0] or "unknown"',
+        new='return (read(path).split() or ["unknown"])[0].strip("[]")',
         fault="Result files contain the first huge-page setting that the kernel lists, not the selected one.",
         tests="tests/unit/test_benchmarks.py -k huge_pages",
         ranks=0,

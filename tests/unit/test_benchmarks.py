@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks import gil, ratios
 from benchmarks.ratios import Ratio
-from mpicomm import job_info
+from mpicomm import host_info
 from mpicomm.bench import overlap, startup, startup_probe, timing, training
 from mpicomm.bench.startup import Sample
 from mpicomm.bench.timing import Bench, Timed, Times
@@ -206,9 +206,9 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
 )
 def test_the_setting_of_huge_pages_is_the_one_in_brackets(tmp_path: Path, text: str, chosen: str) -> None:
     path = tmp_path / "enabled"
-    assert job_info._selected(path) == "unknown"
+    assert host_info.selected(path) == "unknown"
     path.write_text(text)
-    assert job_info._selected(path) == chosen
+    assert host_info.selected(path) == chosen
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""A job of two ranks, started as `mpicomm run` starts it, which shows whether launcher and MPI library fit.
+
+As a program, it is a rank of this job: it initialises MPI, without torch, and rank 0 prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from mpicomm import mpi
+from mpicomm.doctor.launcher_check import TrialJob
+from mpicomm.launch.request import Request
+
+_RANKS = 2
+_SECONDS = 60.0  # a busy machine takes seconds; a scheduler may let the step wait for resources
+_MARK = "mpicomm-trial-job: "
+
+
+def run(environ: Mapping[str, str]) -> TrialJob:
+    """Run the job, and return its result.
+
+    Raises:
+        LaunchError: If the ranks cannot be started.
+        MPINotFoundError: If there is no MPI library.
+    """
+    from mpicomm.cli import launch_plan
+
+    start = launch_plan.build(Request((sys.executable, "-m", "mpicomm.cli.trial_job"), _RANKS), environ)
+    command = shlex.join(start.command)
+    with subprocess.Popen(
+        start.command,
+        env=dict(start.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            try:
+                process.communicate(timeout=_SECONDS / 6)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return TrialJob(command, None, 0)
+    line = next((line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line), "{}")
+    found = json.loads(line)
+    return TrialJob(command, process.returncode, found.get("size", 0), found.get("has_threads", False), output)
+
+
+def _be_rank() -> None:
+    world = mpi.initialize(_RANKS, _SECONDS)
+    if world.rank == 0:
+        print(_MARK + json.dumps({"size": world.size, "has_threads": mpi.serves_threads()}), flush=True)
+    world.Barrier()
+
+
+if __name__ == "__main__":
+    _be_rank()

@@ -1,0 +1,69 @@
+"""Findings: the results of the checks, on one rank and together on all ranks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+Status = Literal["ok", "warning", "problem"]
+STATUSES: tuple[Status, ...] = ("problem", "warning", "ok")
+"""The worst first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of a check."""
+
+    check: str
+    """The object of the check, such as `mpiexec`."""
+
+    status: Status
+    message: str
+    remedy: str = ""
+    """The next step; empty if the status is ok."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks with this result; empty for a result about the whole job."""
+
+
+def ok(check: str, message: str) -> Finding:
+    """Return a finding without a fault."""
+    return Finding(check, "ok", message)
+
+
+def warning(check: str, message: str, remedy: str) -> Finding:
+    """Return a finding that makes a job slow, or lets it fail in some uses."""
+    return Finding(check, "warning", message, remedy)
+
+
+def problem(check: str, message: str, remedy: str) -> Finding:
+    """Return a finding that makes a job fail, or many times slower."""
+    return Finding(check, "problem", message, remedy)
+
+
+def from_error(check: str, error: object) -> Finding:
+    """Return the finding of an error of this package: the fault, indented lines with its place, then the remedy."""
+    lines = str(error).splitlines()
+    end = next((number for number, line in enumerate(lines) if number and not line.startswith("  ")), len(lines))
+    remedy = "\n".join(lines[end:]) or "Correct this, and run `mpicomm doctor` again."
+    return problem(check, "\n".join(lines[:end]), remedy)
+
+
+def merged(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Return the findings of all ranks, with equal ones in one.
+
+    Args:
+        of_ranks: The findings of each rank, by rank.
+    """
+    ranks: dict[Finding, list[int]] = collections.defaultdict(list)
+    for rank, findings in enumerate(of_ranks):
+        for each in findings:
+            ranks[each].append(rank)
+    return [dataclasses.replace(each, ranks=tuple(having)) for each, having in ranks.items()]
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """Return the worst status; ok without findings."""
+    return min((each.status for each in findings), key=STATUSES.index, default="ok")

@@ -1,0 +1,114 @@
+"""Checks of the GPUs: whether the driver and torch see them, and whether they can access each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from mpicomm import host_info
+from mpicomm.doctor.findings import Finding, ok, problem, warning
+from mpicomm.launch import allocation, scheduler_query
+
+_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+_LISTED = re.compile(r".+, [\d.]+")  # nvidia-smi prints errors on standard output, too
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUFacts:
+    """The GPUs of this host."""
+
+    devices: int
+    """The number of GPUs whose driver is loaded, as /dev shows it."""
+
+    listed: tuple[str, ...]
+    """The lines of nvidia-smi, one for each GPU; empty without it."""
+
+    assigned: str | None
+    """The variable that assigns GPUs to this process."""
+
+    visible: str | None
+    """CUDA_VISIBLE_DEVICES; None if it is not set."""
+
+    build: str
+    """The version of CUDA or ROCm for which torch was built; empty for a torch without GPU support."""
+
+    names: tuple[str, ...] = ()
+    """The names of the GPUs that torch sees."""
+
+    without_peer_access: tuple[tuple[int, int], ...] = ()
+    """The pairs of GPUs that cannot access each other's memory."""
+
+
+def collect(environ: Mapping[str, str], *, has_torch: bool) -> GPUFacts:
+    """Return the facts about this host; runs nvidia-smi.
+
+    Args:
+        has_torch: Whether torch can be imported.
+    """
+    listed = [line for line in scheduler_query.output_of(_QUERY).splitlines() if _LISTED.fullmatch(line)]
+    build, names, pairs = "", [], []
+    if has_torch:
+        import torch
+
+        build = torch.version.cuda or torch.version.hip or ""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = [torch.cuda.get_device_name(index) for index in range(count)]
+        pairs = [
+            (one, other)
+            for one in range(count)
+            for other in range(one + 1, count)
+            if not torch.cuda.can_device_access_peer(one, other)
+        ]
+    return GPUFacts(
+        host_info.gpus({}),
+        tuple(listed),
+        allocation.assigned_gpus(environ),
+        environ.get("CUDA_VISIBLE_DEVICES"),
+        build,
+        tuple(names),
+        tuple(pairs),
+    )
+
+
+def check(facts: GPUFacts) -> list[Finding]:
+    """Return the findings about the GPUs."""
+    if facts.names:
+        return [ok("GPUs", _shown(facts)), *_check_peers(facts)]
+    if not (facts.devices or facts.listed or facts.assigned):
+        return [ok("GPUs", "none: tensors are on the CPU")]
+    if facts.visible in ("", "-1", "NoDevFiles"):
+        message = f"CUDA_VISIBLE_DEVICES={facts.visible} hides the GPUs of this host"
+        return [warning("GPUs", message, "Unset it, or ask the scheduler for GPUs, to use them.")]
+    having = f"{facts.assigned} assigns GPUs" if facts.assigned else f"this host has {_count(facts)}"
+    if not facts.build:
+        remedy = "Install a torch with CUDA: https://pytorch.org/get-started shows the command for this driver."
+        return [problem("GPUs", f"{having}, but torch was built without CUDA", remedy)]
+    remedy = "Run `nvidia-smi` here"
+    if facts.listed:
+        remedy = f"Install a torch for an older CUDA, or a newer driver (`nvidia-smi` shows {facts.listed[0]})"
+    return [problem("GPUs", f"{having}, but torch (CUDA {facts.build}) finds no working driver", f"{remedy}.")]
+
+
+def _check_peers(facts: GPUFacts) -> list[Finding]:
+    if not facts.without_peer_access:
+        return []
+    pairs = ", ".join(f"{one}-{other}" for one, other in facts.without_peer_access[:8])
+    return [
+        warning(
+            "GPU topology",
+            f"GPUs {pairs} cannot access each other's memory: NCCL copies through host memory",
+            "Compare with `nvidia-smi topo -m`. In a virtual machine, or with the IOMMU on, ask about PCIe ACS.",
+        )
+    ]
+
+
+def _shown(facts: GPUFacts) -> str:
+    models = {name: facts.names.count(name) for name in facts.names}
+    driver = f", driver {facts.listed[0].rpartition(',')[2].strip()}" if facts.listed else ""
+    return f"{', '.join(f'{count} x {name}' for name, count in models.items())}, CUDA {facts.build}{driver}"
+
+
+def _count(facts: GPUFacts) -> str:
+    count = facts.devices or len(facts.listed)
+    return f"{count} GPU{'s' if count > 1 else ''}"

@@ -1,0 +1,192 @@
+"""Checks of the launchers: whether they fit the MPI library that mpi4py loads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
+from mpicomm.errors import LaunchError
+from mpicomm.launch import detect, installed, scheduler_query
+from mpicomm.launch.mpi_library import Library
+
+COMMANDS = ("mpirun", "mpiexec")
+"""The commands that users type."""
+
+_LIST_OF_SRUN = "MPI plugin types are"
+_PROGRAM = "python train.py"  # in remedies
+
+
+@dataclasses.dataclass(frozen=True)
+class LauncherFacts:
+    """The launchers of this host, and how this process was started."""
+
+    library: Library
+    environ: Mapping[str, str]
+    in_path: Mapping[str, tuple[str, str]]
+    """For each of `COMMANDS` in PATH, its path and the output of `--version`."""
+
+    own: str = ""
+    """The mpiexec of the library; empty if there is none."""
+
+    not_found: str = ""
+    """The error message if there is none."""
+
+    srun_list: str = ""
+    """The output of `srun --mpi=list`; empty without Slurm."""
+
+    scheduler: str = ""
+    """The scheduler in whose job this process runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialJob:
+    """The result of a job of two ranks."""
+
+    command: str
+    status: int | None
+    """The exit status; None after a timeout."""
+
+    size: int
+    """The size of the world in rank 0; 0 if it was not reported."""
+
+    has_threads: bool = False
+    """Whether MPI provides MPI_THREAD_MULTIPLE."""
+
+    output: str = ""
+    """The output, if it failed."""
+
+
+def collect(library: Library, environ: Mapping[str, str]) -> LauncherFacts:
+    """Return the facts about this host; runs the launchers to get their versions."""
+    path, own, not_found = environ.get("PATH", ""), "", ""
+    try:
+        own = installed.mpiexec(library, path)
+    except LaunchError as error:
+        not_found = str(error)
+    in_path = {
+        name: (found, installed.answer_of(found, "--version"))
+        for name in COMMANDS
+        if (found := shutil.which(name, path=path)) is not None
+    }
+    job = None
+    with contextlib.suppress(LaunchError):
+        job = scheduler_query.current_allocation(environ)
+    return LauncherFacts(
+        library, environ, in_path, own, not_found, installed.srun_list(), "" if job is None else job.title
+    )
+
+
+def check(facts: LauncherFacts) -> list[Finding]:
+    """Return the findings about the launchers."""
+    return [*_check_start(facts), *_check_mpiexec(facts), *_check_srun(facts)]
+
+
+def _check_start(facts: LauncherFacts) -> list[Finding]:
+    """Check that the launcher of this process, or the variables of the shell, fit the MPI library."""
+    try:
+        launch = detect.detect(facts.environ, facts.environ.get("MPICOMM_LAUNCHER") or None)
+        fault = detect.problem_before_init(launch, facts.library, _PROGRAM)
+        if fault is None and launch.is_plain:
+            fault = detect.problem_after_init(launch, facts.environ, facts.library, 0, 1, _PROGRAM)
+    except LaunchError as error:
+        return [from_error("launcher", error)]
+    return [ok("launcher", f"this process: {launch.title}") if fault is None else from_error("launcher", fault)]
+
+
+def _check_mpiexec(facts: LauncherFacts) -> list[Finding]:
+    library, is_plain = facts.library, _is_plain(facts.environ)
+    others = {path: None for path, output in facts.in_path.values() if library.is_of_other_mpi(output)}
+    has_srun = bool(facts.scheduler and library.srun_type_in(facts.srun_list, facts.environ))
+    name = f"{library.vendor} {library.version}"
+    if not facts.own:
+        fault = from_error("mpiexec", facts.not_found)
+        return [dataclasses.replace(fault, status="warning") if has_srun or not is_plain else fault]
+    if not others:
+        where = "" if facts.in_path else f", not in PATH: start with `mpicomm run`, or add {Path(facts.own).parent}"
+        return [ok("mpiexec", f"{facts.own} of {name}{where}")]
+    commands = " and ".join(Path(each).name for each in others)
+    finding_of = warning if has_srun or not is_plain else problem
+    return [
+        finding_of(
+            "mpiexec",
+            f"PATH has {commands} of another MPI than {name}, which mpi4py loads: their ranks cannot form one job "
+            f"({', '.join(others)})",
+            f"Start with `mpicomm run -n 4 train.py`, or with the launcher of {library.vendor}:\n"
+            f"  {facts.own} -n 4 python train.py",
+        )
+    ]
+
+
+def _check_srun(facts: LauncherFacts) -> list[Finding]:
+    _, is_list, listed = facts.srun_list.partition(_LIST_OF_SRUN)
+    if not is_list:  # no Slurm, or one that is installed without a cluster
+        return []
+    library, listed = facts.library, ", ".join(listed.strip(". \n").split())
+    mpi_type = library.srun_type_in(facts.srun_list, facts.environ)
+    if mpi_type is None:
+        needed = library.implementation.srun_variable
+        if needed and not facts.environ.get(needed):
+            remedy = f"Set {needed} to the path of Slurm's libpmi2.so, or start with `mpicomm run`, which uses mpiexec."
+        else:
+            remedy = "Start with `mpicomm run` in the allocation, which uses mpiexec, or install the plugin for Slurm."
+        message = f"srun has no PMI for {library.vendor}, which needs {' or '.join(library.srun_types)}: {listed}"
+        return [warning("srun", message, remedy)]
+    default = facts.environ.get("SLURM_MPI_TYPE")
+    if default and not any(default.startswith(each) for each in library.srun_types):
+        return [
+            problem(
+                "srun",
+                f"SLURM_MPI_TYPE={default} does not fit {library.vendor}: each task of srun is a world of size 1",
+                f"Use `srun --mpi={mpi_type}`, or: export SLURM_MPI_TYPE={mpi_type}",
+            )
+        ]
+    return [ok("srun", f"srun --mpi={mpi_type} starts ranks of {library.vendor}")]
+
+
+def check_trial_job(job: TrialJob) -> list[Finding]:
+    """Return the findings about a job of two ranks."""
+    if job.status is None:
+        return [
+            problem(
+                "test job",
+                f"two ranks timed out: {job.command}",
+                f"Run it, and examine it:\n  {job.command}",
+            )
+        ]
+    if job.status != 0 or job.size != 2:
+        lines = [line for line in job.output.splitlines() if line.strip()]
+        why = f"exited with status {job.status}" if job.status else f"formed a world of size {job.size}"
+        shown = "".join(f"\n  {line}" for line in lines[-8:])
+        return [problem("test job", f"two ranks {why}: {job.command}", f"Correct the cause that they print:{shown}")]
+    return [
+        ok("test job", f"{job.command.split()[0]} started two ranks, which formed one job"),
+        *check_threads(has_threads=job.has_threads),
+    ]
+
+
+def check_threads(*, has_threads: bool) -> list[Finding]:
+    """Return the finding about the thread level of MPI.
+
+    Args:
+        has_threads: Whether MPI provides MPI_THREAD_MULTIPLE.
+    """
+    if has_threads:
+        return [ok("thread level", "MPI_THREAD_MULTIPLE")]
+    return [
+        problem(
+            "thread level",
+            "MPI provides less than MPI_THREAD_MULTIPLE: asynchronous operations, which DDP uses, raise an error",
+            "Use an MPI that was built with MPI_THREAD_MULTIPLE, and let mpicomm.bootstrap() initialise it.",
+        )
+    ]
+
+
+def _is_plain(environ: Mapping[str, str]) -> bool:
+    try:
+        return detect.detect(environ).is_plain
+    except LaunchError:
+        return False

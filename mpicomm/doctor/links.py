@@ -1,0 +1,160 @@
+"""Latency and bandwidth between each pair of hosts or ranks, and the outliers among them.
+
+The pairs of a round are disjoint and exchange messages at the same time. With n members there are n - 1 rounds (n, if n
+is odd), as in a round-robin tournament, so that the time grows with the number of members, not of pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+_SMALL_BYTES, _LARGE_BYTES = 8, 2**22
+_SMALL_REPEATS, _LARGE_REPEATS = 20, 2
+_BATCHES = 5  # the fastest counts: other processes can only slow a batch down
+_SCALE = 1.4826  # of the median absolute deviation, so that it estimates the standard deviation of normal samples
+_DEVIATIONS = 5.0
+_FACTOR = 2.0  # from the median, which excludes differences between sockets and switches
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The figures of a pair of ranks."""
+
+    ranks: tuple[int, int]
+    microseconds: float
+    """The latency: half of the round trip of 8 bytes."""
+
+    gigabytes: float
+    """The bandwidth of messages of 4 MiB, in GB per second."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlier:
+    """A rank, or a pair of ranks, with a latency or bandwidth that is much worse than that of the others."""
+
+    ranks: tuple[int, ...]
+    quantity: str
+    """`latency` or `bandwidth`."""
+
+    value: float
+    median: float
+    unit: str
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{self.value:.3g} {self.unit}"
+
+    @property
+    def shown_median(self) -> str:
+        """The median with its unit."""
+        return f"{self.median:.3g} {self.unit}"
+
+
+# -- measurement -----------------------------------------------------------------------------------------------------
+
+
+def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return rounds of disjoint pairs; each pair of members is in one of them.
+
+    The circle method: one member stays in its place, the others rotate. An odd member rests in each round.
+    """
+    circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    found = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def measure(rank: int, members: Sequence[int]) -> list[Link]:
+    """Measure the links of this rank, and return those of which it is the lower one (collective among the members)."""
+    found = []
+    for pair in itertools.chain.from_iterable(rounds(members)):
+        if rank not in pair:
+            continue
+        other = sum(pair) - rank
+        small, large = (_seconds(rank < other, other, *each) for each in _MESSAGES)
+        if rank < other:
+            found.append(Link(pair, small * 1e6, _LARGE_BYTES / large / 1e9))
+    return found
+
+
+_MESSAGES = ((_SMALL_BYTES, _SMALL_REPEATS), (_LARGE_BYTES, _LARGE_REPEATS))
+
+
+def _seconds(sends_first: bool, other: int, nbytes: int, repeats: int) -> float:
+    """Return the seconds of a message in one direction: half of the round trip, of the fastest batch."""
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    steps = (dist.send, dist.recv) if sends_first else (dist.recv, dist.send)
+    times = []
+    for _ in range(_BATCHES + 1):  # the first one opens the connection, and waits for the other rank
+        start = time.perf_counter()
+        for _ in range(repeats):
+            for step in steps:
+                step(message, other)
+        times.append(time.perf_counter() - start)
+    return min(times[1:]) / repeats / 2
+
+
+# -- outliers --------------------------------------------------------------------------------------------------------
+
+
+def outliers(links: Sequence[Link]) -> list[Outlier]:
+    """Return the members and the pairs whose figures are much worse than those of the others.
+
+    A member is one if even the best of its links is bad; the other links of that member are then not listed. The
+    rule is robust: worse than the median by more than 5 scaled median absolute deviations (MAD), and by a factor of 2.
+    """
+    return [
+        *_outliers_of("latency", "us", {each.ranks: each.microseconds for each in links}, min),
+        *_outliers_of("bandwidth", "GB/s", {each.ranks: each.gigabytes for each in links}, max),
+    ]
+
+
+def _outliers_of(
+    quantity: str, unit: str, values: Mapping[tuple[int, int], float], best: Callable[..., float]
+) -> list[Outlier]:
+    higher_is_better = best is max
+    members = sorted(set(itertools.chain.from_iterable(values)))
+    best_of = {each: best(value for pair, value in values.items() if each in pair) for each in members}
+    # 1. members without a good link; with two members, both have only one link
+    bad = worse([best_of[each] for each in members], higher_is_better=higher_is_better) if len(members) > 2 else []
+    slow_members = [members[index] for index in bad]
+    # 2. pairs of the other members
+    pairs = [pair for pair in values if not set(pair).intersection(slow_members)]
+    slow_pairs = [pairs[index] for index in worse([values[each] for each in pairs], higher_is_better=higher_is_better)]
+    of_members = statistics.median(best_of.values()) if members else 0.0
+    of_pairs = statistics.median(values[each] for each in pairs) if pairs else 0.0
+    return [
+        *(Outlier((each,), quantity, best_of[each], of_members, unit) for each in slow_members),
+        *(Outlier(each, quantity, values[each], of_pairs, unit) for each in slow_pairs),
+    ]
+
+
+def worse(values: Sequence[float], *, higher_is_better: bool) -> list[int]:
+    """Return the indices of the values that are much worse than the others.
+
+    Args:
+        values: The values, at least three to find one.
+        higher_is_better: Whether low values are the bad ones.
+    """
+    if len(values) < 3:
+        return []
+    # On a logarithmic scale, a factor is the same distance for latencies and bandwidths, above and below the median.
+    sign = -1 if higher_is_better else 1
+    badness = [sign * math.log(value) for value in values]
+    median = statistics.median(badness)
+    deviation = _SCALE * statistics.median(abs(each - median) for each in badness)
+    limit = median + max(_DEVIATIONS * deviation, math.log(_FACTOR))
+    return [index for index, each in enumerate(badness) if each > limit]

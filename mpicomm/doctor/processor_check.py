@@ -1,0 +1,105 @@
+"""Checks of the processors: OpenMP threads, binding and the CPU limit of a container."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from mpicomm import host_info
+from mpicomm.doctor.findings import Finding, ok, problem, warning
+from mpicomm.watchdog import hang_report
+
+OMP = "OMP_NUM_THREADS"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessorFacts:
+    """The processors that this process may use."""
+
+    cpus: tuple[int, ...]
+    """The CPUs to which it is bound; all without a binding."""
+
+    cores: int
+    """The cores of these CPUs: hardware threads of one core count once."""
+
+    cpus_of_host: int
+    quota: int | None
+    """The CPU limit of the container, rounded up; None without one."""
+
+    omp: str | None
+    """OMP_NUM_THREADS; None if it is not set."""
+
+    local_size: int
+    """The number of ranks on this host."""
+
+    @property
+    def usable(self) -> int:
+        """The number of cores that this process can use at a time."""
+        return min(self.cores, self.quota or self.cores)
+
+    @property
+    def threads(self) -> int | None:
+        """The number of threads that OMP_NUM_THREADS requests; None if it is not set or invalid."""
+        first = (self.omp or "").split(",")[0].strip()  # "4,2": the second is for nested parallel regions
+        return int(first) if first.isdecimal() and int(first) else None
+
+
+def collect(environ: Mapping[str, str], local_size: int) -> ProcessorFacts:
+    """Return the facts about this process.
+
+    Args:
+        local_size: The number of ranks on this host.
+    """
+    cpus = os.sched_getaffinity(0)
+    return ProcessorFacts(
+        tuple(sorted(cpus)),
+        host_info.cores(cpus),
+        os.cpu_count() or len(cpus),
+        host_info.cpu_quota(),
+        environ.get(OMP),
+        local_size,
+    )
+
+
+def check(facts: ProcessorFacts) -> list[Finding]:
+    """Return the findings about the processors."""
+    return [_check_threads(facts), *_check_quota(facts)]
+
+
+def _check_threads(facts: ProcessorFacts) -> Finding:
+    cores = f"{facts.usable} core{'s' if facts.usable > 1 else ''}"
+    share = max(1, facts.usable // max(1, facts.local_size))
+    if facts.omp and facts.threads is None:
+        remedy = f"Set it to the number of threads of a rank: export {OMP}={share}"
+        return problem("threads", f"{OMP}={facts.omp} is not a positive number", remedy)
+    if facts.threads is not None and facts.threads > facts.usable:
+        return problem(
+            "threads",
+            f"{OMP}={facts.threads}, but this process may use {cores}: each rank starts {facts.threads} threads, which "
+            f"wait for each other",
+            f"Unset it, and start with `mpicomm run`, which divides the cores among ranks; or: export {OMP}={share}",
+        )
+    if facts.threads is None and facts.local_size > 1 and facts.usable > 1:
+        return warning(
+            "threads",
+            f"{OMP} is not set: each of the {facts.local_size} ranks on this host starts a thread for each of {cores}",
+            f"Start with `mpicomm run`, which divides the cores among the ranks; or: export {OMP}={share}",
+        )
+    threads = "not set (`mpicomm run` sets it)" if facts.threads is None else str(facts.threads)
+    return ok("threads", f"{OMP} is {threads}; this process may use {cores}, CPUs {hang_report.ranges(facts.cpus)} "
+              f"of {facts.cpus_of_host}")  # fmt: skip
+
+
+def _check_quota(facts: ProcessorFacts) -> list[Finding]:
+    if facts.quota is None or facts.quota >= len(facts.cpus):
+        return []
+    return [
+        warning(
+            "CPU limit",
+            f"the container may use {facts.quota} CPUs at a time (cpu.max), but {len(facts.cpus)} are visible: "
+            f"programs that count them start too many threads, which the kernel suspends",
+            f"Set {OMP}, and the number of DataLoader workers, for {facts.quota} CPUs (`mpicomm run` sets {OMP}), or "
+            f"raise the limit: `docker run --cpus`, resources.limits.cpu in Kubernetes.",
+        )
+    ]

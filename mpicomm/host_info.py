@@ -1,0 +1,70 @@
+"""Properties of this host that need neither torch nor MPI: processors, GPUs, huge pages, versions of packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_PACKAGES = ("mpicomm", "torch", "mpi4py", "numpy")
+NOT_INSTALLED = "not installed"
+
+
+def cores(cpus: Iterable[int]) -> int:
+    """Return the number of cores of these CPUs: the hardware threads of one core list the same siblings."""
+    return len({read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
+
+
+def cpu_quota() -> int | None:
+    """Return the CPU limit of the container, in CPUs, rounded up; None without a limit."""
+    quota, _, period = read("/sys/fs/cgroup/cpu.max").partition(" ")
+    return max(1, -(-int(quota) // int(period))) if quota.isdigit() and period.isdigit() else None
+
+
+def gpus(environ: Mapping[str, str]) -> int:
+    """Return the number of GPUs without CUDA, which takes seconds; the GPUs of a container are in its /dev."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")])
+    nodes = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
+    return len(nodes) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def processor() -> str:
+    """Return the model of the processor."""
+    lines = read("/proc/cpuinfo").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def huge_pages() -> str:
+    """Return when the kernel uses transparent huge pages: always, madvise or never; `unknown` without the setting."""
+    return selected(_HUGE_PAGES)
+
+
+def selected(path: Path) -> str:
+    """Return the selected value, in brackets in the kernel's file, or `unknown`."""
+    return read(path).partition("[")[2].partition("]")[0] or "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages."""
+    return {"Python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or `NOT_INSTALLED`."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return NOT_INSTALLED
+
+
+def read(path: str | Path) -> str:
+    """Return the text of a file of the kernel; empty if it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
