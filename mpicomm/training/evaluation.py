@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ def evaluate(
     source: DataSource,
     metrics: Mapping[str, Metric],
     is_stopping: Callable[[], bool] = lambda: False,
+    limit: int | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """Return the means of the loss and the metrics, and the number of samples (collective).
 
@@ -40,6 +42,7 @@ def evaluate(
         source: The data.
         metrics: The metrics of the user.
         is_stopping: Called after each step; whether to stop the evaluation, which then returns None.
+        limit: The most batches of each rank; None for all.
 
     Raises:
         ValueError: If the model is sharded and this rank has no batch: all ranks must call a sharded model the same
@@ -54,8 +57,9 @@ def evaluate(
             raise rank_sync.no_data()
         return last.as_padding()
 
+    steps = rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, Clock(device))
     with wrapped.evaluating() as model:
-        for step, _ in rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, Clock(device)):
+        for step, _ in itertools.islice(steps, limit):
             last = step
             for batch in step.batches:
                 loss, outputs, targets = training_step.forward(model, batch)

@@ -113,6 +113,11 @@ def _check_plateau(scheduler: ReduceLROnPlateau, schedule: str | None, monitor: 
         )
 
 
+def figure_names(metrics: Iterable[str], *, is_evaluated: bool) -> tuple[str, ...]:
+    """Return the names of the figures that can be monitored: of an epoch, and of its evaluation if there is one."""
+    return ("loss", "eval_loss", *metrics) if is_evaluated else ("loss",)
+
+
 def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool) -> str:
     """Return the name of the metric that ReduceLROnPlateau monitors.
 
@@ -124,7 +129,7 @@ def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool
     Raises:
         ValueError: If epochs do not have this metric.
     """
-    known = ["loss", "eval_loss", *metrics] if is_evaluated else ["loss"]
+    known = figure_names(metrics, is_evaluated=is_evaluated)
     name = monitor or ("eval_loss" if is_evaluated else "loss")
     if name not in known:
         more = "" if is_evaluated else ", or pass eval_data, from which metrics are computed"

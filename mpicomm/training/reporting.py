@@ -8,7 +8,7 @@ import importlib.util
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,14 @@ class Reporter:
             self._next_show = now + _SHOW_SECONDS
             self._display.show(position.epoch, position.step, position.consumed, self._loss, self._rate())
 
-    def log(self, position: Position, loss: float | None, optimizer: torch.optim.Optimizer) -> None:
-        """Write a step entry that covers the steps since the last one."""
+    def log(
+        self,
+        position: Position,
+        loss: float | None,
+        optimizer: torch.optim.Optimizer,
+        figures: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write a step entry that covers the steps since the last one, with further figures of the user."""
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
         parts = self.clock.reset()
@@ -144,6 +150,7 @@ class Reporter:
             samples_per_s=(self._samples - self._samples_logged) / seconds,
             **{f"{name}_s": value for name, value in parts.items()},
             memory_mib=_memory(self._world.device) / 2**20,
+            **(figures or {}),
         )
         self._logged, self._samples_logged = now, self._samples
 
@@ -160,6 +167,12 @@ class Reporter:
         names = {"epoch", "step", "loss", "samples"}
         self.write("eval", position, **{k: v for k, v in position.history[-1].items() if k not in names})
         self._print_epoch(position)
+
+    def step_evaluation(self, position: Position, figures: Mapping[str, float]) -> None:
+        """Report an evaluation within an epoch."""
+        self.write("step_eval", position, **figures)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "eval_samples")
+        self.print(f"step {position.step}: {shown}")
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -210,7 +223,7 @@ class Reporter:
 
 @contextlib.contextmanager
 def opened(
-    world: World, directory: Path | None, options: ReportOptions, epochs: int, total: int | None
+    world: World, directory: Path | None, options: ReportOptions, epochs: int | None, total: int | None
 ) -> Iterator[Reporter]:
     """Yield the reporter of a run; close its metrics file and display at the end of the block.
 

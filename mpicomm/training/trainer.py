@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,13 +32,15 @@ from mpicomm.training import (
     resumable_run,
 )
 from mpicomm.training.assembly import Assembly, StepOptions
+from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
+from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
-from mpicomm.training.state import History, Parts, Position
+from mpicomm.training.state import History, Parts, Position, evaluation_figures
 from mpicomm.training.training_step import TrainingStep
 from mpicomm.watchdog import rank_failures
 
@@ -45,6 +48,7 @@ T = TypeVar("T")
 
 _EXPECTED = {
     "loss_fn": batches.LOSS_FUNCTION,
+    "training_step": batches.OWN_STEP,
     "weights": PATH.or_none(),
     "target_key": TEXT,
     "batch_size": POSITIVE,
@@ -101,6 +105,8 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loss_fn: batches.LossFunction | None = None,
         *,
+        training_step: batches.OwnStep | None = None,
+        callbacks: Iterable[Callback] | None = None,
         weights: str | os.PathLike[str] | None = None,
         target_key: str = "labels",
         scheduler: Any = None,
@@ -141,6 +147,12 @@ class Trainer:
             loss_fn: A function of the model's outputs and the targets that returns the mean loss of a batch, a tensor
                 of shape []. None if the model takes the whole batch and returns its loss, or an output with an
                 attribute `loss` or an item "loss", as models of Hugging Face do.
+            training_step: A function of the wrapped model and a batch on the device, in place of the rules above. It
+                calls the model and returns the mean loss of the batch, or a mapping of it ("loss") and further means
+                of the batch, which step entries of the metrics file then contain. The trainer runs the backward pass
+                and the optimizer. Evaluations use it too, unless there is a loss_fn; metrics then take what it returned
+                and the batch.
+            callbacks: Instances of `Callback`, called in this order.
             weights: A file with a state_dict, from `export` or torch.save, from which to start. A checkpoint in
                 checkpoint_dir takes precedence.
             target_key: The key of the targets in batches that are mappings. The other items are keyword arguments of
@@ -209,6 +221,7 @@ class Trainer:
         )
         optimizers.check_optimizer(model, optimizer)
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
+        self._callbacks = CallbackList(callbacks)
         self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
@@ -230,6 +243,11 @@ class Trainer:
         self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
         self._skips, self._check_every, self._stop_margin = skips, check_every, stop_margin
         self._log_every, self._monitor, self._monitored = log_every, monitor, "loss"
+        self._limits, self._is_save_requested = RunLimits(1), False
+        self._evaluation: tuple[DataSource, Mapping[str, evaluation.Metric]] | None = None  # the one of `fit`
+        self.figure_names: tuple[str, ...] = ()
+        """The names of the figures of the epochs and evaluations of the present or last call of `fit`."""
+
         self._last_step = Step([])
         self._unlogged = (0.0, 0)  # the sum of the losses since the last step entry, and the number of their samples
         self._stop_request = StopRequest()
@@ -242,8 +260,8 @@ class Trainer:
             model_file.load(model, weights, lambda failure: [failure])  # a spare loads them alone
         elif weights is not None:
             model_file.load(model, weights)
-        step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers)
-        self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options)
+        step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers, training_step)
+        self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options, self._callbacks)
         self._replicas = ShardReplicas(replicate_every) if recovers and replicate_shards else None
         self._calls = RecoveringCalls(self._assembly, self._replicas) if recovers else None
         if self._calls is None:
@@ -282,6 +300,16 @@ class Trainer:
         return self._assembly.position
 
     @property
+    def checkpoint_dir(self) -> Path | None:
+        """The directory of the checkpoints, or None."""
+        return None if self._checkpoint_dir is None else Path(self._checkpoint_dir).absolute()
+
+    @property
+    def recovers(self) -> bool:
+        """Whether training continues after ranks have failed (`on_failure="recover"`)."""
+        return self._calls is not None
+
+    @property
     def _parts(self) -> Parts:
         return self._assembly.parts
 
@@ -301,9 +329,14 @@ class Trainer:
     def fit(
         self,
         train_data: Any,
-        epochs: int,
+        epochs: int | None = None,
         eval_data: Any = None,
         metrics: Mapping[str, evaluation.Metric] | None = None,
+        *,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        eval_every: int | None = None,
+        limit_batches: int | None = None,
     ) -> History:
         """Train, starting at the newest checkpoint in `checkpoint_dir` if there is one (collective).
 
@@ -317,13 +350,21 @@ class Trainer:
                   torch's own; otherwise each rank uses its DataLoader unchanged.
 
                 Batches have any structure that `Trainer` describes.
-            epochs: The number of epochs of the whole run, including those before a resume.
+            epochs: The number of epochs of the whole run, including those before a resume. None if another argument
+                limits the run.
             eval_data: Data of the same kinds, evaluated after each epoch.
             metrics: Functions by name. Each takes a batch's outputs and targets and returns one number per sample, or
                 their mean. Without `loss_fn` the second argument is the whole batch.
+            max_steps: End the run after this number of optimizer steps, including those before a resume, also within an
+                epoch. A later call continues there.
+            max_time: End the run after this number of seconds of this call, in the step in which the first rank reaches
+                it. A later call continues there.
+            eval_every: Evaluate also after every `eval_every`-th step.
+            limit_batches: Take at most this number of batches of each rank in each epoch (rounded up to whole optimizer
+                steps) and in each evaluation: a dry run. Use a separate checkpoint_dir.
 
         Returns:
-            One dict per epoch: `epoch`, `step`, `loss`, `samples`, and with eval_data also `eval_loss`,
+            One dict per complete epoch: `epoch`, `step`, `loss`, `samples`, and with eval_data also `eval_loss`,
             `eval_samples` and the metrics. Means are over all samples of all ranks.
 
         Raises:
@@ -334,17 +375,47 @@ class Trainer:
             TrainingError: On a rank whose loss is not finite, or on every rank if the parameters of the ranks differ.
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
                 names.
-            ValueError: If epochs is not positive, a dataset is empty, a metric is not callable or has a wrong shape, or
-                `monitor` is not a metric of an epoch.
+            ValueError: If nothing limits the run, a limit is not positive, a dataset is empty, a metric is not callable
+                or has a wrong shape, or `monitor` is not a metric of an epoch.
         """
         # 1. check the arguments
-        POSITIVE.check(epochs, "epochs", "fit")
+        accum = self._options.grad_accum_steps
+        is_evaluated, has_callbacks = eval_data is not None, bool(self._callbacks)
+        self._limits = RunLimits(
+            epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated
+        )
         evaluation.METRICS.check(metrics, "metrics", "fit")
+        self.figure_names = optimizers.figure_names(metrics or {}, is_evaluated=is_evaluated)
         if self._schedule == optimizers.ON_METRIC:
-            self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
+            self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=is_evaluated)
         # 2. train
         self._stop_request.reset()
-        return self._called(functools.partial(self._fit, train_data, epochs, eval_data, metrics or {}))
+        with self._callbacks.reporting_exceptions(self):
+            return self._called(functools.partial(self._fit, train_data, eval_data, metrics or {}))
+
+    def stop(self, why: str) -> None:
+        """End the run after the current step, or between two epochs, on all ranks; for callbacks, on one or more ranks.
+
+        `fit` saves a checkpoint and returns. When the program is started again, the run continues.
+
+        Args:
+            why: The reason, for the output and the metrics file.
+        """
+        TEXT.check(why, "why", "stop")
+        self._limits.why = self._limits.why or why
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint after this step, or after this epoch and its evaluation; for callbacks, on all ranks."""
+        self._is_save_requested = True
+
+    def write_metrics(self, event: str, **values: Any) -> None:
+        """Write an entry to the metrics file and the logger; for callbacks. On ranks other than 0 it does nothing.
+
+        Args:
+            event: The name of the entry, other than those of the trainer.
+            **values: Its content, which must be suitable for JSON.
+        """
+        self._reporter.write(event, self.position, **values)
 
     def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
@@ -385,29 +456,35 @@ class Trainer:
 
     # -- the loops ---------------------------------------------------------------------------------------------------
 
-    def _fit(self, train_data: Any, epochs: int, eval_data: Any, metrics: Mapping[str, evaluation.Metric]) -> History:
+    def _fit(self, train_data: Any, eval_data: Any, metrics: Mapping[str, evaluation.Metric]) -> History:
         with contextlib.ExitStack() as stack:
             stack.callback(self.__dict__.pop, "_run", None)  # it holds the wrapped model of this world
+            self._is_save_requested = False
             # 1. open the data and the checkpoints, and resume
             train = self._opened(stack, train_data, self._options)
             test = None if eval_data is None else self._opened(stack, eval_data, self._evaluation_options)
-            self._open(stack, train, epochs)
+            self._evaluation = None if test is None else (test, metrics)
+            self._open(stack, train)
+            self._callbacks.call(Callback.on_fit_start, self)
             # 2. complete the evaluation that the interrupted run had not completed
             if test is not None and not self.position.is_evaluated:
-                self._evaluate_epoch(test, metrics)
+                self._evaluate_epoch()
                 self._complete_epoch()
             # 3. train and evaluate by turns
-            while self.position.epoch < epochs:
-                self._train_epoch(train)
+            while not self._limits.is_complete(self.position) and not self._run.ends_between_epochs():
+                if not self._train_epoch(train):
+                    break
                 self._end_epoch(is_evaluated=test is None)
                 if test is not None:
-                    self._evaluate_epoch(test, metrics)
+                    self._evaluate_epoch()
                 self._complete_epoch()
             # 4. save and report the complete run
+            self._run.report_early_end(self._reporter)
             self._run.save(self._reporter, wait=True)
             if self._replicas is not None:
                 self._replicas.refresh(self._parts)
             self._reporter.end(self.position)
+            self._callbacks.call(Callback.on_fit_end, self)
             dist.barrier()  # so that no rank prints anything before the summary table
         return self.position.history
 
@@ -416,6 +493,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             test = self._opened(stack, data, self._evaluation_options)
             self._seed("evaluation", self.position.step)
+            stack.enter_context(self._callbacks.evaluating(self))
             found = evaluation.evaluate(self._step, test, metrics)
         assert found is not None  # it is never stopped
         means, count = found
@@ -423,16 +501,18 @@ class Trainer:
 
     def _export(self, path: str | os.PathLike[str]) -> None:
         self._check_state()
-        model_file.export(self.wrapped.inner, path)
+        with self._callbacks.evaluating(self):
+            model_file.export(self.wrapped.inner, path)
 
     def _check_state(self) -> None:
         if self._calls is not None and self._calls.has_lost_state:
             raise _lost_state()
 
-    def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
+    def _open(self, stack: contextlib.ExitStack, train: DataSource) -> None:
         """Prepare training from the newest checkpoint, or from the start (collective)."""
         # 1. open the checkpoints, and resume or seed a new run
         calls = self._calls
+        self._callbacks.call(Callback.on_setup, self)
         self._run = stack.enter_context(
             resumable_run.opened(
                 self._checkpoint_dir,
@@ -440,6 +520,8 @@ class Trainer:
                 self._stop_margin,
                 self._parts,
                 self._stop_request,
+                self._limits,
+                functools.partial(self._callbacks.call, Callback.on_checkpoint, self),
                 recovers=calls is not None,
             )
         )
@@ -457,10 +539,10 @@ class Trainer:
             self._replicas.refresh(self._parts)
         # 2. open the reporter
         self._reporter = stack.enter_context(
-            reporting.opened(self.world, self._run.directory, self._report_options, epochs, train.total())
+            reporting.opened(self.world, self._run.directory, self._report_options, self._limits.epochs, train.total())
         )
         if calls is None or calls.recovery is None or not continues:
-            is_complete = self.position.epoch >= epochs and self.position.is_evaluated
+            is_complete = self._limits.is_complete(self.position) and self.position.is_evaluated
             self._reporter.begin(self.position, self._options, is_complete=is_complete)
         # 3. after a recovery, save the checkpoint that the failure may have prevented
         if calls is not None and calls.recovery is not None:
@@ -468,16 +550,23 @@ class Trainer:
             if self._is_save_due():
                 self._run.save(self._reporter)
 
-    def _train_epoch(self, train: DataSource) -> None:
+    def _train_epoch(self, train: DataSource) -> bool:
+        """Train the rest of an epoch; return whether it is complete, or the run ends within it."""
         self.wrapped.model.train()
-        position = self.position
+        position, limits = self.position, self._limits
+        if not position.steps_of_epoch:
+            self._callbacks.call(Callback.on_epoch_start, self)
         self._seed("epoch", position.epoch)
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         padding = functools.partial(self._padding, train)
-        clock = self._reporter.clock
-        for step, count in rank_sync.aligned_steps(train, steps, padding, clock, self._seed_step):
+        self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
+        aligned = rank_sync.aligned_steps(train, steps, padding, self._reporter.clock, self._seed_step)
+        for step, count in limits.remaining(aligned, position):
             self._take_step(step, count)
             self._after_step()
+            if limits.has_all_steps(position) or self._run.is_ending:
+                return limits.is_epoch_complete(position, train.total())
+        return True
 
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
@@ -504,6 +593,7 @@ class Trainer:
         self.position.advance(count)
         self._add_losses(*losses)
         self._reporter.step(self.position, count)
+        self._callbacks.call(Callback.on_step_end, self)
 
     def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
         """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
@@ -532,8 +622,9 @@ class Trainer:
             self._log()
         if self._check_every is not None and step % self._check_every == 0:
             rank_sync.check_parameters(self.wrapped, step)
-        if self._save_every is not None and step % self._save_every == 0:
-            self._run.save(self._reporter)
+        self._evaluate_if_due()
+        if self._is_save_requested or (self._save_every is not None and step % self._save_every == 0):
+            self._save()
         if self._replicas is not None:
             self._replicas.refresh_if_due(self._parts)
         if is_stopping:
@@ -551,14 +642,31 @@ class Trainer:
         self.position.end_epoch(is_evaluated=is_evaluated)
         self._reporter.epoch(self.position)
 
-    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, evaluation.Metric]) -> None:
-        with self._reporter.excluded(), randomness.preserved(self.world.device):
+    def _evaluate_epoch(self) -> None:
+        figures = self._evaluated()
+        self.position.add_evaluation(figures)
+        self._reporter.evaluation(self.position)
+        self._callbacks.call(Callback.on_eval_end, self, figures)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate within the epoch, if `eval_every` steps are complete."""
+        if self._evaluation is not None and self._limits.is_evaluation_due(self.position):
+            figures = self._evaluated()
+            self.position.evaluated_step = self.position.step
+            self._reporter.step_evaluation(self.position, figures)
+            self._callbacks.call(Callback.on_eval_end, self, figures)
+
+    def _evaluated(self) -> dict[str, float]:
+        """Evaluate, and return the figures; a stop request saves and raises `Preempted` (collective)."""
+        assert self._evaluation is not None
+        test, metrics = self._evaluation
+        around = (self._reporter.excluded(), randomness.preserved(self.world.device), self._callbacks.evaluating(self))
+        with around[0], around[1], around[2]:
             self._seed("evaluation", self.position.step)
-            found = evaluation.evaluate(self._step, test, metrics, self._is_stopping)
+            found = evaluation.evaluate(self._step, test, metrics, self._is_stopping, self._limits.limit_batches)
         if found is None:
             self._run.stop(self._reporter)
-        self.position.add_evaluation(*found)
-        self._reporter.evaluation(self.position)
+        return evaluation_figures(*found)
 
     def _is_stopping(self) -> bool:
         self._count_step()
@@ -569,8 +677,13 @@ class Trainer:
         """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
         if self._schedule == optimizers.ON_METRIC:
             self.scheduler.step(self.position.history[-1][self._monitored])
-        if self._save_every is None:
-            self._run.save(self._reporter)
+        self._callbacks.call(Callback.on_epoch_end, self)
+        if self._is_save_requested or self._save_every is None:
+            self._save()
+
+    def _save(self) -> None:
+        self._is_save_requested = False
+        self._run.save(self._reporter)
 
     # -- parts of the loops ------------------------------------------------------------------------------------------
 
@@ -590,6 +703,8 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         position = self.position
+        if position.name in self._callbacks.kept_checkpoints():
+            return True
         if self._save_every is None:
             return position.epoch > 0 and not position.consumed and position.is_evaluated
         return position.step > 0 and position.step % self._save_every == 0
@@ -616,7 +731,8 @@ class Trainer:
         if self._calls is None:
             self._add_losses(*self._parts.losses.reduce())
         (total, count), self._unlogged = self._unlogged, (0.0, 0)
-        self._reporter.log(self.position, total / count if count else None, self.optimizer)
+        figures = self._parts.losses.reduce_figures(count)
+        self._reporter.log(self.position, total / count if count else None, self.optimizer, figures)
 
     @property
     def _evaluation_options(self) -> LoaderOptions:

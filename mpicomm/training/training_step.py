@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mpicomm.training import batches, randomness
-from mpicomm.training.batches import LossFunction
+from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
 from mpicomm.training.state import Parts
 from mpicomm.training.step_timing import Clock
@@ -27,13 +28,15 @@ class TrainingStep:
         max_grad_norm: float | None,
         *,
         can_discard: bool,
+        own_step: OwnStep | None = None,
     ) -> None:
         """Prepare the steps of a run.
 
         Args:
             can_discard: Whether to copy the buffers before each step, so that it can be discarded.
+            own_step: The forward pass of the user; None for the model and `loss_fn`.
         """
-        self.loss_fn = loss_fn
+        self.loss_fn, self._own_step = loss_fn, own_step
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
         self._target_key, self._max_grad_norm, self._can_discard = target_key, max_grad_norm, can_discard
         self._buffers: list[torch.Tensor] = []
@@ -46,6 +49,8 @@ class TrainingStep:
             model: The model, as DDP, FSDP or torch.compile wraps it.
             batch: The batch.
         """
+        if self._own_step is not None and (self.loss_fn is None or self._wrapped.inner.training):
+            return self._forward_own(model, batch)
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
         call = batches.call_of(content, None if returns_loss else self._target_key)
@@ -56,6 +61,15 @@ class TrainingStep:
             outputs = model(*call.args, **call.kwargs)
             loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
         return batches.check_loss(loss, is_of_model=returns_loss), outputs, call.targets
+
+    def _forward_own(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
+        """Return the mean loss of a batch from the function of the user, what it returned, and the batch."""
+        assert self._own_step is not None
+        content = batches.moved(batch.content, self._device)
+        with self.parts.precision.arithmetic():
+            found = self._own_step(model, content)
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        return batches.check_loss(loss, is_of_model=False, is_of_step=True), found, content
 
     def accumulate(self, step: Step, count: int, clock: Clock) -> bool:
         """Accumulate the gradients of the batches, and return whether their losses are finite (collective).
@@ -80,8 +94,11 @@ class TrainingStep:
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
             with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
-                loss, _, _ = self.forward(self._wrapped.model, batch)
-                is_finite = self.parts.losses.add(self.parts.position.step, batch, loss) and is_finite
+                loss, outputs, _ = self.forward(self._wrapped.model, batch)
+                is_counted = self.parts.losses.add(self.parts.position.step, batch, loss)
+                if self._own_step is not None:
+                    self.parts.losses.add_figures(batches.figures_in(outputs), batch.count if is_counted else 0)
+                is_finite = is_counted and is_finite
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count
                 self.parts.precision.backward(loss if weight == 1 else loss * weight)
