@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpicomm.watchdog import exit_hooks
-
 if TYPE_CHECKING:
     from mpicomm.training.trainer import Trainer
 
@@ -146,11 +144,10 @@ class CallbackList:
             for each in self:
                 try:
                     each.on_exception(trainer, error)
-                except Exception:  # noqa: BLE001  the first error ends the run, and must not be replaced
-                    exit_hooks.print_stderr(
-                        f"[mpicomm] rank {trainer.world.rank}: {type(each).__name__}.on_exception failed:\n"
-                        f"{traceback.format_exc()}"
-                    )
+                except Exception as other:  # noqa: BLE001  the first error ends the run, and must not be replaced
+                    what = "".join(traceback.format_exception_only(other)).strip()
+                    message = f"{type(each).__name__}.on_exception failed: {what}"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
             raise
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ class FigureMonitor(Callback):
         self.best: float | None = None
         """The best figure so far, or None."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_setup(self, trainer: Trainer) -> None:
         """Check that the run has the figure.
 
         Raises:
@@ -116,13 +116,13 @@ class BestCheckpoint(FigureMonitor):
         """The best checkpoint, which is complete at the end of `fit`; None before the first figure."""
         return None if self._name is None or self._directory is None else self._directory / self._name
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_setup(self, trainer: Trainer) -> None:
         """Check the arguments of the trainer.
 
         Raises:
             ValueError: If it has no checkpoint_dir, or the run does not have the figure.
         """
-        super().on_fit_start(trainer)
+        super().on_setup(trainer)
         self._directory = trainer.checkpoint_dir
         if self._directory is None:
             raise ValueError(
@@ -178,12 +178,7 @@ class EarlyStopping(FigureMonitor):
         """The number of figures in a row without an improvement."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Check that the run has the figure, and end a run that had ended before it was resumed.
-
-        Raises:
-            ValueError: If it does not have the figure.
-        """
-        super().on_fit_start(trainer)
+        """End a run that had ended before it was resumed."""
         self._end_if_due(trainer)
 
     def follow(self, trainer: Trainer, *, is_better: bool) -> None:

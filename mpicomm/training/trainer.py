@@ -651,6 +651,7 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         """Evaluate within the epoch, if `eval_every` steps are complete."""
         if self._evaluation is not None and self._limits.is_evaluation_due(self.position):
+            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run evaluates the same
             figures = self._evaluated()
             self.position.evaluated_step = self.position.step
             self._reporter.step_evaluation(self.position, figures)
