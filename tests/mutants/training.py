@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/trainer.py",
-        old="            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run evaluates "
-        "the same\n",
+        old="            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run "
+        "evaluates the same\n",
         new="",
         fault="An evaluation within an epoch gives other figures in a run that resumes with it.",
         tests="tests/training/test_callbacks.py -k in_parts",
