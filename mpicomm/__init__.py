@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from mpicomm.recovery import recover
     from mpicomm.runtime import bootstrap, dump_flight_recorder
     from mpicomm.session import World, current_world, shutdown
+    from mpicomm.training.callbacks import Callback
     from mpicomm.training.combined_optimizer import CombinedOptimizer
     from mpicomm.training.figure_monitors import BestCheckpoint, EarlyStopping
     from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.training.learning_rates import LearningRateLogger
     from mpicomm.training.preemption import Preempted
     from mpicomm.training.trainer import Trainer
-    from mpicomm.training.trainer_callbacks import Callback
     from mpicomm.training.weight_average import EMA
 
 __version__ = "0.1.0"
@@ -101,7 +101,7 @@ _HOMES = {
     "dump_flight_recorder": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",
     "Trainer": "mpicomm.training.trainer",
-    "Callback": "mpicomm.training.trainer_callbacks",
+    "Callback": "mpicomm.training.callbacks",
     "BestCheckpoint": "mpicomm.training.figure_monitors",
     "EarlyStopping": "mpicomm.training.figure_monitors",
     "LearningRateLogger": "mpicomm.training.learning_rates",

@@ -14,11 +14,11 @@ from torch import nn
 from mpicomm.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction, OwnStep
+from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import ModelTemplate, ParallelOptions
 from mpicomm.training.precision import Precision
 from mpicomm.training.state import Parts, Position
-from mpicomm.training.trainer_callbacks import CallbackList
 from mpicomm.training.training_step import TrainingStep
 
 

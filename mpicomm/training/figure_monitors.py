@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm import arguments
 from mpicomm.arguments import POSITIVE, TEXT
-from mpicomm.training.trainer_callbacks import Callback
+from mpicomm.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from mpicomm.training.trainer import Trainer

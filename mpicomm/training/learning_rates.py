@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpicomm.arguments import POSITIVE
-from mpicomm.training.trainer_callbacks import Callback
+from mpicomm.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from mpicomm.training.trainer import Trainer

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.session import World
 from mpicomm.training import batches, checkpoint, randomness, tensor_packing
+from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
 from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
-from mpicomm.training.trainer_callbacks import CallbackList
 
 History = list[dict[str, float]]
 

@@ -32,6 +32,7 @@ from mpicomm.training import (
     resumable_run,
 )
 from mpicomm.training.assembly import Assembly, StepOptions
+from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
@@ -40,7 +41,6 @@ from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Parts, Position, evaluation_figures
-from mpicomm.training.trainer_callbacks import Callback, CallbackList
 from mpicomm.training.training_step import TrainingStep
 from mpicomm.watchdog import rank_failures
 

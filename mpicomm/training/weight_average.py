@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mpicomm import arguments
+from mpicomm.training.callbacks import Callback
 from mpicomm.training.parallel import FSDPModel
-from mpicomm.training.trainer_callbacks import Callback
 
 if TYPE_CHECKING:
     from mpicomm.training.trainer import Trainer
