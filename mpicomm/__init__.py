@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mpicomm.session import World, current_world, shutdown
     from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.training.preemption import Preempted
+    from mpicomm.training.preparation import PreparedLoader, prepare
     from mpicomm.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -97,6 +98,8 @@ _HOMES = {
     "bf16_compression_hook": "mpicomm.training.hooks",
     "Trainer": "mpicomm.training.trainer",
     "Preempted": "mpicomm.training.preemption",
+    "prepare": "mpicomm.training.preparation",
+    "PreparedLoader": "mpicomm.training.preparation",
     "MpicommError": "mpicomm.errors",
     "MismatchError": "mpicomm.errors",
     "LaunchError": "mpicomm.errors",
@@ -117,6 +120,7 @@ __all__ = [
     "MismatchError",
     "MpicommError",
     "Preempted",
+    "PreparedLoader",
     "RankFailedError",
     "RendezvousError",
     "Trainer",
@@ -140,6 +144,7 @@ __all__ = [
     "gather_object",
     "irecv",
     "isend",
+    "prepare",
     "recover",
     "recv",
     "recv_object",
