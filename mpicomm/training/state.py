@@ -15,6 +15,7 @@ from mpicomm.session import World
 from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
+from mpicomm.training.logged_values import LoggedValues
 from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
@@ -94,6 +95,7 @@ class Parts:
     precision: Precision
     position: Position
     losses: Losses
+    logged: LoggedValues
     world: World
 
 
@@ -105,6 +107,7 @@ def collect(parts: Parts) -> State:
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
+        "logged": parts.logged.sums,
         "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
@@ -196,16 +199,18 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         randomness.restore(own["random"], parts.world.device)
         parts.wrapped.hook_state = own["hook"]
         parts.losses.total, parts.losses.count = own["losses"]
+        parts.logged.restore([own["logged"]])
 
 
 def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
-    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of the losses."""
+    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of all ranks."""
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     randomness.seed_all(seed, parts.world.rank)
     is_first = parts.world.rank == 0
     parts.losses.total = sum(own["losses"][0] for own in owns) if is_first else 0.0
     parts.losses.count = sum(own["losses"][1] for own in owns) if is_first else 0
+    parts.logged.restore([own["logged"] for own in owns] if is_first else [])
 
 
 def _copied(value: Any) -> Any:
