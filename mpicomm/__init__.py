@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mpicomm.training.hooks import bf16_compression_hook
     from mpicomm.training.learning_rates import LearningRateLogger
     from mpicomm.training.preemption import Preempted
+    from mpicomm.training.preparation import PreparedLoader, prepare
     from mpicomm.training.trainer import Trainer
     from mpicomm.training.weight_average import EMA
 
@@ -108,6 +109,8 @@ _HOMES = {
     "EMA": "mpicomm.training.weight_average",
     "CombinedOptimizer": "mpicomm.training.combined_optimizer",
     "Preempted": "mpicomm.training.preemption",
+    "prepare": "mpicomm.training.preparation",
+    "PreparedLoader": "mpicomm.training.preparation",
     "MpicommError": "mpicomm.errors",
     "MismatchError": "mpicomm.errors",
     "LaunchError": "mpicomm.errors",
@@ -134,6 +137,7 @@ __all__ = [  # noqa: RUF022  in the order of sorted(), which dir() has too
     "MismatchError",
     "MpicommError",
     "Preempted",
+    "PreparedLoader",
     "RankFailedError",
     "RendezvousError",
     "Trainer",
@@ -157,6 +161,7 @@ __all__ = [  # noqa: RUF022  in the order of sorted(), which dir() has too
     "gather_object",
     "irecv",
     "isend",
+    "prepare",
     "recover",
     "recv",
     "recv_object",

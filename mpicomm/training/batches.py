@@ -67,6 +67,20 @@ def call_of(content: Any, target_key: str | None) -> Call:
     return Call(tuple(content[:-1]), {}, content[-1])
 
 
+def call_without_targets(content: Any, target_key: str | None) -> Call:
+    """Return the call of the model for a batch whose targets are not needed, and may be absent.
+
+    Args:
+        content: The batch.
+        target_key: The key of the targets in a mapping; None if the batch has no targets.
+    """
+    if target_key is not None and isinstance(content, Mapping):
+        return Call((), {name: each for name, each in content.items() if name != target_key}, None)
+    if target_key is not None and isinstance(content, (list, tuple)) and len(content) > 1:
+        return Call(tuple(content[:-1]), {}, None)
+    return call_of(content, None)
+
+
 def check_call(model: nn.Module, call: Call) -> None:
     """Check that a batch fits the signature of the model's forward().
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,19 +48,9 @@ def evaluate(
         ValueError: If the model is sharded and this rank has no batch: all ranks must call a sharded model the same
             number of times.
     """
-    wrapped, device = training_step.parts.wrapped, training_step.parts.world.device
-    averages = Averages(metrics, device)
-    last = Step([])
-
-    def padding() -> Step:
-        if not last.batches and isinstance(wrapped, FSDPModel):
-            raise rank_sync.no_data()
-        return last.as_padding()
-
-    steps = rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, Clock(device))
-    with wrapped.evaluating() as model:
-        for step, _ in itertools.islice(steps, limit):
-            last = step
+    averages = Averages(metrics, training_step.parts.world.device)
+    with training_step.parts.wrapped.evaluating() as model:
+        for step, _ in itertools.islice(aligned(training_step, source), limit):
             for batch in step.batches:
                 loss, outputs, targets = training_step.forward(model, batch)
                 if batch.count:
@@ -68,6 +58,27 @@ def evaluate(
             if is_stopping():
                 return None
     return averages.reduce()
+
+
+def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[tuple[Step, int]]:
+    """Yield the steps of data as `rank_sync.aligned_steps`, for passes without gradients (collective).
+
+    Raises:
+        ValueError: If the model is sharded and this rank has no batch.
+    """
+    training_step.parts.logged.begin_batch(0)  # values that the loss function logs now are not those of training
+    wrapped = training_step.parts.wrapped
+    last = Step([])
+
+    def padding() -> Step:
+        if not last.batches and isinstance(wrapped, FSDPModel):
+            raise rank_sync.no_data()
+        return last.as_padding()
+
+    clock = Clock(training_step.parts.world.device)
+    for step, count in rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, clock):
+        last = step
+        yield step, count
 
 
 class Averages:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpicomm.errors import TrainingError
-from mpicomm.training import rank_sync
 from mpicomm.training.data import Batch
 
 
@@ -27,9 +26,6 @@ class Losses:
         self._is_immediate = device.type == "cpu"  # on a GPU, reading a number waits for the GPU
         self.total: Any = 0.0
         self.count = 0
-        self.figures: dict[str, Any] = {}
-        """Sums of the further figures of a training step of the user, over the same samples."""
-
         self._unchecked: list[tuple[int, Sequence[int] | None, torch.Tensor]] = []  # step, samples, loss
 
     def add(self, step: int, batch: Batch, loss: torch.Tensor) -> bool:
@@ -52,21 +48,6 @@ class Losses:
             self.total = self.total + loss.detach().double() * batch.count
         self.count += batch.count
         return True
-
-    def add_figures(self, figures: Mapping[str, torch.Tensor], count: int) -> None:
-        """Add the means of a batch of `count` samples; a padding batch defines the names only.
-
-        Raises:
-            ValueError: If the names are not those of the batches before.
-        """
-        if self.figures and figures.keys() != self.figures.keys():
-            raise ValueError(
-                f"training_step must return the same names for each batch, got {sorted(figures)} after "
-                f"{sorted(self.figures)}.\nReturn all of these figures for each batch."
-            )
-        for name, value in figures.items():
-            part = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
-            self.figures[name] = self.figures.get(name, 0.0) + part
 
     def check(self) -> None:
         """Check the losses that `add` has not checked yet.
@@ -91,20 +72,6 @@ class Losses:
         found = float(self.total), self.count
         self.total, self.count = 0.0, 0
         return found
-
-    def reduce_figures(self, count: int) -> dict[str, float]:
-        """Return the means of the further figures over `count` samples of all ranks, and reset them (collective)."""
-        if not self.figures:
-            return {}
-        names = sorted(self.figures)
-        sums = rank_sync.reduced([float(self.figures[name]) for name in names])
-        self.figures = dict.fromkeys(names, 0.0)
-        return {name: total / max(count, 1) for name, total in zip(names, sums, strict=True)}
-
-    def reduce(self) -> tuple[float, int]:
-        """Return the sum of the losses and the number of samples of all ranks, and reset both (collective)."""
-        total, count = rank_sync.reduced(self.take())
-        return total, int(count)
 
 
 def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> TrainingError:

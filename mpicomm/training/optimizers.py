@@ -24,12 +24,12 @@ _OPTIMIZER = arguments.instance(
 )
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer is for the model and needs no closure.
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer is for the model.
 
     Raises:
         ValueError: If the optimizer has parameters that do not belong to the model.
-        TypeError: If an argument is of another type, or step() has a required argument.
+        TypeError: If an argument is of another type.
     """
     _MODEL.check(model, "model")
     _OPTIMIZER.check(optimizer, "optimizer")
@@ -39,6 +39,16 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "the optimizer has parameters that do not belong to the model.\n"
             "Create the optimizer from model.parameters()."
         )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer is for the model and needs no closure.
+
+    Raises:
+        ValueError: If the optimizer has parameters that do not belong to the model.
+        TypeError: If an argument is of another type, or step() has a required argument.
+    """
+    check_parameters(model, optimizer)
     if required := _required_of_step(optimizer):
         raise TypeError(
             f"Trainer does not support {type(optimizer).__name__}: its step() requires {required}, and Trainer calls "

@@ -16,6 +16,7 @@ from mpicomm.training import batches, checkpoint, randomness, tensor_packing
 from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
+from mpicomm.training.logged_values import LoggedValues
 from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
@@ -102,6 +103,7 @@ class Parts:
     precision: Precision
     position: Position
     losses: Losses
+    logged: LoggedValues
     world: World
     callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
 
@@ -118,7 +120,7 @@ def collect(parts: Parts) -> State:
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
-        "figures": {name: float(each) for name, each in parts.losses.figures.items()},
+        "logged": parts.logged.sums,
         "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
@@ -218,19 +220,18 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         randomness.restore(own["random"], parts.world.device)
         parts.wrapped.hook_state = own["hook"]
         parts.losses.total, parts.losses.count = own["losses"]
-        parts.losses.figures = own.get("figures", {})
+        parts.logged.restore([own["logged"]])
 
 
 def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
-    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of the losses."""
+    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of all ranks."""
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     randomness.seed_all(seed, parts.world.rank)
     is_first = parts.world.rank == 0
     parts.losses.total = sum(own["losses"][0] for own in owns) if is_first else 0.0
     parts.losses.count = sum(own["losses"][1] for own in owns) if is_first else 0
-    names = owns[0].get("figures", {})
-    parts.losses.figures = {name: sum(own["figures"][name] for own in owns) if is_first else 0.0 for name in names}
+    parts.logged.restore([own["logged"] for own in owns] if is_first else [])
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

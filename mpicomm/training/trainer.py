@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,9 +23,12 @@ from mpicomm.errors import MpicommError, TrainingError, raised_on_all_ranks
 from mpicomm.training import (
     batches,
     evaluation,
+    foreign_arguments,
     model_file,
     optimizers,
     parallel,
+    prediction,
+    profiling,
     randomness,
     rank_sync,
     reporting,
@@ -34,6 +37,7 @@ from mpicomm.training import (
 from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
+from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
 from mpicomm.training.preemption import StopRequest
@@ -99,6 +103,7 @@ class Trainer:
     tuples, lists, mappings and dataclasses. It passes other values, such as strings, unchanged.
     """
 
+    @foreign_arguments.explained("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -132,8 +137,10 @@ class Trainer:
         check_every: int | None = None,
         stop_margin: float | None = 120.0,
         progress: str = "auto",
-        logger: Callable[[dict[str, Any]], None] | str | None = None,
+        logger: LoggerArgument = None,
         rank_logs: bool = False,
+        profile: range | None = None,
+        profile_ranks: Sequence[int] = (0,),
         on_failure: str = "abort",
         replicate_shards: bool = False,
         replicate_every: int = 10,
@@ -181,7 +188,7 @@ class Trainer:
             save_every: Steps between checkpoints; None saves after each epoch. The end of a run is always saved.
             keep_checkpoints: The number of checkpoints to keep.
             log_every: Steps between entries of the metrics file, `metrics.jsonl` in checkpoint_dir. Each entry costs
-                one all-reduce of two numbers.
+                one all-reduce of three numbers, and of two for each name of `log`.
             seed: The seed of the order of samples and of all random number generators.
             num_workers: Data-loading worker processes per rank.
             on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
@@ -191,8 +198,12 @@ class Trainer:
                 half of the remaining time at the start if that is less. None ignores the end of the allocation.
                 Without checkpoint_dir it has no effect.
             progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
-            logger: A function that is called on rank 0 with each entry of the metrics file (a dict), or "tensorboard".
+            logger: A function that is called on rank 0 with each entry of the metrics file (a dict), "tensorboard",
+                "csv" (`metrics.csv` in checkpoint_dir), "wandb" (Weights & Biases), or a list of these.
             rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
+            profile: Steps to profile with torch.profiler, such as range(10, 13) for the steps 10, 11 and 12 of the run.
+                A trace for Perfetto (ui.perfetto.dev) is written to the folder `profile` in checkpoint_dir.
+            profile_ranks: The ranks that profile these steps, each into a file of its own.
             on_failure: "abort" ends the job when a rank fails. "recover" continues from the newest complete step, on
                 the remaining ranks and the spares of the job; it requires `mpicomm.bootstrap(on_failure="recover")`.
                 With "fsdp" it continues from the copies of `replicate_shards`, or from the newest checkpoint.
@@ -204,7 +215,7 @@ class Trainer:
         Raises:
             ValueError: If an argument is out of range, or does not fit another one.
             TypeError: If an argument is of a wrong type, or the optimizer or the scheduler is not supported.
-            ImportError: If logger is "tensorboard" and TensorBoard is not installed.
+            ImportError: If the package of a logger is not installed.
             CheckpointError: On every rank, if the weights cannot be read or do not fit the model.
             MpicommError: If `mpicomm.bootstrap()` has not initialized a process group, or on_failure is "recover" and
                 `bootstrap` was called without it.
@@ -223,6 +234,7 @@ class Trainer:
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
         self._callbacks = CallbackList(callbacks)
         self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
+        self._profile_options = profiling.ProfileOptions(profile, profile_ranks, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
@@ -253,6 +265,7 @@ class Trainer:
         self._stop_request = StopRequest()
         self._run: resumable_run.ResumableRun
         self._reporter: reporting.Reporter
+        self._profiler: profiling.StepProfiler
         # 3. load the weights, and replicate or shard the model
         if deterministic:
             randomness.make_repeatable()
@@ -326,6 +339,7 @@ class Trainer:
     def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
         self._step.loss_fn = loss_fn
 
+    @foreign_arguments.explained("fit")
     def fit(
         self,
         train_data: Any,
@@ -417,6 +431,7 @@ class Trainer:
         """
         self._reporter.write(event, self.position, **values)
 
+    @foreign_arguments.explained("evaluate")
     def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
 
@@ -434,6 +449,55 @@ class Trainer:
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
         return self._called(functools.partial(self._evaluate, data, metrics or {}))
+
+    @foreign_arguments.explained("predict")
+    def predict(self, data: Any, *, has_targets: bool = True, all_ranks: bool = False) -> Any:
+        """Return the model's outputs for every sample, in the order of the data, each sample once (collective).
+
+        The order is that of the dataset, also for a DataLoader that shuffles, whose drop_last is ignored. A DataLoader
+        that each rank uses unchanged (see `fit`) has no common order: the samples of rank 0 are first, then those of
+        rank 1, and so on.
+
+        Args:
+            data: As in `fit`.
+            has_targets: Whether the batches have targets, as in `fit`, which are not passed to the model. With False
+                the model gets the whole batch. Batches of a single tensor, and mappings without `target_key`, need no
+                targets in either case.
+            all_ranks: Whether every rank gets the outputs, instead of rank 0 only. With on_failure="recover" each rank
+                needs memory for all of them in any case, because another rank can become rank 0.
+
+        Returns:
+            A tensor on the CPU, with one row for each sample, or a container of such tensors, as the model returns
+            them, without a loss in them; None on the other ranks than rank 0, unless all_ranks is set.
+
+        Raises:
+            TypeError: If the data or the outputs have an unsupported type or structure.
+            ValueError: If a dataset is empty, an output does not have one row for each sample, or the shapes of the
+                rows differ.
+            TrainingError: On every rank, if the data are empty, or the outputs of the ranks have different structures.
+        """
+        FLAG.check(has_targets, "has_targets", "predict")
+        FLAG.check(all_ranks, "all_ranks", "predict")
+        # Another rank may become rank 0 after a failure, and then returns the result recorded by its own call.
+        records_all = all_ranks or self._calls is not None
+        outputs = self._called(functools.partial(self._predict, data, has_targets=has_targets, all_ranks=records_all))
+        return outputs if all_ranks or self.world.rank == 0 else None
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Add values to the next entry of the metrics file; call it in a training step, such as in the loss function.
+
+        It does not communicate. The entry has the mean of the values over all ranks and over the steps since the last
+        entry, weighted by the number of samples in their batches. Ranks may log different names. A value during an
+        evaluation is ignored: use `metrics`.
+
+        Args:
+            **values: Numbers, or tensors of one element.
+
+        Raises:
+            TypeError: If a value is neither a number nor a tensor.
+            ValueError: If a tensor has more than one element, or the entry has another field of that name.
+        """
+        self._parts.logged.add(values)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).
@@ -499,6 +563,14 @@ class Trainer:
         means, count = found
         return {**means, "samples": count}
 
+    def _predict(self, data: Any, *, has_targets: bool, all_ranks: bool) -> Any:
+        self._check_state()
+        with contextlib.ExitStack() as stack:
+            source = self._opened(stack, data, self._evaluation_options, may_drop=False)
+            self._seed("evaluation", self.position.step)
+            stack.enter_context(self._callbacks.evaluating(self))
+            return prediction.predict(self._step, source, has_targets=has_targets, all_ranks=all_ranks)
+
     def _export(self, path: str | os.PathLike[str]) -> None:
         self._check_state()
         with self._callbacks.evaluating(self):
@@ -539,7 +611,17 @@ class Trainer:
             self._replicas.refresh(self._parts)
         # 2. open the reporter
         self._reporter = stack.enter_context(
-            reporting.opened(self.world, self._run.directory, self._report_options, self._limits.epochs, train.total())
+            reporting.opened(
+                self.world,
+                self._run.directory,
+                self._report_options,
+                self._limits.epochs,
+                train.total(),
+                self.position.step,
+            )
+        )
+        self._profiler = stack.enter_context(
+            profiling.opened(self._profile_options, self._run.directory, self.world, self.position.step)
         )
         if calls is None or calls.recovery is None or not continues:
             is_complete = self._limits.is_complete(self.position) and self.position.is_evaluated
@@ -606,7 +688,7 @@ class Trainer:
         """
         parallel.share_buffers(self.wrapped.inner)
         mine = [*self._parts.losses.take(), not is_finite, *self._run.own_vote]
-        total, samples, failures, *votes = rank_sync.reduced(mine)
+        total, samples, failures, *votes = self._parts.logged.reduced_with(mine)
         self._run.decide_vote(*map(int, votes))
         return not self._skips or not failures, (total, int(samples))
 
@@ -629,6 +711,7 @@ class Trainer:
             self._replicas.refresh_if_due(self._parts)
         if is_stopping:
             self._run.stop(self._reporter)
+        self._profiler.count(step)
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
         """End the training of an epoch.
@@ -730,17 +813,20 @@ class Trainer:
 
     def _log(self) -> None:
         if self._calls is None:
-            self._add_losses(*self._parts.losses.reduce())
+            total, count = self._parts.logged.reduced_with(self._parts.losses.take())
+            self._add_losses(total, int(count))
         (total, count), self._unlogged = self._unlogged, (0.0, 0)
-        figures = self._parts.losses.reduce_figures(count)
-        self._reporter.log(self.position, total / count if count else None, self.optimizer, figures)
+        logged = self._parts.logged.take_means()
+        self._reporter.log(self.position, total / count if count else None, self.optimizer, logged)
 
     @property
     def _evaluation_options(self) -> LoaderOptions:
         return dataclasses.replace(self._options, grad_accum_steps=1, shuffle=False)
 
-    def _opened(self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions) -> DataSource:
-        source = make_source(data, options, DataRank(self.world.rank, self.world.size))
+    def _opened(
+        self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions, *, may_drop: bool = True
+    ) -> DataSource:
+        source = make_source(data, options, DataRank(self.world.rank, self.world.size), may_drop=may_drop)
         stack.callback(source.close)
         if self._calls is not None and not source.is_shared and self.world.size != self._calls.first_size:
             raise raised_on_all_ranks(

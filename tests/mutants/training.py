@@ -233,11 +233,11 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/losses.py",
-        old="        total, count = rank_sync.reduced(self.take())\n",
-        new="        own, number = self.take()\n"
-        "        total, count = rank_sync.reduced([own / max(number, 1), number])\n"
-        "        total *= count / dist.get_world_size()\n",
+        "training/trainer.py",
+        old="            total, count = self._parts.logged.reduced_with(self._parts.losses.take())\n",
+        new="            own, number = self._parts.losses.take()\n"
+        "            total, count = self._parts.logged.reduced_with([own / max(number, 1), number])\n"
+        "            total *= count / dist.get_world_size()\n",
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
         ranks=4,

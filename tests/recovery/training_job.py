@@ -79,7 +79,9 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
 
     def slowly(*data: Any) -> torch.Tensor:
         time.sleep(arguments.pause)
-        return loss_fn(*data)
+        loss = loss_fn(*data)
+        trainer.log(own_loss=loss, **{f"of_{trainer.world.rank}": 1.0})
+        return loss
 
     def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         plan.visit("in an evaluation")
@@ -90,8 +92,11 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
     history = trainer.fit(data, arguments.epochs, eval_data=test, metrics={"accuracy": is_right})
     plan.visit("after fit")
     evaluation = trainer.evaluate(test)
+    outputs = trainer.predict(test, all_ranks=True)
+    assert outputs.shape == (EVAL_SAMPLES, 2)
     states = digest_of([each.state_dict() for each in callbacks])
     final = {"digest": digest(trainer), "history": history, "evaluation": evaluation, "callbacks": states}
+    final["predicted"] = hashlib.sha256(outputs.numpy().tobytes()).hexdigest()
     Path(directory, f"final-{trainer.world.rank}.json").write_text(json.dumps(final))
 
 

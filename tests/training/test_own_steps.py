@@ -180,15 +180,6 @@ def test_other_results_of_a_step_are_refused(world: mpicomm.World, found: Any, e
         trainer.fit(samples(4 * world.size), 1)
 
 
-def test_the_names_of_figures_must_not_change(world: mpicomm.World) -> None:
-    def step(model: Any, batch: Any) -> dict[str, Any]:
-        return {"loss": cross_entropy_step(model, batch), f"figure {trainer.position.step}": 1.0}
-
-    trainer = make_trainer(make_model(), step, batch_size=4)
-    with pytest.raises(ValueError, match=r"the same names for each batch, got \['figure 1'\] after \['figure 0'\]"):
-        trainer.fit(samples(8 * world.size), 1)
-
-
 def test_optimizers_with_a_common_parameter_are_refused(world: mpicomm.World) -> None:
     model = make_model()
     with pytest.raises(ValueError, match="more than one parameter group"):
