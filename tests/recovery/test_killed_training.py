@@ -53,7 +53,7 @@ def assert_logged(path: Path) -> None:
     """Check that the values logged on all ranks have the means of the losses, which are equal to them."""
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     entries = [entry for entry in entries if entry["event"] == "step" and entry["loss"] is not None]
-    assert len(entries) > EPOCHS
+    assert len(entries) > EPOCHS // 2  # rank 0 can die before it writes an entry
     assert {name for entry in entries for name in entry if name.startswith("of_")} >= {"of_0", "of_1"}
     assert all(entry["of_0"] == 1.0 for entry in entries)
     # A rank that dies is the only one that knows its losses since the last reduction, so both means lack them.
