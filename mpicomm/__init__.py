@@ -57,9 +57,15 @@ if TYPE_CHECKING:
     from mpicomm.recovery import recover
     from mpicomm.runtime import bootstrap, dump_flight_recorder
     from mpicomm.session import World, current_world, shutdown
+    from mpicomm.training.callbacks import Callback
+    from mpicomm.training.combined_optimizer import CombinedOptimizer
+    from mpicomm.training.figure_monitors import BestCheckpoint, EarlyStopping
     from mpicomm.training.hooks import bf16_compression_hook
+    from mpicomm.training.learning_rates import LearningRateLogger
     from mpicomm.training.preemption import Preempted
+    from mpicomm.training.preparation import PreparedLoader, prepare
     from mpicomm.training.trainer import Trainer
+    from mpicomm.training.weight_average import EMA
 
 __version__ = "0.1.0"
 
@@ -96,7 +102,15 @@ _HOMES = {
     "dump_flight_recorder": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",
     "Trainer": "mpicomm.training.trainer",
+    "Callback": "mpicomm.training.callbacks",
+    "BestCheckpoint": "mpicomm.training.figure_monitors",
+    "EarlyStopping": "mpicomm.training.figure_monitors",
+    "LearningRateLogger": "mpicomm.training.learning_rates",
+    "EMA": "mpicomm.training.weight_average",
+    "CombinedOptimizer": "mpicomm.training.combined_optimizer",
     "Preempted": "mpicomm.training.preemption",
+    "prepare": "mpicomm.training.preparation",
+    "PreparedLoader": "mpicomm.training.preparation",
     "MpicommError": "mpicomm.errors",
     "MismatchError": "mpicomm.errors",
     "LaunchError": "mpicomm.errors",
@@ -108,15 +122,22 @@ _HOMES = {
     "TrainingError": "mpicomm.errors",
 }
 
-__all__ = [
+__all__ = [  # noqa: RUF022  in the order of sorted(), which dir() has too
+    "BestCheckpoint",
+    "Callback",
     "CheckpointError",
+    "CombinedOptimizer",
     "DeviceError",
+    "EMA",
+    "EarlyStopping",
     "Handle",
     "LaunchError",
+    "LearningRateLogger",
     "MPINotFoundError",
     "MismatchError",
     "MpicommError",
     "Preempted",
+    "PreparedLoader",
     "RankFailedError",
     "RendezvousError",
     "Trainer",
@@ -140,6 +161,7 @@ __all__ = [
     "gather_object",
     "irecv",
     "isend",
+    "prepare",
     "recover",
     "recv",
     "recv_object",

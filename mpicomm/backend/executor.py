@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import callbacks, torch_internals
-from mpicomm.backend.callbacks import OrderedFuture
+from mpicomm.backend import future_callbacks, torch_internals
 from mpicomm.backend.collective import Collective
 from mpicomm.backend.debug_check import DebugCheck
+from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.pending_messages import PendingMessages
@@ -217,7 +217,7 @@ class Executor:
         run = functools.partial(self._run, operation, call, signature, wait_limit)
         # Submit last: the worker thread then competes for the GIL.
         is_long = operation.dtype is not None and operation.count * operation.dtype.itemsize >= _LONG_BYTES
-        self._get_worker().submit(run, work, callbacks.before(self), is_long=is_long)
+        self._get_worker().submit(run, work, future_callbacks.before(self), is_long=is_long)
         if not is_async:
             work.wait()
         return work
@@ -242,7 +242,7 @@ class Executor:
     def _take_turn(self) -> bool:
         """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
         worker = self._worker
-        if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or callbacks.may_matter():
+        if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or future_callbacks.may_matter():
             return False
         return self._state.is_usable and self._try_turn(False)
 
@@ -258,12 +258,12 @@ class Executor:
             return
         if worker.is_current_thread:
             worker.run_until(future.done)
-        elif (outer := callbacks.current()) is not None:
+        elif (outer := future_callbacks.current()) is not None:
             worker.wait_for_place_of(outer)
-        if callbacks.is_inside_callback() and future.done():
+        if future_callbacks.is_inside_callback() and future.done():
             run()
             return
-        callback, earlier = callbacks.add(self, run)
+        callback, earlier = future_callbacks.add(self, run)
         worker.submit(_nothing, callback, earlier)
 
     def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
@@ -386,15 +386,15 @@ class Executor:
         return not self._state.has_outstanding() and (self._worker is None or self._worker.is_idle)
 
     def _runs_here(self, is_async: bool) -> bool:
-        callbacks.refuse_in_messages()
+        future_callbacks.refuse_in_messages()
         worker = self._worker
         if worker is not None and worker.is_current_thread:
             return True  # a callback: queueing an operation and waiting for it would deadlock
-        if (callback := callbacks.current()) is not None:
+        if (callback := future_callbacks.current()) is not None:
             if worker is not None:
                 worker.wait_for_place_of(callback)
             return True
-        return not is_async and (worker is None or worker.is_idle) and not callbacks.before(self)
+        return not is_async and (worker is None or worker.is_idle) and not future_callbacks.before(self)
 
     def _get_worker(self) -> Worker:
         with self._starting:

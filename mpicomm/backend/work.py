@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.backend import dtypes, torch_internals
-from mpicomm.backend.callbacks import OrderedFuture, Queue, all_of
+from mpicomm.backend.future_callbacks import OrderedFuture, Queue, all_of
 from mpicomm.durations import Deadline, seconds_of
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.watchdog import flight_recorder, rank_failures

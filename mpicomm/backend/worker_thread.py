@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpicomm import mpi
-from mpicomm.backend import callbacks
-from mpicomm.backend.callbacks import Callback
+from mpicomm.backend import future_callbacks
+from mpicomm.backend.future_callbacks import FutureCallback
 from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.wake_timer import WakeTimer
 from mpicomm.backend.work import MessageWork, QueuedWork
@@ -32,7 +32,7 @@ class Finishable(Protocol):
         """Complete the entry, after its call has returned or raised `error`."""
 
 
-Job = tuple[Callable[[], None], Finishable, Sequence[Callback]]
+Job = tuple[Callable[[], None], Finishable, Sequence[FutureCallback]]
 
 
 class Worker:
@@ -52,7 +52,7 @@ class Worker:
         self._changed = threading.Condition(self._lock)
         self._pending = 0
         self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
-        self._awaited: Sequence[Callback] = ()  # the callbacks that the next job waits for
+        self._awaited: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -68,7 +68,7 @@ class Worker:
         return threading.get_ident() == self._runner  # current_thread() adds dummies for threads started by C++
 
     def submit(
-        self, call: Callable[[], None], work: Finishable, after: Sequence[Callback] = (), *, is_long: bool = False
+        self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback] = (), *, is_long: bool = False
     ) -> None:
         """Queue a call.
 
@@ -97,7 +97,7 @@ class Worker:
         if self._jobs:
             self._timer.set(_NOW_NS)
 
-    def wait_for_place_of(self, callback: Callback) -> None:
+    def wait_for_place_of(self, callback: FutureCallback) -> None:
         """For a callback of another group: wait for the jobs queued before it, but not for those that wait for it."""
         self.hurry()
         with self._lock:
@@ -142,13 +142,13 @@ class Worker:
         if not self._running.acquire(blocking=False):
             return
         try:  # an exception of a signal handler, at any call, must not keep the lock
-            runs_queue = callbacks.set_queue_thread(True)
+            runs_queue = future_callbacks.set_queue_thread(True)
             try:
                 self._runner = threading.get_ident()
                 while self._jobs and self._may_be_taken(self._jobs[0]) and not work.is_completed():
                     self._run_job(*self._jobs.popleft())
             finally:
-                callbacks.set_queue_thread(runs_queue)
+                future_callbacks.set_queue_thread(runs_queue)
         finally:
             self._runner = 0
             self._running.release()
@@ -159,7 +159,7 @@ class Worker:
         return isinstance(work, QueuedWork) and not after and not self._gpu.is_known
 
     def _run(self) -> None:
-        callbacks.set_queue_thread(True)
+        future_callbacks.set_queue_thread(True)
         is_last = False
         while not is_last:
             self._timer.wait()
@@ -181,7 +181,7 @@ class Worker:
             self._changed.notify_all()  # `submit` may wait for this
             return self._jobs.popleft()
 
-    def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[Callback]) -> None:
+    def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback]) -> None:
         error: BaseException | None = None
         try:
             self._wait_for(after)
@@ -203,7 +203,7 @@ class Worker:
         if error is not None and not isinstance(error, Exception):
             raise error  # a signal handler's, on the thread that waits
 
-    def _wait_for(self, after: Sequence[Callback]) -> None:
+    def _wait_for(self, after: Sequence[FutureCallback]) -> None:
         if not after:
             return
         with self._lock:
@@ -289,7 +289,7 @@ class Poller:
         with self._changed:
             self._watched = [work for work in self._watched if work not in through]
         if through:
-            with callbacks.of_messages():
+            with future_callbacks.of_messages():
                 for work in through:
                     work.finish()
         return bool(through)

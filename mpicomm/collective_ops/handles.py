@@ -21,7 +21,7 @@ import torch
 from mpicomm import arguments, mpi
 from mpicomm.arguments import FLAG
 from mpicomm.backend import torch_internals
-from mpicomm.backend.callbacks import all_of
+from mpicomm.backend.future_callbacks import all_of
 from mpicomm.collective_ops import autograd
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.durations import Deadline, in_seconds

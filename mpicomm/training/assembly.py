@@ -13,7 +13,9 @@ from torch import nn
 
 from mpicomm.session import World
 from mpicomm.training import parallel
-from mpicomm.training.batches import LossFunction
+from mpicomm.training.batches import LossFunction, OwnStep
+from mpicomm.training.callbacks import CallbackList
+from mpicomm.training.logged_values import LoggedValues
 from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import ModelTemplate, ParallelOptions
 from mpicomm.training.precision import Precision
@@ -34,6 +36,9 @@ class StepOptions:
     recovers: bool
     """Whether training continues after a rank has failed."""
 
+    own_step: OwnStep | None = None
+    """The forward pass of the user."""
+
 
 class Assembly:
     """Makes the objects that train a model, once for each world that the run enters."""
@@ -51,9 +56,11 @@ class Assembly:
         loss_fn: LossFunction | None,
         parallelism: ParallelOptions,
         options: StepOptions,
+        callbacks: CallbackList | None = None,
     ) -> None:
         self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
-        self.position = Position()
+        self.position, self._callbacks = Position(), callbacks or CallbackList()
+        self.logged = LoggedValues()
         self._names: Sequence[Sequence[str]] = parallel.names_in(optimizer, model)
         self.is_sharded = parallelism.strategy == "fsdp"
         self._template = ModelTemplate(model, copies=options.recovers and self.is_sharded)
@@ -87,13 +94,24 @@ class Assembly:
         )
         # 3. prepare the training steps
         losses = Losses(device, stops=not options.skips)
-        self.parts = Parts(wrapped, self.optimizer, self.scheduler, precision, self.position, losses, world)
+        self.parts = Parts(
+            wrapped,
+            self.optimizer,
+            self.scheduler,
+            precision,
+            self.position,
+            losses,
+            self.logged,
+            world,
+            self._callbacks,
+        )
         self.step = TrainingStep(
             self.parts,
             self.loss_fn,
             options.target_key,
             options.max_grad_norm,
             can_discard=options.skips or options.recovers,
+            own_step=options.own_step,
         )
         self._is_assembled = True
 
@@ -102,6 +120,7 @@ class Assembly:
         self._is_assembled = False  # also if ranks fail again before the trainer is assembled in the next world
         self._scaler, self.loss_fn = self.parts.precision.scaler.state_dict(), self.step.loss_fn
         self.step.discard()
+        self.logged.discard_step()
         wrapped = weakref.ref(self.parts.wrapped.model)
         del self.step, self.parts
         if self.is_sharded:

@@ -16,6 +16,10 @@ from mpicomm.arguments import Expected
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """A function of the model's outputs and the targets that returns the mean loss of a batch, a tensor of shape []."""
 
+OwnStep = Callable[[Any, Any], Any]
+"""A training step of the user: a function of the wrapped model and a batch. It returns the mean loss of the batch, or a
+mapping of it ("loss") and further means of the batch by name."""
+
 _RULES = (
     "A batch (x, target) calls model(x), a batch (a, b, target) calls model(a, b), a batch ((a, b), target) calls "
     "model((a, b)), and a mapping calls model(**batch)."
@@ -63,6 +67,20 @@ def call_of(content: Any, target_key: str | None) -> Call:
     return Call(tuple(content[:-1]), {}, content[-1])
 
 
+def call_without_targets(content: Any, target_key: str | None) -> Call:
+    """Return the call of the model for a batch whose targets are not needed, and may be absent.
+
+    Args:
+        content: The batch.
+        target_key: The key of the targets in a mapping; None if the batch has no targets.
+    """
+    if target_key is not None and isinstance(content, Mapping):
+        return Call((), {name: each for name, each in content.items() if name != target_key}, None)
+    if target_key is not None and isinstance(content, (list, tuple)) and len(content) > 1:
+        return Call(tuple(content[:-1]), {}, None)
+    return call_of(content, None)
+
+
 def check_call(model: nn.Module, call: Call) -> None:
     """Check that a batch fits the signature of the model's forward().
 
@@ -95,6 +113,39 @@ LOSS_FUNCTION = Expected(
 )
 
 
+OWN_STEP = Expected(
+    "a function of the model and a batch, or None",
+    lambda value: value is None or (callable(value) and not isinstance(value, type)),
+    remedy='Pass a function that calls the model, and returns the loss or {"loss": loss, "accuracy": accuracy}.',
+)
+_RESERVED = {"event", "time", "step", "epoch", "consumed", "lr", "samples_per_s", "memory_mib"}
+
+
+def figures_in(found: Any) -> dict[str, torch.Tensor]:
+    """Return the figures other than the loss that a training step of the user has returned, without gradients.
+
+    Raises:
+        TypeError: If a figure is not one number.
+        ValueError: If its name is one of the metrics file.
+    """
+    figures = {}
+    for name, value in found.items() if isinstance(found, Mapping) else ():
+        if name == "loss":
+            continue
+        if not isinstance(name, str) or name in _RESERVED or name.endswith("_s"):
+            raise ValueError(
+                f"training_step must return figures under names of its own, got {name!r}, which entries of the metrics "
+                f"file use.\nRename this figure."
+            )
+        if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+            raise TypeError(
+                f"training_step must return one number for the figure {name!r}, got {_shown(value)}.\n"
+                f"Return the mean over the batch."
+            )
+        figures[name] = torch.as_tensor(value).detach().reshape(())
+    return figures
+
+
 def loss_in(outputs: Any) -> Any:
     """Return the loss in the outputs of a model: their item "loss", their attribute `loss`, or the outputs."""
     if isinstance(outputs, Mapping):
@@ -102,12 +153,13 @@ def loss_in(outputs: Any) -> Any:
     return getattr(outputs, "loss", outputs)
 
 
-def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
+def check_loss(loss: Any, *, is_of_model: bool, is_of_step: bool = False) -> torch.Tensor:
     """Return the loss, after checking that it is a tensor of shape [] with a gradient.
 
     Args:
         loss: The loss.
         is_of_model: Whether the model returned it, because there is no loss function.
+        is_of_step: Whether a training step of the user returned it.
 
     Raises:
         TypeError: If it is not a tensor.
@@ -115,7 +167,11 @@ def check_loss(loss: Any, *, is_of_model: bool) -> torch.Tensor:
     """
     if isinstance(loss, torch.Tensor) and not loss.dim() and (loss.requires_grad or not torch.is_grad_enabled()):
         return loss
-    if is_of_model:
+    if is_of_step:
+        function, or_output = "training_step", ', or a mapping with a "loss"'
+        if_no_tensor = "Return the tensor itself, without .item()."
+        if_no_mean = "Return the mean loss of the batch."
+    elif is_of_model:
         function, or_output = "without loss_fn, the model", ', or an output with a "loss"'
         if_no_tensor = "Pass a loss_fn to the Trainer, or return the loss from the model as well."
         if_no_mean = "Pass a loss_fn to the Trainer, or return the mean loss of the batch."

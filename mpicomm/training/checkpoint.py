@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ import shutil
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,6 +68,9 @@ class Checkpoints:
         # 1. create the saving thread
         self.directory = Path(directory).absolute()
         self._keep = keep
+        self.kept: Collection[str] = ()
+        """The names of checkpoints that are never removed, as of the next save."""
+
         self._rank = dist.get_rank()
         self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
         self._in_background = mpi.serves_threads() if self._uses_mpicomm else dist.is_gloo_available()
@@ -137,7 +141,7 @@ class Checkpoints:
             CheckpointError: On every rank, if the previous checkpoint, or with `wait` this one, cannot be written.
         """
         self.wait()
-        self._running = self._pool.submit(self._save, name, step, state)
+        self._running = self._pool.submit(self._save, name, step, state, self.kept)
         if wait or not self._in_background:
             self.wait()
 
@@ -181,7 +185,7 @@ class Checkpoints:
             self._lock.close()
         dist.destroy_process_group(self._group)
 
-    def _save(self, name: str, step: int, state: State) -> None:
+    def _save(self, name: str, step: int, state: State, kept: Collection[str]) -> None:
         # Runs on the saving thread.
         # 1. all ranks write the content, then rank 0 renames and marks it
         path = self.directory / name
@@ -195,7 +199,7 @@ class Checkpoints:
         if not outcome[0]:
             self.newest = path
             if self._rank == 0:
-                self._remove_old()
+                self._remove_old(kept)
             return
         if self._rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -235,9 +239,10 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def _remove_old(self) -> None:
-        """Remove all but the newest `keep` checkpoints, and leftovers of earlier removals."""
-        for mark in sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]:
+    def _remove_old(self, kept: Collection[str]) -> None:
+        """Remove all but the newest `keep` checkpoints and those in `kept`, and leftovers of earlier removals."""
+        old = sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]
+        for mark in [each for each in old if each.parent.name not in kept]:
             with _warning_on_failure(mark):
                 mark.unlink()  # before the content, so that no run resumes from a partly removed checkpoint
         self._remove_unmarked()
@@ -299,6 +304,25 @@ class Checkpoints:
                     f"from the previous checkpoint."
                 )
             ) from error
+
+    def empty_tensors(self, prefix: str, templates: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors into which to load the tensors `<prefix>.0`, `<prefix>.1` and so on (collective on first use).
+
+        Args:
+            prefix: The prefix of their names.
+            templates: Tensors whose sharding and device to use, where shape and dtype fit. The others are whole tensors
+                on the CPU.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for number in itertools.count():
+            about = self._contents.get(f"{prefix}.{number}")
+            if not isinstance(about, TensorStorageMetadata):
+                return found
+            template = templates[number] if number < len(templates) else None
+            if template is None or (template.shape, template.dtype) != (about.size, about.properties.dtype):
+                template = torch.empty(about.size, dtype=about.properties.dtype)
+            found[str(number)] = torch.empty_like(template)
+        return found
 
     def parameters_with_state(self) -> set[str]:
         """Return the names of the parameters with optimizer state in the newest checkpoint (collective on first use).

@@ -142,20 +142,21 @@ class DataRank:
     size: int
 
 
-def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSource:
+def make_source(data: Any, options: LoaderOptions, place: DataRank, *, may_drop: bool = True) -> DataSource:
     """Return the data source of this rank.
 
     Args:
         data: A map-style or iterable-style dataset, or a DataLoader. The ranks share the samples of a dataset, and
             those of a DataLoader with one of torch's own samplers, in batches of its batch size. A DataLoader with
             another sampler or with an iterable-style dataset is used unchanged: each rank must pass its own share.
+        may_drop: Whether to obey the drop_last of a DataLoader whose samples the ranks share.
 
     Raises:
         TypeError: If `data` is of another type.
         ValueError: If the dataset is empty, or drop_last drops all of its samples.
     """
     if isinstance(data, DataLoader):
-        return _source_of_loader(data, options, place)
+        return _source_of_loader(data, options, place, may_drop)
     if isinstance(data, IterableDataset):
         return IterableSource(data, options, place)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -167,7 +168,7 @@ def make_source(data: Any, options: LoaderOptions, place: DataRank) -> DataSourc
     )
 
 
-def _source_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: DataRank) -> DataSource:
+def _source_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: DataRank, may_drop: bool) -> DataSource:
     if isinstance(loader.dataset, IterableDataset) or not _is_usual(loader):
         return LoaderSource(loader, options.grad_accum_steps)
     assert loader.batch_size is not None
@@ -181,7 +182,7 @@ def _source_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: Da
     more = {name: getattr(loader, name) for name in _PASSED_ON}
     if loader.collate_fn is not default_collate:
         more["collate_fn"] = loader.collate_fn
-    return IndexedSource(loader.dataset, options, place, drop_last=loader.drop_last, **more)
+    return IndexedSource(loader.dataset, options, place, drop_last=loader.drop_last and may_drop, **more)
 
 
 def _is_usual(loader: DataLoader[Any]) -> bool:

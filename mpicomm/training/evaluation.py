@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def evaluate(
     source: DataSource,
     metrics: Mapping[str, Metric],
     is_stopping: Callable[[], bool] = lambda: False,
+    limit: int | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """Return the means of the loss and the metrics, and the number of samples (collective).
 
@@ -40,23 +42,15 @@ def evaluate(
         source: The data.
         metrics: The metrics of the user.
         is_stopping: Called after each step; whether to stop the evaluation, which then returns None.
+        limit: The most batches of each rank; None for all.
 
     Raises:
         ValueError: If the model is sharded and this rank has no batch: all ranks must call a sharded model the same
             number of times.
     """
-    wrapped, device = training_step.parts.wrapped, training_step.parts.world.device
-    averages = Averages(metrics, device)
-    last = Step([])
-
-    def padding() -> Step:
-        if not last.batches and isinstance(wrapped, FSDPModel):
-            raise rank_sync.no_data()
-        return last.as_padding()
-
-    with wrapped.evaluating() as model:
-        for step, _ in rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, Clock(device)):
-            last = step
+    averages = Averages(metrics, training_step.parts.world.device)
+    with training_step.parts.wrapped.evaluating() as model:
+        for step, _ in itertools.islice(aligned(training_step, source), limit):
             for batch in step.batches:
                 loss, outputs, targets = training_step.forward(model, batch)
                 if batch.count:
@@ -64,6 +58,27 @@ def evaluate(
             if is_stopping():
                 return None
     return averages.reduce()
+
+
+def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[tuple[Step, int]]:
+    """Yield the steps of data as `rank_sync.aligned_steps`, for passes without gradients (collective).
+
+    Raises:
+        ValueError: If the model is sharded and this rank has no batch.
+    """
+    training_step.parts.logged.begin_batch(0)  # values that the loss function logs now are not those of training
+    wrapped = training_step.parts.wrapped
+    last = Step([])
+
+    def padding() -> Step:
+        if not last.batches and isinstance(wrapped, FSDPModel):
+            raise rank_sync.no_data()
+        return last.as_padding()
+
+    clock = Clock(training_step.parts.world.device)
+    for step, count in rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, clock):
+        last = step
+        yield step, count
 
 
 class Averages:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.errors import TrainingError
-from mpicomm.training import rank_sync
 from mpicomm.training.data import Batch
 
 
@@ -73,11 +72,6 @@ class Losses:
         found = float(self.total), self.count
         self.total, self.count = 0.0, 0
         return found
-
-    def reduce(self) -> tuple[float, int]:
-        """Return the sum of the losses and the number of samples of all ranks, and reset both (collective)."""
-        total, count = rank_sync.reduced(self.take())
-        return total, int(count)
 
 
 def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> TrainingError:

@@ -24,12 +24,12 @@ _OPTIMIZER = arguments.instance(
 )
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer is for the model and needs no closure.
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer is for the model.
 
     Raises:
         ValueError: If the optimizer has parameters that do not belong to the model.
-        TypeError: If an argument is of another type, or step() has a required argument.
+        TypeError: If an argument is of another type.
     """
     _MODEL.check(model, "model")
     _OPTIMIZER.check(optimizer, "optimizer")
@@ -39,6 +39,16 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "the optimizer has parameters that do not belong to the model.\n"
             "Create the optimizer from model.parameters()."
         )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer is for the model and needs no closure.
+
+    Raises:
+        ValueError: If the optimizer has parameters that do not belong to the model.
+        TypeError: If an argument is of another type, or step() has a required argument.
+    """
+    check_parameters(model, optimizer)
     if required := _required_of_step(optimizer):
         raise TypeError(
             f"Trainer does not support {type(optimizer).__name__}: its step() requires {required}, and Trainer calls "
@@ -113,6 +123,11 @@ def _check_plateau(scheduler: ReduceLROnPlateau, schedule: str | None, monitor: 
         )
 
 
+def figure_names(metrics: Iterable[str], *, is_evaluated: bool) -> tuple[str, ...]:
+    """Return the names of the figures that can be monitored: of an epoch, and of its evaluation if there is one."""
+    return ("loss", "eval_loss", *metrics) if is_evaluated else ("loss",)
+
+
 def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool) -> str:
     """Return the name of the metric that ReduceLROnPlateau monitors.
 
@@ -124,7 +139,7 @@ def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool
     Raises:
         ValueError: If epochs do not have this metric.
     """
-    known = ["loss", "eval_loss", *metrics] if is_evaluated else ["loss"]
+    known = figure_names(metrics, is_evaluated=is_evaluated)
     name = monitor or ("eval_loss" if is_evaluated else "loss")
     if name not in known:
         more = "" if is_evaluated else ", or pass eval_data, from which metrics are computed"

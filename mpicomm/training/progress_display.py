@@ -22,16 +22,18 @@ _WIDTH = 110
 class Display:
     """The progress display of a run: a bar, lines or nothing."""
 
-    def __init__(self, style: str, epochs: int, total: int | None, *, prints: bool) -> None:
+    def __init__(self, style: str, epochs: int | None, total: int | None, *, prints: bool) -> None:
         """Start the display.
 
         Args:
             style: "bar", "lines" or "none"; "auto" is a bar on a terminal and lines elsewhere.
-            epochs: The number of epochs of the run.
+            epochs: The number of epochs of the run, if known.
             total: The number of samples in an epoch, if known.
             prints: Whether this rank prints anything.
         """
-        self._epochs, self._total = epochs, total
+        self._total = total
+        self._samples = None if epochs is None or total is None else epochs * total
+        self._of_epochs = "" if epochs is None else f"/{epochs}"
         self._style = ("none" if not prints else _find_style()) if style == "auto" or not prints else style
         self._console = Console(quiet=True) if self._style == "none" else terminal.console(width=_WIDTH)
         self._bar: Progress | None = None
@@ -47,7 +49,7 @@ class Display:
                 redirect_stderr=False,
             )
             self._bar.start()
-            self._bar.add_task("", total=None if total is None else epochs * total, text="")
+            self._bar.add_task("", total=self._samples, text="")
 
     def show(self, epoch: int, step: int, consumed: int, loss: float | None, rate: float) -> None:
         """Update the bar, or print a line at most every 5 s.
@@ -62,17 +64,18 @@ class Display:
         text = f"step {step}  loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} samples/s"
         if self._bar is not None:
             done = epoch * (self._total or 0) + consumed
-            name = f"epoch {epoch + 1}/{self._epochs}"
+            name = f"epoch {epoch + 1}{self._of_epochs}"
             self._bar.update(self._bar.task_ids[0], completed=done, description=name, text=text)
         elif self._style == "lines" and time.monotonic() >= self._line_at + _LINE_SECONDS:
             self._line_at = time.monotonic()
-            part = "" if not self._total else f"  {consumed / self._total:4.0%}  {self._left(epoch, consumed, rate)}"
-            self.print(f"epoch {epoch + 1}/{self._epochs}  {text}{part}")
+            part = "" if not self._total else f"  {consumed / self._total:4.0%}{self._left(epoch, consumed, rate)}"
+            self.print(f"epoch {epoch + 1}{self._of_epochs}  {text}{part}")
 
     def _left(self, epoch: int, consumed: int, rate: float) -> str:
-        assert self._total is not None
-        seconds = ((self._epochs - epoch) * self._total - consumed) / max(rate, 1e-9)
-        return f"{durations.clock(seconds)} left"
+        if self._samples is None:
+            return ""
+        seconds = (self._samples - epoch * (self._total or 0) - consumed) / max(rate, 1e-9)
+        return f"  {durations.clock(seconds)} left"
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

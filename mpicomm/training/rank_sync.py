@@ -94,9 +94,9 @@ def no_data() -> ValueError:
 class StopVote:
     """A vote of all ranks on whether to stop, which overlaps with training (collective).
 
-    Each rank votes whether it requests a stop, and whether it failed to write a checkpoint. With MPI the vote is a
-    non-blocking all-reduce of two numbers on a private communicator: an asynchronous operation of the process group
-    would wake the worker thread, which takes longer than the operation.
+    Each rank votes whether it requests a stop, whether it failed to write a checkpoint, and whether it requests the end
+    of the run. With MPI the vote is a non-blocking all-reduce of three numbers on a private communicator: an
+    asynchronous operation of the process group would wake the worker thread, which takes longer than the operation.
     """
 
     def __init__(self, comm: Intracomm | None) -> None:
@@ -106,23 +106,27 @@ class StopVote:
             comm: A communicator of all ranks, which is duplicated; None without MPI.
         """
         self._comm = None if comm is None else comm.Dup()
-        self._mine, self._gathered = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self._mine, self._gathered = np.zeros(3, np.int64), np.zeros(3, np.int64)
         self._pending: Any = None
 
-    def open(self, stop_request: bool, has_failed: bool) -> None:
-        """Start the vote."""
-        self._mine[0], self._mine[1] = stop_request, has_failed
+    def open(self, *mine: bool) -> None:
+        """Start the vote, with the three answers of this rank."""
+        self._mine[:] = mine
         if self._comm is not None:
             self._pending = self._comm.Iallreduce(self._mine, self._gathered)
         else:
             self._pending = collectives.all_reduce(self._mine, async_op=True)
 
-    def decide(self, stop_requests: int, failures: int) -> None:
+    def decide(self, *counts: int) -> None:
         """Set the result of the vote, in place of `open`, if it was part of another reduction."""
-        self._gathered[0], self._gathered[1] = stop_requests, failures
+        self._gathered[:] = counts
 
-    def close(self) -> tuple[bool, bool]:
-        """Wait for the vote; return whether any rank requests a stop, and whether any rank has failed."""
+    def close(self) -> tuple[bool, bool, bool]:
+        """Wait for the vote.
+
+        Returns:
+            Whether any rank requests a stop, whether any rank has failed, and whether any rank requests the end.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             pass  # `decide` has set the result
@@ -130,8 +134,8 @@ class StopVote:
             self._gathered = pending.wait()
         else:
             pending.Wait()
-        stop_request, has_failed = self._gathered.tolist()
-        return stop_request > 0, has_failed > 0
+        stop_request, has_failed, end_request = self._gathered.tolist()
+        return stop_request > 0, has_failed > 0, end_request > 0
 
     def __enter__(self) -> StopVote:
         return self

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mpicomm import arguments, durations, metrics_file, rank_log
-from mpicomm.arguments import FLAG, Expected
+from mpicomm.arguments import FLAG
 from mpicomm.collective_ops import collectives
-from mpicomm.metrics_file import Logger, MetricsFile
+from mpicomm.metrics_file import MetricsFile
 from mpicomm.session import World
-from mpicomm.training import progress_display
+from mpicomm.training import loggers, progress_display
 from mpicomm.training.data import LoaderOptions
+from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.newest_state import Recovery
 from mpicomm.training.progress_display import Display
 from mpicomm.training.state import Position
@@ -29,33 +30,23 @@ from mpicomm.training.step_timing import Clock
 _SHOW_SECONDS = 0.1
 
 
-_LOGGER = Expected(
-    "a function or 'tensorboard'",
-    lambda logger: isinstance(logger, str) or callable(logger),
-    is_within=lambda logger: not isinstance(logger, str) or logger == "tensorboard",
-    remedy="Pass a function that takes an entry (a dict), or omit logger.",
-).or_none()
-
-
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
     """Arguments of `Trainer` that concern reporting.
 
     Raises:
         TypeError: If an argument is of a wrong type.
-        ValueError: If a name is unknown, or rank_logs is set without checkpoint_dir.
-        ImportError: If logger is "tensorboard" and TensorBoard is not installed.
+        ValueError: If a name is unknown, or an argument requires checkpoint_dir.
+        ImportError: If the package of a logger is not installed.
     """
 
     progress: str
-    logger: Logger | str | None
+    logger: LoggerArgument
     rank_logs: bool
     checkpoint_dir: str | os.PathLike[str] | None
 
     def __post_init__(self) -> None:
-        _LOGGER.check(self.logger, "logger")
-        if self.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-            raise ImportError('logger="tensorboard" requires TensorBoard.\nInstall it: pip install tensorboard')
+        loggers.check(self.logger, self.checkpoint_dir)
         arguments.one_of(*progress_display.STYLES).check(self.progress, "progress")
         FLAG.check(self.rank_logs, "rank_logs")
         if self.rank_logs and self.checkpoint_dir is None:
@@ -127,8 +118,14 @@ class Reporter:
             self._next_show = now + _SHOW_SECONDS
             self._display.show(position.epoch, position.step, position.consumed, self._loss, self._rate())
 
-    def log(self, position: Position, loss: float | None, optimizer: torch.optim.Optimizer) -> None:
-        """Write a step entry that covers the steps since the last one."""
+    def log(
+        self,
+        position: Position,
+        loss: float | None,
+        optimizer: torch.optim.Optimizer,
+        logged: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Write a step entry that covers the steps since the last one, with the values that the user has logged."""
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
         parts = self.clock.reset()
@@ -144,6 +141,7 @@ class Reporter:
             samples_per_s=(self._samples - self._samples_logged) / seconds,
             **{f"{name}_s": value for name, value in parts.items()},
             memory_mib=_memory(self._world.device) / 2**20,
+            **logged,
         )
         self._logged, self._samples_logged = now, self._samples
 
@@ -160,6 +158,12 @@ class Reporter:
         names = {"epoch", "step", "loss", "samples"}
         self.write("eval", position, **{k: v for k, v in position.history[-1].items() if k not in names})
         self._print_epoch(position)
+
+    def step_evaluation(self, position: Position, figures: Mapping[str, float]) -> None:
+        """Report an evaluation within an epoch."""
+        self.write("step_eval", position, **figures)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "eval_samples")
+        self.print(f"step {position.step}: {shown}")
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -210,22 +214,21 @@ class Reporter:
 
 @contextlib.contextmanager
 def opened(
-    world: World, directory: Path | None, options: ReportOptions, epochs: int, total: int | None
+    world: World, directory: Path | None, options: ReportOptions, epochs: int | None, total: int | None, step: int
 ) -> Iterator[Reporter]:
     """Yield the reporter of a run; close its metrics file and display at the end of the block.
 
     Args:
         directory: The directory of the metrics file and the rank logs; None writes no files.
         total: The number of samples in an epoch, if known.
+        step: The step from which the run continues.
     """
     prints = world.rank == 0
     path = directory / metrics_file.NAME if prints and directory is not None else None
-    logger = options.logger if prints else None
     with contextlib.ExitStack() as stack:
         if options.rank_logs and directory is not None:
             stack.enter_context(rank_log.copy_output(rank_log.path_of(directory, world.rank)))
-        if isinstance(logger, str):
-            logger = stack.enter_context(_tensorboard(directory or Path("runs")))
+        logger = stack.enter_context(loggers.opened(options.logger if prints else None, directory, step))
         file = stack.enter_context(contextlib.closing(MetricsFile(path, logger)))
         display = stack.enter_context(contextlib.closing(Display(options.progress, epochs, total, prints=prints)))
         yield Reporter(world, file, display)
@@ -246,21 +249,3 @@ def _utilization(device: torch.device) -> list[int]:
         return [torch.cuda.utilization(device)]
     except Exception:  # noqa: BLE001  torch raises exceptions of many types where NVML is missing
         return []
-
-
-@contextlib.contextmanager
-def _tensorboard(directory: Path) -> Iterator[Logger]:
-    """Yield a logger that writes the numbers of each entry to TensorBoard."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(directory)
-
-    def log(entry: dict[str, Any]) -> None:
-        if "step" in entry:
-            for name, value in entry.items():
-                if isinstance(value, (int, float)) and name not in {"step", "time"}:
-                    writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])
-            writer.flush()
-
-    with writer:
-        yield log

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,18 +14,30 @@ from mpicomm.training.data import DataSource
 from mpicomm.training.preemption import Preempted, StopRequest
 from mpicomm.training.rank_sync import StopVote
 from mpicomm.training.reporting import Reporter
+from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.state import Parts
 
 
 class ResumableRun:
-    """A run that saves checkpoints and stops early on request. Without checkpoints it does neither."""
+    """A run that saves checkpoints and stops early on request. Without checkpoints, only `limits` can end it early."""
 
-    def __init__(self, parts: Parts, checkpoints: Checkpoints | None, stop_request: StopRequest) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        checkpoints: Checkpoints | None,
+        stop_request: StopRequest,
+        limits: RunLimits,
+        on_checkpoint: Callable[[Path], None],
+    ) -> None:
         self.checkpoints = checkpoints
-        self.stop_request = stop_request
-        self.vote: StopVote  # set where there are checkpoints
+        self.stop_request, self._limits, self._on_checkpoint = stop_request, limits, on_checkpoint
+        self.vote: StopVote | None = None  # set where there are checkpoints, or ranks can request the end of the run
+        self.is_ending = False
+        """Whether the last vote has ended the run."""
+
         self._parts = parts
         self._saved: str | None = None
+        self._unreported: Path | None = None  # the newest checkpoint, until `on_checkpoint` is called
 
     @property
     def directory(self) -> Path | None:
@@ -41,30 +53,30 @@ class ResumableRun:
         if self.checkpoints is None or self.checkpoints.newest is None:
             return False
         state.restore(self.checkpoints, self._parts, train)
-        self._saved = self._parts.position.name
+        self._saved, self._unreported = self._parts.position.name, self.checkpoints.newest
         return True
 
     def continue_from_memory(self) -> None:
         """Continue from the state in memory, which is at least as new as the newest checkpoint."""
         if self.checkpoints is not None and self.checkpoints.newest is not None:
-            self._saved = self.checkpoints.newest.name
+            self._saved, self._unreported = self.checkpoints.newest.name, self.checkpoints.newest
 
     @property
-    def own_vote(self) -> tuple[bool, bool]:
-        """Whether this rank requests a stop, and whether it has failed to write a checkpoint."""
+    def own_vote(self) -> tuple[bool, bool, bool]:
+        """Whether this rank requests a stop, has failed to write a checkpoint, and requests the end of the run."""
         if self.checkpoints is None:
-            return False, False
-        return self.stop_request.why is not None, self.checkpoints.has_failed
+            return False, False, self._limits.requests_end
+        return self.stop_request.why is not None, self.checkpoints.has_failed, self._limits.requests_end
 
     def start_vote(self) -> None:
         """Start a vote of the ranks on whether to stop."""
-        if self.checkpoints is not None:
+        if self.vote is not None:
             self.vote.open(*self.own_vote)
 
-    def decide_vote(self, stop_requests: int, failures: int) -> None:
+    def decide_vote(self, *counts: int) -> None:
         """Set the result of a vote that was part of another reduction."""
-        if self.checkpoints is not None:
-            self.vote.decide(stop_requests, failures)
+        if self.vote is not None:
+            self.vote.decide(*counts)
 
     def is_stopping(self) -> bool:
         """Complete the vote, and return whether any rank requests a stop (collective).
@@ -72,12 +84,18 @@ class ResumableRun:
         Raises:
             CheckpointError: On all ranks, if the save in progress has failed.
         """
-        if self.checkpoints is None:
+        if self.vote is None:
             return False
-        is_requested, has_failed = self.vote.close()
-        if has_failed:
+        is_requested, has_failed, self.is_ending = self.vote.close()
+        if has_failed and self.checkpoints is not None:
             self.checkpoints.wait()
         return is_requested
+
+    def ends_between_epochs(self) -> bool:
+        """Return whether any rank requests the end of the run (collective if ranks can request it)."""
+        if self._limits.is_voted and not self.is_ending:
+            self.is_ending = rank_sync.total(self._limits.requests_end) > 0
+        return self.is_ending
 
     def save(self, reporter: Reporter, *, wait: bool = False) -> None:
         """Write a checkpoint, unless one of this position exists (collective)."""
@@ -85,13 +103,24 @@ class ResumableRun:
             return
         position = self._parts.position
         if self._saved != position.name:
+            self._complete()
             self._parts.losses.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = position.name
             reporter.write("checkpoint", position)
+            self.checkpoints.kept = self._parts.callbacks.kept_checkpoints()
             self.checkpoints.save(position.name, position.step, state.collect(self._parts), wait=wait)
-        elif wait:
-            self.checkpoints.wait()
+            self._unreported = self.checkpoints.directory / position.name
+        if wait:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Wait for the save in progress, if any, and report its checkpoint."""
+        assert self.checkpoints is not None
+        self.checkpoints.wait()
+        if self._unreported is not None:
+            path, self._unreported = self._unreported, None
+            self._on_checkpoint(path)
 
     def stop(self, reporter: Reporter) -> NoReturn:
         """Save a checkpoint, and raise `Preempted` (collective)."""
@@ -104,6 +133,14 @@ class ResumableRun:
         )
         raise Preempted(why)
 
+    def report_early_end(self, reporter: Reporter) -> None:
+        """Report why the run ends before its last epoch, if ranks have requested it (collective)."""
+        position = self._parts.position
+        if self.is_ending:
+            why = rank_sync.reasons(self._limits.why)
+            reporter.write("ended", position, why=why)
+            reporter.print(f"{why}: ended at step {position.step}")
+
 
 @contextlib.contextmanager
 def opened(
@@ -112,6 +149,8 @@ def opened(
     stop_margin: float | None,
     parts: Parts,
     stop_request: StopRequest,
+    limits: RunLimits,
+    on_checkpoint: Callable[[Path], None],
     *,
     recovers: bool = False,
 ) -> Iterator[ResumableRun]:
@@ -123,15 +162,17 @@ def opened(
         stop_margin: Seconds before the end of the allocation at which to stop; None disables this.
         parts: The objects whose state a checkpoint contains.
         stop_request: The stop request of this rank.
+        limits: The limits of the run, and this rank's request to end it.
+        on_checkpoint: Called with each complete checkpoint.
         recovers: Whether training continues after a rank has failed. The vote then uses the process group, whose
             operations raise an error that names the rank.
     """
-    if directory is None:
-        yield ResumableRun(parts, None, stop_request)
-        return
-    world = parts.world
-    with checkpoint.opened(directory, keep, world.device) as checkpoints:
-        run = ResumableRun(parts, checkpoints, stop_request)
-        handling_signals = stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0)
-        with handling_signals, StopVote(None if recovers else world.comm) as run.vote:
-            yield run
+    world, checkpoints = parts.world, None
+    with contextlib.ExitStack() as stack:
+        if directory is not None:
+            checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
+            stack.enter_context(stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0))
+        run = ResumableRun(parts, checkpoints, stop_request, limits, on_checkpoint)
+        if checkpoints is not None or limits.is_voted:
+            run.vote = stack.enter_context(StopVote(None if recovers else world.comm))
+        yield run

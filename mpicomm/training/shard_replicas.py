@@ -7,6 +7,7 @@ run as long as no two neighbouring ranks fail between two refreshes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -179,7 +180,8 @@ def _copied(parts: Parts) -> _Shard:
     named = list(_tensors_in({"model": model, "optimizer": optimizer}))
     tensors = [_local(each).detach().to("cpu", copy=True).contiguous() for _, each in named]
     are_sharded = [isinstance(each, DTensor) for _, each in named]
-    about = _About([name for name, _ in named], are_sharded, optimizer["param_groups"], state.of_all_ranks(parts))
+    run = copy.deepcopy(state.of_all_ranks(parts))  # the states of callbacks are not copies
+    about = _About([name for name, _ in named], are_sharded, optimizer["param_groups"], run)
     return _Shard(tensors, about)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.session import World
-from mpicomm.training import batches, checkpoint, randomness
+from mpicomm.training import batches, checkpoint, randomness, tensor_packing
+from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
+from mpicomm.training.logged_values import LoggedValues
 from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
@@ -44,11 +46,13 @@ class Position:
     """Whether the evaluation of the last complete epoch is done, or not needed."""
 
     history: History = dataclasses.field(default_factory=list)
+    evaluated_step: int = 0
+    """The step of the last evaluation within an epoch (`eval_every`)."""
 
     @property
-    def progress(self) -> tuple[int, int, bool]:
+    def progress(self) -> tuple[int, int, bool, int]:
         """The progress as numbers, which are greater at later positions."""
-        return self.step, self.epoch, self.is_evaluated
+        return self.step, self.epoch, self.is_evaluated, self.evaluated_step
 
     @property
     def name(self) -> str:
@@ -77,11 +81,16 @@ class Position:
         self.consumed = self.steps_of_epoch = self.loss_count = 0
         self.loss_sum, self.is_evaluated = 0.0, is_evaluated
 
-    def add_evaluation(self, means: Mapping[str, float], count: int) -> None:
-        """Add the results of the evaluation of the last epoch to the history."""
-        figures = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
-        self.history[-1] |= {**figures, "eval_samples": count}
+    def add_evaluation(self, figures: Mapping[str, float]) -> None:
+        """Add the figures of the evaluation of the last epoch to the history."""
+        self.history[-1] |= figures
         self.is_evaluated = True
+
+
+def evaluation_figures(means: Mapping[str, float], count: int) -> dict[str, float]:
+    """Return the figures of an evaluation: the means over `count` samples, with the loss as `eval_loss`."""
+    figures = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
+    return {**figures, "eval_samples": count}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,17 +103,24 @@ class Parts:
     precision: Precision
     position: Position
     losses: Losses
+    logged: LoggedValues
     world: World
+    callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
 
 
 def collect(parts: Parts) -> State:
     """Return the content of a checkpoint as a copy, since training continues while it is written."""
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
-    tensors = batches.mapped({"model": model, "optimizer": optimizer}, _copied)
     shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
+    of_callbacks = {name: tensor_packing.pack(each) for name, each in shared["callbacks"].items()}
+    shared["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
+    numbered = {name: _numbered(found) for name, (_, found) in of_callbacks.items() if found}
+    content = {"model": model, "optimizer": optimizer, **({"callbacks": numbered} if numbered else {})}
+    tensors = batches.mapped(content, _copied)
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
+        "logged": parts.logged.sums,
         "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
@@ -129,6 +145,7 @@ def of_all_ranks(parts: Parts) -> dict[str, Any]:
         "position": dataclasses.asdict(parts.position),
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "scaler": parts.precision.scaler.state_dict(),
+        "callbacks": parts.callbacks.states(),
     }
 
 
@@ -137,6 +154,7 @@ def load_of_all_ranks(parts: Parts, run: Mapping[str, Any]) -> None:
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
     parts.precision.scaler.load_state_dict(run["scaler"])
+    parts.callbacks.load(run["callbacks"])
     for name, value in run["position"].items():
         setattr(parts.position, name, value)
 
@@ -178,7 +196,13 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     with_state = checkpoints.parameters_with_state()
     optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
     content: State = {"model": model, "optimizer": optimizer}
+    templates = {name: tensor_packing.pack(each)[1] for name, each in parts.callbacks.states().items()}
+    packed = run.get("callbacks", {})  # absent in checkpoints of earlier versions
+    tensors = {name: checkpoints.empty_tensors(f"callbacks.{name}", templates.get(name, ())) for name in packed}
+    if any(tensors.values()):
+        content["callbacks"] = {name: each for name, each in tensors.items() if each}
     checkpoints.load(content)
+    run["callbacks"] = {name: tensor_packing.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
     set_state_dict(
         parts.wrapped.inner,
         parts.optimizer,
@@ -196,16 +220,22 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         randomness.restore(own["random"], parts.world.device)
         parts.wrapped.hook_state = own["hook"]
         parts.losses.total, parts.losses.count = own["losses"]
+        parts.logged.restore([own["logged"]])
 
 
 def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
-    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of the losses."""
+    """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of all ranks."""
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     randomness.seed_all(seed, parts.world.rank)
     is_first = parts.world.rank == 0
     parts.losses.total = sum(own["losses"][0] for own in owns) if is_first else 0.0
     parts.losses.count = sum(own["losses"][1] for own in owns) if is_first else 0
+    parts.logged.restore([own["logged"] for own in owns] if is_first else [])
+
+
+def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): each for number, each in enumerate(tensors)}
 
 
 def _copied(value: Any) -> Any:

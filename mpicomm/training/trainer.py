@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,22 +23,28 @@ from mpicomm.errors import MpicommError, TrainingError, raised_on_all_ranks
 from mpicomm.training import (
     batches,
     evaluation,
+    foreign_arguments,
     model_file,
     optimizers,
     parallel,
+    prediction,
+    profiling,
     randomness,
     rank_sync,
     reporting,
     resumable_run,
 )
 from mpicomm.training.assembly import Assembly, StepOptions
+from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
+from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
+from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
-from mpicomm.training.state import History, Parts, Position
+from mpicomm.training.state import History, Parts, Position, evaluation_figures
 from mpicomm.training.training_step import TrainingStep
 from mpicomm.watchdog import rank_failures
 
@@ -45,6 +52,7 @@ T = TypeVar("T")
 
 _EXPECTED = {
     "loss_fn": batches.LOSS_FUNCTION,
+    "training_step": batches.OWN_STEP,
     "weights": PATH.or_none(),
     "target_key": TEXT,
     "batch_size": POSITIVE,
@@ -95,12 +103,15 @@ class Trainer:
     tuples, lists, mappings and dataclasses. It passes other values, such as strings, unchanged.
     """
 
+    @foreign_arguments.explained("Trainer")
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_fn: batches.LossFunction | None = None,
         *,
+        training_step: batches.OwnStep | None = None,
+        callbacks: Iterable[Callback] | None = None,
         weights: str | os.PathLike[str] | None = None,
         target_key: str = "labels",
         scheduler: Any = None,
@@ -126,8 +137,10 @@ class Trainer:
         check_every: int | None = None,
         stop_margin: float | None = 120.0,
         progress: str = "auto",
-        logger: Callable[[dict[str, Any]], None] | str | None = None,
+        logger: LoggerArgument = None,
         rank_logs: bool = False,
+        profile: range | None = None,
+        profile_ranks: Sequence[int] = (0,),
         on_failure: str = "abort",
         replicate_shards: bool = False,
         replicate_every: int = 10,
@@ -141,6 +154,12 @@ class Trainer:
             loss_fn: A function of the model's outputs and the targets that returns the mean loss of a batch, a tensor
                 of shape []. None if the model takes the whole batch and returns its loss, or an output with an
                 attribute `loss` or an item "loss", as models of Hugging Face do.
+            training_step: A function of the wrapped model and a batch on the device, in place of the rules above. It
+                calls the model and returns the mean loss of the batch, or a mapping of it ("loss") and further means
+                of the batch, which step entries of the metrics file then contain. The trainer runs the backward pass
+                and the optimizer. Evaluations use it too, unless there is a loss_fn; metrics then take what it returned
+                and the batch.
+            callbacks: Instances of `Callback`, called in this order.
             weights: A file with a state_dict, from `export` or torch.save, from which to start. A checkpoint in
                 checkpoint_dir takes precedence.
             target_key: The key of the targets in batches that are mappings. The other items are keyword arguments of
@@ -169,7 +188,7 @@ class Trainer:
             save_every: Steps between checkpoints; None saves after each epoch. The end of a run is always saved.
             keep_checkpoints: The number of checkpoints to keep.
             log_every: Steps between entries of the metrics file, `metrics.jsonl` in checkpoint_dir. Each entry costs
-                one all-reduce of two numbers.
+                one all-reduce of three numbers, and of two for each name of `log`.
             seed: The seed of the order of samples and of all random number generators.
             num_workers: Data-loading worker processes per rank.
             on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
@@ -179,8 +198,12 @@ class Trainer:
                 half of the remaining time at the start if that is less. None ignores the end of the allocation.
                 Without checkpoint_dir it has no effect.
             progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
-            logger: A function that is called on rank 0 with each entry of the metrics file (a dict), or "tensorboard".
+            logger: A function that is called on rank 0 with each entry of the metrics file (a dict), "tensorboard",
+                "csv" (`metrics.csv` in checkpoint_dir), "wandb" (Weights & Biases), or a list of these.
             rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
+            profile: Steps to profile with torch.profiler, such as range(10, 13) for the steps 10, 11 and 12 of the run.
+                A trace for Perfetto (ui.perfetto.dev) is written to the folder `profile` in checkpoint_dir.
+            profile_ranks: The ranks that profile these steps, each into a file of its own.
             on_failure: "abort" ends the job when a rank fails. "recover" continues from the newest complete step, on
                 the remaining ranks and the spares of the job; it requires `mpicomm.bootstrap(on_failure="recover")`.
                 With "fsdp" it continues from the copies of `replicate_shards`, or from the newest checkpoint.
@@ -192,7 +215,7 @@ class Trainer:
         Raises:
             ValueError: If an argument is out of range, or does not fit another one.
             TypeError: If an argument is of a wrong type, or the optimizer or the scheduler is not supported.
-            ImportError: If logger is "tensorboard" and TensorBoard is not installed.
+            ImportError: If the package of a logger is not installed.
             CheckpointError: On every rank, if the weights cannot be read or do not fit the model.
             MpicommError: If `mpicomm.bootstrap()` has not initialized a process group, or on_failure is "recover" and
                 `bootstrap` was called without it.
@@ -209,7 +232,9 @@ class Trainer:
         )
         optimizers.check_optimizer(model, optimizer)
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
+        self._callbacks = CallbackList(callbacks)
         self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
+        self._profile_options = profiling.ProfileOptions(profile, profile_ranks, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
@@ -230,11 +255,17 @@ class Trainer:
         self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
         self._skips, self._check_every, self._stop_margin = skips, check_every, stop_margin
         self._log_every, self._monitor, self._monitored = log_every, monitor, "loss"
+        self._limits, self._is_save_requested = RunLimits(1), False
+        self._evaluation: tuple[DataSource, Mapping[str, evaluation.Metric]] | None = None  # the one of `fit`
+        self.figure_names: tuple[str, ...] = ()
+        """The names of the figures of the epochs and evaluations of the present or last call of `fit`."""
+
         self._last_step = Step([])
         self._unlogged = (0.0, 0)  # the sum of the losses since the last step entry, and the number of their samples
         self._stop_request = StopRequest()
         self._run: resumable_run.ResumableRun
         self._reporter: reporting.Reporter
+        self._profiler: profiling.StepProfiler
         # 3. load the weights, and replicate or shard the model
         if deterministic:
             randomness.make_repeatable()
@@ -242,8 +273,8 @@ class Trainer:
             model_file.load(model, weights, lambda failure: [failure])  # a spare loads them alone
         elif weights is not None:
             model_file.load(model, weights)
-        step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers)
-        self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options)
+        step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers, training_step)
+        self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options, self._callbacks)
         self._replicas = ShardReplicas(replicate_every) if recovers and replicate_shards else None
         self._calls = RecoveringCalls(self._assembly, self._replicas) if recovers else None
         if self._calls is None:
@@ -282,6 +313,16 @@ class Trainer:
         return self._assembly.position
 
     @property
+    def checkpoint_dir(self) -> Path | None:
+        """The directory of the checkpoints, or None."""
+        return None if self._checkpoint_dir is None else Path(self._checkpoint_dir).absolute()
+
+    @property
+    def recovers(self) -> bool:
+        """Whether training continues after ranks have failed (`on_failure="recover"`)."""
+        return self._calls is not None
+
+    @property
     def _parts(self) -> Parts:
         return self._assembly.parts
 
@@ -298,12 +339,18 @@ class Trainer:
     def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
         self._step.loss_fn = loss_fn
 
+    @foreign_arguments.explained("fit")
     def fit(
         self,
         train_data: Any,
-        epochs: int,
+        epochs: int | None = None,
         eval_data: Any = None,
         metrics: Mapping[str, evaluation.Metric] | None = None,
+        *,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        eval_every: int | None = None,
+        limit_batches: int | None = None,
     ) -> History:
         """Train, starting at the newest checkpoint in `checkpoint_dir` if there is one (collective).
 
@@ -317,13 +364,21 @@ class Trainer:
                   torch's own; otherwise each rank uses its DataLoader unchanged.
 
                 Batches have any structure that `Trainer` describes.
-            epochs: The number of epochs of the whole run, including those before a resume.
+            epochs: The number of epochs of the whole run, including those before a resume. None if another argument
+                limits the run.
             eval_data: Data of the same kinds, evaluated after each epoch.
             metrics: Functions by name. Each takes a batch's outputs and targets and returns one number per sample, or
                 their mean. Without `loss_fn` the second argument is the whole batch.
+            max_steps: End the run after this number of optimizer steps, including those before a resume, also within an
+                epoch. A later call continues there.
+            max_time: End the run after this number of seconds of this call, in the step in which the first rank reaches
+                it. A later call continues there.
+            eval_every: Evaluate also after every `eval_every`-th step.
+            limit_batches: Take at most this number of batches of each rank in each epoch (rounded up to whole optimizer
+                steps) and in each evaluation: a dry run. Use a separate checkpoint_dir.
 
         Returns:
-            One dict per epoch: `epoch`, `step`, `loss`, `samples`, and with eval_data also `eval_loss`,
+            One dict per complete epoch: `epoch`, `step`, `loss`, `samples`, and with eval_data also `eval_loss`,
             `eval_samples` and the metrics. Means are over all samples of all ranks.
 
         Raises:
@@ -334,18 +389,49 @@ class Trainer:
             TrainingError: On a rank whose loss is not finite, or on every rank if the parameters of the ranks differ.
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
                 names.
-            ValueError: If epochs is not positive, a dataset is empty, a metric is not callable or has a wrong shape, or
-                `monitor` is not a metric of an epoch.
+            ValueError: If nothing limits the run, a limit is not positive, a dataset is empty, a metric is not callable
+                or has a wrong shape, or `monitor` is not a metric of an epoch.
         """
         # 1. check the arguments
-        POSITIVE.check(epochs, "epochs", "fit")
+        accum = self._options.grad_accum_steps
+        is_evaluated, has_callbacks = eval_data is not None, bool(self._callbacks)
+        self._limits = RunLimits(
+            epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated
+        )
         evaluation.METRICS.check(metrics, "metrics", "fit")
+        self.figure_names = optimizers.figure_names(metrics or {}, is_evaluated=is_evaluated)
         if self._schedule == optimizers.ON_METRIC:
-            self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=eval_data is not None)
+            self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=is_evaluated)
         # 2. train
         self._stop_request.reset()
-        return self._called(functools.partial(self._fit, train_data, epochs, eval_data, metrics or {}))
+        with self._callbacks.reporting_exceptions(self):
+            return self._called(functools.partial(self._fit, train_data, eval_data, metrics or {}))
 
+    def stop(self, why: str) -> None:
+        """End the run after the current step, or between two epochs, on all ranks; for callbacks, on one or more ranks.
+
+        `fit` saves a checkpoint and returns. When the program is started again, the run continues.
+
+        Args:
+            why: The reason, for the output and the metrics file.
+        """
+        TEXT.check(why, "why", "stop")
+        self._limits.why = self._limits.why or why
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint after this step, or after this epoch and its evaluation; for callbacks, on all ranks."""
+        self._is_save_requested = True
+
+    def write_metrics(self, event: str, **values: Any) -> None:
+        """Write an entry to the metrics file and the logger; for callbacks. On ranks other than 0 it does nothing.
+
+        Args:
+            event: The name of the entry, other than those of the trainer.
+            **values: Its content, which must be suitable for JSON.
+        """
+        self._reporter.write(event, self.position, **values)
+
+    @foreign_arguments.explained("evaluate")
     def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
 
@@ -363,6 +449,55 @@ class Trainer:
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
         return self._called(functools.partial(self._evaluate, data, metrics or {}))
+
+    @foreign_arguments.explained("predict")
+    def predict(self, data: Any, *, has_targets: bool = True, all_ranks: bool = False) -> Any:
+        """Return the model's outputs for every sample, in the order of the data, each sample once (collective).
+
+        The order is that of the dataset, also for a DataLoader that shuffles, whose drop_last is ignored. A DataLoader
+        that each rank uses unchanged (see `fit`) has no common order: the samples of rank 0 are first, then those of
+        rank 1, and so on.
+
+        Args:
+            data: As in `fit`.
+            has_targets: Whether the batches have targets, as in `fit`, which are not passed to the model. With False
+                the model gets the whole batch. Batches of a single tensor, and mappings without `target_key`, need no
+                targets in either case.
+            all_ranks: Whether every rank gets the outputs, instead of rank 0 only. With on_failure="recover" each rank
+                needs memory for all of them in any case, because another rank can become rank 0.
+
+        Returns:
+            A tensor on the CPU, with one row for each sample, or a container of such tensors, as the model returns
+            them, without a loss in them; None on the other ranks than rank 0, unless all_ranks is set.
+
+        Raises:
+            TypeError: If the data or the outputs have an unsupported type or structure.
+            ValueError: If a dataset is empty, an output does not have one row for each sample, or the shapes of the
+                rows differ.
+            TrainingError: On every rank, if the data are empty, or the outputs of the ranks have different structures.
+        """
+        FLAG.check(has_targets, "has_targets", "predict")
+        FLAG.check(all_ranks, "all_ranks", "predict")
+        # Another rank may become rank 0 after a failure, and then returns the result recorded by its own call.
+        records_all = all_ranks or self._calls is not None
+        outputs = self._called(functools.partial(self._predict, data, has_targets=has_targets, all_ranks=records_all))
+        return outputs if all_ranks or self.world.rank == 0 else None
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Add values to the next entry of the metrics file; call it in a training step, such as in the loss function.
+
+        It does not communicate. The entry has the mean of the values over all ranks and over the steps since the last
+        entry, weighted by the number of samples in their batches. Ranks may log different names. A value during an
+        evaluation is ignored: use `metrics`.
+
+        Args:
+            **values: Numbers, or tensors of one element.
+
+        Raises:
+            TypeError: If a value is neither a number nor a tensor.
+            ValueError: If a tensor has more than one element, or the entry has another field of that name.
+        """
+        self._parts.logged.add(values)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).
@@ -385,29 +520,35 @@ class Trainer:
 
     # -- the loops ---------------------------------------------------------------------------------------------------
 
-    def _fit(self, train_data: Any, epochs: int, eval_data: Any, metrics: Mapping[str, evaluation.Metric]) -> History:
+    def _fit(self, train_data: Any, eval_data: Any, metrics: Mapping[str, evaluation.Metric]) -> History:
         with contextlib.ExitStack() as stack:
             stack.callback(self.__dict__.pop, "_run", None)  # it holds the wrapped model of this world
+            self._is_save_requested = False
             # 1. open the data and the checkpoints, and resume
             train = self._opened(stack, train_data, self._options)
             test = None if eval_data is None else self._opened(stack, eval_data, self._evaluation_options)
-            self._open(stack, train, epochs)
+            self._evaluation = None if test is None else (test, metrics)
+            self._open(stack, train)
+            self._callbacks.call(Callback.on_fit_start, self)
             # 2. complete the evaluation that the interrupted run had not completed
             if test is not None and not self.position.is_evaluated:
-                self._evaluate_epoch(test, metrics)
+                self._evaluate_epoch()
                 self._complete_epoch()
             # 3. train and evaluate by turns
-            while self.position.epoch < epochs:
-                self._train_epoch(train)
+            while not self._limits.is_complete(self.position) and not self._run.ends_between_epochs():
+                if not self._train_epoch(train):
+                    break
                 self._end_epoch(is_evaluated=test is None)
                 if test is not None:
-                    self._evaluate_epoch(test, metrics)
+                    self._evaluate_epoch()
                 self._complete_epoch()
             # 4. save and report the complete run
+            self._run.report_early_end(self._reporter)
             self._run.save(self._reporter, wait=True)
             if self._replicas is not None:
                 self._replicas.refresh(self._parts)
             self._reporter.end(self.position)
+            self._callbacks.call(Callback.on_fit_end, self)
             dist.barrier()  # so that no rank prints anything before the summary table
         return self.position.history
 
@@ -416,23 +557,34 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             test = self._opened(stack, data, self._evaluation_options)
             self._seed("evaluation", self.position.step)
+            stack.enter_context(self._callbacks.evaluating(self))
             found = evaluation.evaluate(self._step, test, metrics)
         assert found is not None  # it is never stopped
         means, count = found
         return {**means, "samples": count}
 
+    def _predict(self, data: Any, *, has_targets: bool, all_ranks: bool) -> Any:
+        self._check_state()
+        with contextlib.ExitStack() as stack:
+            source = self._opened(stack, data, self._evaluation_options, may_drop=False)
+            self._seed("evaluation", self.position.step)
+            stack.enter_context(self._callbacks.evaluating(self))
+            return prediction.predict(self._step, source, has_targets=has_targets, all_ranks=all_ranks)
+
     def _export(self, path: str | os.PathLike[str]) -> None:
         self._check_state()
-        model_file.export(self.wrapped.inner, path)
+        with self._callbacks.evaluating(self):
+            model_file.export(self.wrapped.inner, path)
 
     def _check_state(self) -> None:
         if self._calls is not None and self._calls.has_lost_state:
             raise _lost_state()
 
-    def _open(self, stack: contextlib.ExitStack, train: DataSource, epochs: int) -> None:
+    def _open(self, stack: contextlib.ExitStack, train: DataSource) -> None:
         """Prepare training from the newest checkpoint, or from the start (collective)."""
         # 1. open the checkpoints, and resume or seed a new run
         calls = self._calls
+        self._callbacks.call(Callback.on_setup, self)
         self._run = stack.enter_context(
             resumable_run.opened(
                 self._checkpoint_dir,
@@ -440,6 +592,8 @@ class Trainer:
                 self._stop_margin,
                 self._parts,
                 self._stop_request,
+                self._limits,
+                functools.partial(self._callbacks.call, Callback.on_checkpoint, self),
                 recovers=calls is not None,
             )
         )
@@ -457,10 +611,20 @@ class Trainer:
             self._replicas.refresh(self._parts)
         # 2. open the reporter
         self._reporter = stack.enter_context(
-            reporting.opened(self.world, self._run.directory, self._report_options, epochs, train.total())
+            reporting.opened(
+                self.world,
+                self._run.directory,
+                self._report_options,
+                self._limits.epochs,
+                train.total(),
+                self.position.step,
+            )
+        )
+        self._profiler = stack.enter_context(
+            profiling.opened(self._profile_options, self._run.directory, self.world, self.position.step)
         )
         if calls is None or calls.recovery is None or not continues:
-            is_complete = self.position.epoch >= epochs and self.position.is_evaluated
+            is_complete = self._limits.is_complete(self.position) and self.position.is_evaluated
             self._reporter.begin(self.position, self._options, is_complete=is_complete)
         # 3. after a recovery, save the checkpoint that the failure may have prevented
         if calls is not None and calls.recovery is not None:
@@ -468,16 +632,23 @@ class Trainer:
             if self._is_save_due():
                 self._run.save(self._reporter)
 
-    def _train_epoch(self, train: DataSource) -> None:
+    def _train_epoch(self, train: DataSource) -> bool:
+        """Train the rest of an epoch; return whether it is complete, or the run ends within it."""
         self.wrapped.model.train()
-        position = self.position
+        position, limits = self.position, self._limits
+        if not position.steps_of_epoch:
+            self._callbacks.call(Callback.on_epoch_start, self)
         self._seed("epoch", position.epoch)
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         padding = functools.partial(self._padding, train)
-        clock = self._reporter.clock
-        for step, count in rank_sync.aligned_steps(train, steps, padding, clock, self._seed_step):
+        self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
+        aligned = rank_sync.aligned_steps(train, steps, padding, self._reporter.clock, self._seed_step)
+        for step, count in limits.remaining(aligned, position):
             self._take_step(step, count)
             self._after_step()
+            if limits.has_all_steps(position) or self._run.is_ending:
+                return limits.is_epoch_complete(position, train.total())
+        return True
 
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
@@ -504,6 +675,7 @@ class Trainer:
         self.position.advance(count)
         self._add_losses(*losses)
         self._reporter.step(self.position, count)
+        self._callbacks.call(Callback.on_step_end, self)
 
     def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
         """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
@@ -516,7 +688,7 @@ class Trainer:
         """
         parallel.share_buffers(self.wrapped.inner)
         mine = [*self._parts.losses.take(), not is_finite, *self._run.own_vote]
-        total, samples, failures, *votes = rank_sync.reduced(mine)
+        total, samples, failures, *votes = self._parts.logged.reduced_with(mine)
         self._run.decide_vote(*map(int, votes))
         return not self._skips or not failures, (total, int(samples))
 
@@ -532,12 +704,14 @@ class Trainer:
             self._log()
         if self._check_every is not None and step % self._check_every == 0:
             rank_sync.check_parameters(self.wrapped, step)
-        if self._save_every is not None and step % self._save_every == 0:
-            self._run.save(self._reporter)
+        self._evaluate_if_due()
+        if self._is_save_requested or (self._save_every is not None and step % self._save_every == 0):
+            self._save()
         if self._replicas is not None:
             self._replicas.refresh_if_due(self._parts)
         if is_stopping:
             self._run.stop(self._reporter)
+        self._profiler.count(step)
 
     def _end_epoch(self, *, is_evaluated: bool) -> None:
         """End the training of an epoch.
@@ -551,14 +725,32 @@ class Trainer:
         self.position.end_epoch(is_evaluated=is_evaluated)
         self._reporter.epoch(self.position)
 
-    def _evaluate_epoch(self, test: DataSource, metrics: Mapping[str, evaluation.Metric]) -> None:
-        with self._reporter.excluded(), randomness.preserved(self.world.device):
+    def _evaluate_epoch(self) -> None:
+        figures = self._evaluated()
+        self.position.add_evaluation(figures)
+        self._reporter.evaluation(self.position)
+        self._callbacks.call(Callback.on_eval_end, self, figures)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate within the epoch, if `eval_every` steps are complete."""
+        if self._evaluation is not None and self._limits.is_evaluation_due(self.position):
+            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run evaluates the same
+            figures = self._evaluated()
+            self.position.evaluated_step = self.position.step
+            self._reporter.step_evaluation(self.position, figures)
+            self._callbacks.call(Callback.on_eval_end, self, figures)
+
+    def _evaluated(self) -> dict[str, float]:
+        """Evaluate, and return the figures; a stop request saves and raises `Preempted` (collective)."""
+        assert self._evaluation is not None
+        test, metrics = self._evaluation
+        around = (self._reporter.excluded(), randomness.preserved(self.world.device), self._callbacks.evaluating(self))
+        with around[0], around[1], around[2]:
             self._seed("evaluation", self.position.step)
-            found = evaluation.evaluate(self._step, test, metrics, self._is_stopping)
+            found = evaluation.evaluate(self._step, test, metrics, self._is_stopping, self._limits.limit_batches)
         if found is None:
             self._run.stop(self._reporter)
-        self.position.add_evaluation(*found)
-        self._reporter.evaluation(self.position)
+        return evaluation_figures(*found)
 
     def _is_stopping(self) -> bool:
         self._count_step()
@@ -569,8 +761,13 @@ class Trainer:
         """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
         if self._schedule == optimizers.ON_METRIC:
             self.scheduler.step(self.position.history[-1][self._monitored])
-        if self._save_every is None:
-            self._run.save(self._reporter)
+        self._callbacks.call(Callback.on_epoch_end, self)
+        if self._is_save_requested or self._save_every is None:
+            self._save()
+
+    def _save(self) -> None:
+        self._is_save_requested = False
+        self._run.save(self._reporter)
 
     # -- parts of the loops ------------------------------------------------------------------------------------------
 
@@ -590,6 +787,8 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         position = self.position
+        if position.name in self._callbacks.kept_checkpoints():
+            return True
         if self._save_every is None:
             return position.epoch > 0 and not position.consumed and position.is_evaluated
         return position.step > 0 and position.step % self._save_every == 0
@@ -614,16 +813,20 @@ class Trainer:
 
     def _log(self) -> None:
         if self._calls is None:
-            self._add_losses(*self._parts.losses.reduce())
+            total, count = self._parts.logged.reduced_with(self._parts.losses.take())
+            self._add_losses(total, int(count))
         (total, count), self._unlogged = self._unlogged, (0.0, 0)
-        self._reporter.log(self.position, total / count if count else None, self.optimizer)
+        logged = self._parts.logged.take_means()
+        self._reporter.log(self.position, total / count if count else None, self.optimizer, logged)
 
     @property
     def _evaluation_options(self) -> LoaderOptions:
         return dataclasses.replace(self._options, grad_accum_steps=1, shuffle=False)
 
-    def _opened(self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions) -> DataSource:
-        source = make_source(data, options, DataRank(self.world.rank, self.world.size))
+    def _opened(
+        self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions, *, may_drop: bool = True
+    ) -> DataSource:
+        source = make_source(data, options, DataRank(self.world.rank, self.world.size), may_drop=may_drop)
         stack.callback(source.close)
         if self._calls is not None and not source.is_shared and self.world.size != self._calls.first_size:
             raise raised_on_all_ranks(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mpicomm.training import batches, randomness
-from mpicomm.training.batches import LossFunction
+from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
 from mpicomm.training.state import Parts
 from mpicomm.training.step_timing import Clock
@@ -27,13 +28,15 @@ class TrainingStep:
         max_grad_norm: float | None,
         *,
         can_discard: bool,
+        own_step: OwnStep | None = None,
     ) -> None:
         """Prepare the steps of a run.
 
         Args:
             can_discard: Whether to copy the buffers before each step, so that it can be discarded.
+            own_step: The forward pass of the user; None for the model and `loss_fn`.
         """
-        self.loss_fn = loss_fn
+        self.loss_fn, self._own_step = loss_fn, own_step
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
         self._target_key, self._max_grad_norm, self._can_discard = target_key, max_grad_norm, can_discard
         self._buffers: list[torch.Tensor] = []
@@ -46,16 +49,41 @@ class TrainingStep:
             model: The model, as DDP, FSDP or torch.compile wraps it.
             batch: The batch.
         """
+        if self._own_step is not None and (self.loss_fn is None or self._wrapped.inner.training):
+            return self._forward_own(model, batch)
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
         call = batches.call_of(content, None if returns_loss else self._target_key)
-        if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
-            self._is_first_call = False
+        self._check_first(call)
         with self.parts.precision.arithmetic():
             outputs = model(*call.args, **call.kwargs)
             loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
         return batches.check_loss(loss, is_of_model=returns_loss), outputs, call.targets
+
+    def _forward_own(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
+        """Return the mean loss of a batch from the function of the user, what it returned, and the batch."""
+        assert self._own_step is not None
+        content = batches.moved(batch.content, self._device)
+        with self.parts.precision.arithmetic():
+            found = self._own_step(model, content)
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        return batches.check_loss(loss, is_of_model=False, is_of_step=True), found, content
+
+    def outputs(self, model: Any, batch: Batch, *, has_targets: bool) -> Any:
+        """Return the model's outputs for a batch, for predictions.
+
+        Args:
+            model: The model in evaluation mode.
+            batch: The batch.
+            has_targets: Whether the last element of the batch, or its item `target_key`, is no input. A model that
+                returns its loss takes the whole batch.
+        """
+        content = batches.moved(batch.content, self._device)
+        target_key = self._target_key if has_targets and self.loss_fn is not None else None
+        call = batches.call_without_targets(content, target_key)
+        self._check_first(call)
+        with self.parts.precision.arithmetic():
+            return model(*call.args, **call.kwargs)
 
     def accumulate(self, step: Step, count: int, clock: Clock) -> bool:
         """Accumulate the gradients of the batches, and return whether their losses are finite (collective).
@@ -76,12 +104,18 @@ class TrainingStep:
             self._warm_up(step.batches[0])
             clock.start()
         self._wrapped.begin_step()
+        logged = self.parts.logged
         is_finite = True
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
             with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
-                loss, _, _ = self.forward(self._wrapped.model, batch)
-                is_finite = self.parts.losses.add(self.parts.position.step, batch, loss) and is_finite
+                logged.begin_batch(batch.count)
+                loss, outputs, _ = self.forward(self._wrapped.model, batch)
+                if self._own_step is not None:
+                    logged.add(batches.figures_in(outputs))
+                is_finite_here = self.parts.losses.add(self.parts.position.step, batch, loss)
+                logged.end_batch(is_finite=is_finite_here)
+                is_finite = is_finite and is_finite_here
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count
                 self.parts.precision.backward(loss if weight == 1 else loss * weight)
@@ -105,9 +139,15 @@ class TrainingStep:
         self._buffers = []
         self.parts.optimizer.zero_grad(set_to_none=True)
 
+    def _check_first(self, call: batches.Call) -> None:
+        if self._is_first_call:
+            batches.check_call(self._wrapped.inner, call)
+            self._is_first_call = False
+
     def _warm_up(self, batch: Batch) -> None:
         """Run the model once before the first step, and restore its buffers and the generators (collective)."""
         buffers = self._copied_buffers()
+        self.parts.logged.begin_batch(0)  # the batch is run again in the step
         with randomness.preserved(self._device):
             self._wrapped.warm_up(lambda model: self.forward(model, batch)[0])
         self._restore_buffers(buffers)

@@ -25,7 +25,8 @@ from tests.launching import ROOT
 GUIDE = ROOT / "docs" / "guide.md"
 SHARP_BITS = ROOT / "docs" / "sharp-bits.md"
 REFERENCE = ROOT / "docs" / "reference.md"
-DOCUMENTS = (GUIDE, SHARP_BITS)
+CALLBACKS = ROOT / "docs" / "callbacks.md"
+DOCUMENTS = (GUIDE, SHARP_BITS, CALLBACKS)
 
 RANKS = 2  # the default for a section without the comment
 _FENCE = re.compile(r"^```(\w*)$")

@@ -27,7 +27,8 @@ SETTING = re.compile(r"(\w+)=(\S+)")
 
 def jobs() -> list[object]:
     """Return the combinations of document, number of ranks and debug mode of all sections."""
-    ways = {(name, each.ranks, each.in_debug_mode) for name, document in READ.items() for each in document.sections}
+    sections = [(name, each) for name, document in READ.items() for each in document.sections if each.snippets()]
+    ways = {(name, each.ranks, each.in_debug_mode) for name, each in sections}
     # sharp-bits.md shows the behaviour of the MPI library.
     return [pytest.param(*way, marks=pytest.mark.each_mpi if way[0] == "sharp-bits.md" else ()) for way in sorted(ways)]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import mpi
 from mpicomm.backend import worker_thread
-from mpicomm.backend.callbacks import OrderedFuture
+from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.work import QueuedWork
 from mpicomm.backend.worker_thread import Worker
 from mpicomm.watchdog import flight_recorder

@@ -339,7 +339,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/callbacks.py",
+        "backend/future_callbacks.py",
         old="    return [each for each in _pending if each.thread == thread and each.queue is not queue]",
         new="    return [each for each in _pending if each.queue is not queue]",
         fault="Threads with separate groups wait for each other's callbacks, in orders that differ between ranks.",
@@ -347,7 +347,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend/callbacks.py",
+        "backend/future_callbacks.py",
         old="    return [each for each in _pending if each.thread == thread and each.queue is not queue]",
         new="    return []",
         fault="Callbacks of two groups run in arbitrary order.",

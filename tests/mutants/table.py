@@ -11,6 +11,7 @@ from tests.mutants import (
     launch_and_watchdog,
     recovery,
     shm_and_collective_ops,
+    trainer_output,
     training,
 )
 
@@ -24,4 +25,5 @@ MUTANTS = [
     *kubernetes.MUTANTS,
     *recovery.MUTANTS,
     *training.MUTANTS,
+    *trainer_output.MUTANTS,
 ]

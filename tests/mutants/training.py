@@ -8,8 +8,8 @@ MUTANTS = [
     # -- agreement of the ranks -----------------------------------------------------------------------------
     Mutant(
         "training/rank_sync.py",
-        old="stop_request, has_failed = self._gathered.tolist()",
-        new="stop_request, has_failed = self._mine.tolist()",
+        old="stop_request, has_failed, end_request = self._gathered.tolist()",
+        new="stop_request, has_failed, end_request = self._mine.tolist()",
         fault="Each rank checks only its own vote, so a rank with a stop request exits without the others.",
         tests="tests/training/test_checkpoints.py -k stop_request_during_the_evaluation",
         ranks=4,
@@ -21,6 +21,48 @@ MUTANTS = [
         fault="With different numbers of batches per rank in a step, batches beyond the smallest number are dropped.",
         tests="tests/training/test_uneven.py -k very_different_lengths",
         ranks=4,
+    ),
+    # -- callbacks and limits -------------------------------------------------------------------------------
+    Mutant(
+        "training/weight_average.py",
+        old="        finally:\n            self._exchange(trainer)\n",
+        new="        finally:\n            pass\n",
+        fault="Training continues from the averaged parameters after an evaluation.",
+        tests="tests/training/test_callbacks.py -k ema_averages",
+        ranks=2,
+    ),
+    Mutant(
+        "training/state.py",
+        old='    parts.callbacks.load(run["callbacks"])\n',
+        new="",
+        fault="A resumed run starts with new states of its callbacks.",
+        tests="tests/training/test_callbacks.py -k in_parts",
+        ranks=2,
+    ),
+    Mutant(
+        "training/checkpoint.py",
+        old="for mark in [each for each in old if each.parent.name not in kept]:",
+        new="for mark in old:",
+        fault="The best checkpoint is removed when newer ones are complete.",
+        tests="tests/training/test_callbacks.py -k best_checkpoint",
+        ranks=2,
+    ),
+    Mutant(
+        "training/trainer.py",
+        old="            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run "
+        "evaluates the same\n",
+        new="",
+        fault="An evaluation within an epoch gives other figures in a run that resumes with it.",
+        tests="tests/training/test_callbacks.py -k in_parts",
+        ranks=2,
+    ),
+    Mutant(
+        "training/run_limits.py",
+        old="return position.consumed == total or (",
+        new="return (",
+        fault="A run whose last step by max_steps is the last one of an epoch does not complete the epoch.",
+        tests="tests/training/test_run_limits.py -k max_steps_ends",
+        ranks=2,
     ),
     # -- checkpoints ----------------------------------------------------------------------------------------
     Mutant(
@@ -191,11 +233,11 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/losses.py",
-        old="        total, count = rank_sync.reduced(self.take())\n",
-        new="        own, number = self.take()\n"
-        "        total, count = rank_sync.reduced([own / max(number, 1), number])\n"
-        "        total *= count / dist.get_world_size()\n",
+        "training/trainer.py",
+        old="            total, count = self._parts.logged.reduced_with(self._parts.losses.take())\n",
+        new="            own, number = self._parts.losses.take()\n"
+        "            total, count = self._parts.logged.reduced_with([own / max(number, 1), number])\n"
+        "            total *= count / dist.get_world_size()\n",
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
         ranks=4,
@@ -320,8 +362,8 @@ MUTANTS = [
     # -- the metrics file and the display -------------------------------------------------------------------
     Mutant(
         "training/progress_display.py",
-        old="seconds = ((self._epochs - epoch) * self._total - consumed)",
-        new="seconds = (self._total - consumed)",
+        old="seconds = (self._samples - epoch * (self._total or 0) - consumed)",
+        new="seconds = ((self._total or 0) - consumed)",
         fault="The displayed remaining time is that of the epoch, not of the run.",
         tests="tests/unit/test_reporting.py -k progress_line",
         ranks=0,

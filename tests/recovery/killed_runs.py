@@ -152,7 +152,7 @@ class References:
         """Add a problem to each result whose final state differs from its reference."""
         with_same_size = [each for each in results if each.case.spares]
         for result in with_same_size:
-            _compare(result, self.whole, ("digest", "history", "evaluation"))
+            _compare(result, self.whole, ("digest", "history", "evaluation", "callbacks", "predicted"))
         self._compare_chains([each for each in results if not each.case.spares])
 
     def _compare_chains(self, results: Sequence[Result]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mpicomm import mpi
 from tests.recovery import killed_runs
 from tests.recovery.kill_plan import RECOVERING, Kill
 from tests.recovery.killed_runs import Case
+from tests.recovery.training_job import EPOCHS
 
 CASES = [
     Case(
@@ -43,6 +45,19 @@ def test_killed_runs_end_with_the_bits_of_runs_without_kills(tmp_path: Path) -> 
     assert [len(each.gaps) for each in results] == [2, 3, 1]  # no step follows the kill after fit
     assert results[0].sizes == [4, 3, 2]
     assert results[2].sizes == [4, 4]
+    for number in range(len(CASES)):
+        assert_logged(tmp_path / f"case-{number}" / "run" / "metrics.jsonl")
+
+
+def assert_logged(path: Path) -> None:
+    """Check that the values logged on all ranks have the means of the losses, which are equal to them."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    entries = [entry for entry in entries if entry["event"] == "step" and entry["loss"] is not None]
+    assert len(entries) > EPOCHS // 2  # rank 0 can die before it writes an entry
+    assert {name for entry in entries for name in entry if name.startswith("of_")} >= {"of_0", "of_1"}
+    assert all(entry["of_0"] == 1.0 for entry in entries)
+    # A rank that dies is the only one that knows its losses since the last reduction, so both means lack them.
+    assert [entry["own_loss"] for entry in entries] == [pytest.approx(entry["loss"]) for entry in entries]
 
 
 def test_cases_have_as_many_kills_as_asked_and_every_point() -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,12 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
     plan.install()
     log = Log(directory / f"steps-{os.getpid()}.jsonl")
     log.install()
+    callbacks: list[mpicomm.Callback] = [Figures()]
+    if arguments.strategy == "ddp":
+        callbacks.append(mpicomm.EMA(0.9))
     trainer = job.make_trainer(
         directory / "run",
+        callbacks=callbacks,
         strategy=arguments.strategy,
         save_every=arguments.save_every,
         keep_checkpoints=arguments.keep,
@@ -74,7 +79,9 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
 
     def slowly(*data: Any) -> torch.Tensor:
         time.sleep(arguments.pause)
-        return loss_fn(*data)
+        loss = loss_fn(*data)
+        trainer.log(own_loss=loss, **{f"of_{trainer.world.rank}": 1.0})
+        return loss
 
     def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         plan.visit("in an evaluation")
@@ -85,7 +92,11 @@ def train(directory: Path, arguments: argparse.Namespace) -> None:
     history = trainer.fit(data, arguments.epochs, eval_data=test, metrics={"accuracy": is_right})
     plan.visit("after fit")
     evaluation = trainer.evaluate(test)
-    final = {"digest": digest(trainer), "history": history, "evaluation": evaluation}
+    outputs = trainer.predict(test, all_ranks=True)
+    assert outputs.shape == (EVAL_SAMPLES, 2)
+    states = digest_of([each.state_dict() for each in callbacks])
+    final = {"digest": digest(trainer), "history": history, "evaluation": evaluation, "callbacks": states}
+    final["predicted"] = hashlib.sha256(outputs.numpy().tobytes()).hexdigest()
     Path(directory, f"final-{trainer.world.rank}.json").write_text(json.dumps(final))
 
 
@@ -100,6 +111,34 @@ def digest(trainer: Trainer) -> str:
     for name, tensor in sorted(named.items()):
         found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def digest_of(states: list[dict[str, Any]]) -> str:
+    """Return a digest of the states of callbacks."""
+    tensors = [tensor.numpy().tobytes() for state in states for tensor in state.get("averages", ())]
+    return hashlib.sha256(b"".join([repr(states[0]).encode(), *tensors])).hexdigest()
+
+
+class Figures(mpicomm.Callback):
+    """A callback whose state depends on every step, epoch and evaluation."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.events.append(trainer.position.step)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self.events.append(trainer.position.history[-1])
+
+    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        self.events.append(figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": self.events}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.events = state["events"]
 
 
 class Log:

@@ -41,9 +41,10 @@ def make_trainer(directory: Path | None, model: nn.Module | None = None, **optio
     return Trainer(model, optimizer, nn.functional.cross_entropy, scheduler=scheduler, **given)
 
 
-def fit(trainer: Trainer, epochs: int = 3) -> list[dict[str, float]]:
+def fit(trainer: Trainer, epochs: int = 3, **limits: Any) -> list[dict[str, float]]:
     train, test = Samples(61, 2, 0.1), Samples(19, 3, 0.0)
-    return trainer.fit(train, epochs, test, {"accuracy": lambda out, labels: out.argmax(dim=1) == labels})
+    metrics = {"accuracy": lambda out, labels: out.argmax(dim=1) == labels}
+    return trainer.fit(train, epochs, test, metrics, **limits)
 
 
 def complete(directory: Path) -> list[str]:

@@ -85,7 +85,6 @@ OLD_IDENTIFIERS = [
     "if_not_finite",
     "in_ranks",
     "let_go",
-    "patience",
     "roll_call",
     "room",
     "said",

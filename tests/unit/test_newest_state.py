@@ -49,7 +49,7 @@ def test_an_evaluated_epoch_is_newer_than_its_last_step() -> None:
     progress = [position.progress]
     position.end_epoch(is_evaluated=False)
     progress.append(position.progress)
-    position.add_evaluation({"loss": 1.0}, 10)
+    position.add_evaluation({"eval_loss": 1.0})
     progress.append(position.progress)
     position.advance(10)
     progress.append(position.progress)

@@ -22,7 +22,7 @@ from mpicomm.errors import MpicommError
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_pending: list[Callback] = []
+_pending: list[FutureCallback] = []
 """The callbacks that have not run, of all groups and threads, in the order of registration."""
 _message_threads: list[None] = []
 """One entry for each thread that is running callbacks of point-to-point messages."""
@@ -36,7 +36,7 @@ class Queue(Protocol):
         """Queue a callback of an operation's future behind the operations that are already queued."""
 
 
-class Callback:
+class FutureCallback:
     """A callback that waits in its group's queue."""
 
     def __init__(self, queue: Any, run: Callable[[], None]) -> None:
@@ -148,21 +148,21 @@ def is_inside_callback() -> bool:
     return current() is not None or getattr(_thread, "runs_queue", False)
 
 
-def current() -> Callback | None:
+def current() -> FutureCallback | None:
     """Return the callback that is running on this thread, or None."""
     return getattr(_thread, "callback", None)
 
 
-def add(queue: Any, run: Callable[[], None]) -> tuple[Callback, list[Callback]]:
+def add(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[FutureCallback]]:
     """Register a callback; return it and the pending callbacks of other groups that this thread added earlier."""
-    callback = Callback(queue, run)
+    callback = FutureCallback(queue, run)
     with _lock:
         earlier = _of_others(queue)
         _pending.append(callback)
     return callback, earlier
 
 
-def before(queue: Any) -> list[Callback]:
+def before(queue: Any) -> list[FutureCallback]:
     """Return the pending callbacks of other groups that must run before the next call of this thread."""
     if not _pending or is_inside_callback():
         return []
@@ -170,7 +170,7 @@ def before(queue: Any) -> list[Callback]:
         return _of_others(queue)
 
 
-def _of_others(queue: Any) -> list[Callback]:
+def _of_others(queue: Any) -> list[FutureCallback]:
     thread = threading.get_ident()
     return [each for each in _pending if each.thread == thread and each.queue is not queue]
 

@@ -1,0 +1,204 @@
+"""Callbacks that follow one figure of a run: the best checkpoint, and early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicomm import arguments
+from mpicomm.arguments import POSITIVE, TEXT
+from mpicomm.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from mpicomm.training.trainer import Trainer
+
+_MODE = arguments.one_of("min", "max")
+_NOT_NEGATIVE = arguments.number("a non-negative number", lambda value: value >= 0)
+
+
+class FigureMonitor(Callback):
+    """Base class of callbacks that follow one figure. All ranks have the same figures, and decide the same."""
+
+    def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
+        """Follow a figure.
+
+        Args:
+            monitor: "loss", after each epoch, or "eval_loss" or the name of a metric, after each evaluation.
+            mode: "min" if smaller figures are better, "max" if greater ones are.
+            min_delta: The smallest change that counts as an improvement.
+        """
+        name = type(self).__name__
+        TEXT.check(monitor, "monitor", name)
+        _MODE.check(mode, "mode", name)
+        _NOT_NEGATIVE.check(min_delta, "min_delta", name)
+        self._monitor, self._sign, self._min_delta = monitor, -1.0 if mode == "min" else 1.0, min_delta
+        self.best: float | None = None
+        """The best figure so far, or None."""
+
+    def on_setup(self, trainer: Trainer) -> None:
+        """Check that the run has the figure.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        if self._monitor not in trainer.figure_names:
+            raise ValueError(
+                f"{type(self).__name__}: monitor must be one of {', '.join(map(repr, trainer.figure_names))}, got "
+                f"{self._monitor!r}.\n"
+                f"Set monitor to one of these, or pass eval_data and the metric to fit()."
+            )
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """Compare the loss of the epoch, if it is the monitored figure."""
+        if self._monitor == "loss":
+            self._compare(trainer, trainer.position.history[-1]["loss"])
+
+    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Compare a figure of the evaluation, if it is the monitored one."""
+        if self._monitor != "loss":
+            self._compare(trainer, figures[self._monitor])
+
+    def _compare(self, trainer: Trainer, figure: float) -> None:
+        """Compare a new figure with the best one; a figure that is not finite is never better."""
+        is_better = math.isfinite(figure) and (self.best is None or self._sign * (figure - self.best) > self._min_delta)
+        if is_better:
+            self.best = figure
+        self.follow(trainer, is_better=is_better)
+
+    def follow(self, trainer: Trainer, *, is_better: bool) -> None:
+        """React to a new figure.
+
+        Args:
+            trainer: The trainer.
+            is_better: Whether it is the best one so far.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best figure."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the best figure.
+
+        Args:
+            state: The state.
+        """
+        self.best = state["best"]
+
+
+class BestCheckpoint(FigureMonitor):
+    """Saves a checkpoint at each new best figure, and keeps the best one in addition to `keep_checkpoints`.
+
+    `Trainer.fit` still resumes from the newest checkpoint. Load the weights of the best one into a model with
+    `torch.distributed.checkpoint`, in a job or in one process::
+
+        weights = {"model": model.state_dict()}
+        torch.distributed.checkpoint.load(weights, checkpoint_id=best.path)
+        model.load_state_dict(weights["model"])
+    """
+
+    def __init__(self, monitor: str = "eval_loss", mode: str = "min") -> None:
+        """Follow a figure.
+
+        Args:
+            monitor: "loss", after each epoch, or "eval_loss" or the name of a metric, after each evaluation.
+            mode: "min" if smaller figures are better, "max" if greater ones are.
+        """
+        super().__init__(monitor, mode)
+        self._name: str | None = None
+        self._directory: Path | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The best checkpoint, which is complete at the end of `fit`; None before the first figure."""
+        return None if self._name is None or self._directory is None else self._directory / self._name
+
+    def on_setup(self, trainer: Trainer) -> None:
+        """Check the arguments of the trainer.
+
+        Raises:
+            ValueError: If it has no checkpoint_dir, or the run does not have the figure.
+        """
+        super().on_setup(trainer)
+        self._directory = trainer.checkpoint_dir
+        if self._directory is None:
+            raise ValueError(
+                "BestCheckpoint requires a checkpoint_dir, got checkpoint_dir=None.\n"
+                "Pass checkpoint_dir to Trainer, or omit BestCheckpoint."
+            )
+
+    def follow(self, trainer: Trainer, *, is_better: bool) -> None:
+        """Save a checkpoint if the figure is the best one so far."""
+        if is_better:
+            self._name = trainer.position.name
+            trainer.save_checkpoint()
+
+    def kept_checkpoints(self) -> tuple[str, ...]:
+        """Return the name of the best checkpoint."""
+        return () if self._name is None else (self._name,)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best figure, and the name of its checkpoint."""
+        return {**super().state_dict(), "name": self._name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the best figure, and the name of its checkpoint.
+
+        Args:
+            state: The state.
+        """
+        super().load_state_dict(state)
+        self._name = state["name"]
+
+
+class EarlyStopping(FigureMonitor):
+    """Ends the run when a figure has not improved for a number of evaluations (for "loss": epochs).
+
+    `fit` then returns as after the last epoch. When the program is started again, the run does not continue.
+    """
+
+    def __init__(
+        self, monitor: str = "eval_loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0
+    ) -> None:
+        """Follow a figure.
+
+        Args:
+            monitor: "loss", after each epoch, or "eval_loss" or the name of a metric, after each evaluation.
+            patience: The number of figures in a row without an improvement after which the run ends.
+            mode: "min" if smaller figures are better, "max" if greater ones are.
+            min_delta: The smallest change that counts as an improvement.
+        """
+        super().__init__(monitor, mode, min_delta)
+        POSITIVE.check(patience, "patience", "EarlyStopping")
+        self._patience = patience
+        self.count = 0
+        """The number of figures in a row without an improvement."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """End a run that had ended before it was resumed."""
+        self._end_if_due(trainer)
+
+    def follow(self, trainer: Trainer, *, is_better: bool) -> None:
+        """Count the figures without an improvement, and end the run when there are too many."""
+        self.count = 0 if is_better else self.count + 1
+        self._end_if_due(trainer)
+
+    def _end_if_due(self, trainer: Trainer) -> None:
+        if self.count >= self._patience:
+            trainer.stop(f"EarlyStopping: no better {self._monitor} than {self.best} in {self.count} comparisons")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best figure, and the number of figures without an improvement."""
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the best figure, and the number of figures without an improvement.
+
+        Args:
+            state: The state.
+        """
+        super().load_state_dict(state)
+        self.count = state["count"]

@@ -1,0 +1,224 @@
+"""Loggers, which receive the entries of a run on rank 0: TensorBoard, a CSV file, W&B, and functions of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpicomm.arguments import Expected
+from mpicomm.metrics_file import Logger
+
+LoggerArgument = Logger | str | Sequence[Logger | str] | None
+
+CSV_NAME = "metrics.csv"
+WANDB_ID_NAME = "wandb-id"
+_PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
+"""The loggers that need a package of the same name."""
+
+NAMES = ("tensorboard", "csv", "wandb")
+_TABLE_EVENTS = ("step", "epoch", "eval", "step_eval")
+"""The entries with figures of the run; others, such as "checkpoint", are no rows of a table."""
+
+_POSITION = ("event", "step", "epoch", "consumed", "time")
+
+_LOGGER = Expected(
+    "a function, 'tensorboard', 'csv', 'wandb' or a list of them",
+    lambda logger: isinstance(logger, str) or callable(logger),
+    is_within=lambda logger: not isinstance(logger, str) or logger in NAMES,
+    remedy="Pass a function that takes an entry (a dict), one of these names, a list of both, or omit logger.",
+)
+
+
+def check(logger: LoggerArgument, checkpoint_dir: str | os.PathLike[str] | None) -> None:
+    """Check the argument `logger` of `Trainer`.
+
+    Raises:
+        TypeError: If it is of a wrong type.
+        ValueError: If a name is unknown, or is used twice, or requires checkpoint_dir.
+        ImportError: If the package of a logger is not installed.
+    """
+    listed = as_list(logger)
+    for each in listed:
+        _LOGGER.check(each, "logger")
+        if isinstance(each, str) and each in _PACKAGES and importlib.util.find_spec(each) is None:
+            raise ImportError(f'logger="{each}" requires {_PACKAGES[each]}.\nInstall it: pip install {each}')
+    for name in NAMES:
+        if listed.count(name) > 1:
+            raise ValueError(f"logger must contain each name once, got {name!r} twice.\nRemove one of them.")
+    if "csv" in listed and checkpoint_dir is None:
+        raise ValueError(
+            "logger='csv' requires a checkpoint_dir, got checkpoint_dir=None.\n"
+            "Pass checkpoint_dir, the directory of the file, or use another logger."
+        )
+
+
+def as_list(logger: LoggerArgument) -> list[Any]:
+    """Return the loggers as a list."""
+    if logger is None:
+        return []
+    return list(logger) if isinstance(logger, (list, tuple)) else [logger]
+
+
+@contextlib.contextmanager
+def opened(logger: LoggerArgument, directory: Path | None, step: int) -> Iterator[Logger | None]:
+    """Yield a function that passes an entry to all loggers; None if there are none.
+
+    Args:
+        logger: The loggers.
+        directory: The directory of the run, if any.
+        step: The step from which the run continues, 0 at its start. A run that was killed may have logged later steps,
+            which it repeats.
+    """
+    with contextlib.ExitStack() as stack:
+        found = [
+            stack.enter_context(_OPENED[each](directory, step)) if isinstance(each, str) else each
+            for each in as_list(logger)
+        ]
+        yield _all_of(found) if found else None
+
+
+def _all_of(found: Sequence[Logger]) -> Logger:
+    def log(entry: dict[str, Any]) -> None:
+        for each in found:
+            each(entry)
+
+    return log
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an entry that are not part of its position."""
+    return {
+        name: value for name, value in entry.items() if isinstance(value, (int, float)) and name not in {"step", "time"}
+    }
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _tensorboard(directory: Path | None, step: int) -> Iterator[Logger]:
+    """Yield a logger that writes the numbers of each entry to TensorBoard."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard ignores the points of earlier files from purge_step on: the resumed run logs these steps again.
+    writer = SummaryWriter(directory or Path("runs"), purge_step=step + 1 if step else None)
+
+    def log(entry: dict[str, Any]) -> None:
+        if "step" in entry:
+            for name, value in _numbers(entry).items():
+                writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])
+            writer.flush()
+
+    with writer:
+        yield log
+
+
+# -- a CSV file --------------------------------------------------------------------------------------------------------
+
+
+class CSVTable:
+    """A CSV file with a row for each step entry, epoch and evaluation. A resumed run neither loses nor repeats rows."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open the file, and remove the rows of steps after `step`, which the run repeats."""
+        self._path = path
+        self._columns: list[str] = list(_POSITION)
+        self._newest: tuple[int, set[str]] = (0, set())  # the last step of the file, and the events of its rows
+        rows = _rows_until(path, step)
+        for row in rows:
+            self._is_new(row["event"], int(row["step"]))
+        if rows:
+            self._columns = list(rows[0])
+        self._rewrite(rows)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Append an entry as a row, unless there is a row of this event and step."""
+        if entry["event"] not in _TABLE_EVENTS or not self._is_new(entry["event"], entry["step"]):
+            return
+        row = {name: value for name, value in entry.items() if isinstance(value, (int, float, str))}
+        if added := [name for name in row if name not in self._columns]:
+            rows = _rows_until(self._path, entry["step"])
+            self._columns += added
+            self._rewrite(rows)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    def _is_new(self, event: str, step: int) -> bool:
+        newest, events = self._newest
+        if step != newest:
+            self._newest = newest, events = step, set()
+        if event in events:
+            return False
+        events.add(event)
+        return True
+
+    def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Replace the file by one with these rows and the current columns."""
+        temporary = self._path.with_suffix(".partial")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        temporary.replace(self._path)
+
+
+def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
+    """Return the rows of a file up to a step. A last line without its end, after a crash, is not a row."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
+    return [row for row in rows if int(row["step"]) <= step]
+
+
+@contextlib.contextmanager
+def _csv(directory: Path | None, step: int) -> Iterator[Logger]:
+    assert directory is not None  # `check` requires it
+    yield CSVTable(directory / CSV_NAME, step).write
+
+
+# -- Weights & Biases --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _wandb(directory: Path | None, step: int) -> Iterator[Logger]:
+    """Yield a logger that sends the numbers of each entry to Weights & Biases.
+
+    The directory of the run keeps the ID of the W&B run, so that a resumed run continues it. W&B then ignores the
+    steps that it already has.
+    """
+    import wandb
+
+    identity: dict[str, Any] = {}
+    if directory is not None:
+        identity = {"dir": str(directory), "id": _wandb_id(directory / WANDB_ID_NAME, step), "resume": "allow"}
+    with wandb.init(**identity) as run:
+
+        def log(entry: dict[str, Any]) -> None:
+            if entry["event"] in ("start", "resume"):
+                run.config.update(entry, allow_val_change=True)
+            elif "step" in entry:
+                values = {f"{entry['event']}/{name}": value for name, value in _numbers(entry).items()}
+                run.log(values, step=entry["step"])
+
+        yield log
+
+
+def _wandb_id(path: Path, step: int) -> str:
+    """Return the ID of the W&B run. A run that starts again from its first step gets a new one."""
+    if not step or not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
+
+
+_OPENED: dict[str, Callable[[Path | None, int], contextlib.AbstractContextManager[Logger]]] = {
+    "tensorboard": _tensorboard,
+    "csv": _csv,
+    "wandb": _wandb,
+}

@@ -1,0 +1,130 @@
+"""Profiles of training steps with torch.profiler, as trace files for Perfetto (ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpicomm import arguments
+from mpicomm.arguments import Expected
+from mpicomm.session import World
+
+FOLDER = "profile"
+"""The folder of the traces in the run directory."""
+
+_STEPS = Expected(
+    "a range of steps",
+    lambda steps: isinstance(steps, range),
+    "a range of consecutive steps from 1",
+    lambda steps: len(steps) > 0 and steps.step == 1 and steps.start >= 1,
+    "Pass for example profile=range(10, 13) for the steps 10, 11 and 12.",
+).or_none()
+_RANK = arguments.integer(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileOptions:
+    """Arguments of `Trainer` that concern profiles.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument is out of range, or steps are passed without checkpoint_dir.
+    """
+
+    steps: range | None
+    ranks: Sequence[int]
+    checkpoint_dir: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        _STEPS.check(self.steps, "profile")
+        for rank in self.ranks:
+            _RANK.check(rank, "a rank in profile_ranks")
+        if self.steps is not None and self.checkpoint_dir is None:
+            raise ValueError(
+                "profile requires a checkpoint_dir, got checkpoint_dir=None.\n"
+                "Pass checkpoint_dir, the directory of the traces, or omit profile."
+            )
+
+
+class StepProfiler:
+    """Profiles a range of steps of this rank, each with the loading of its batches."""
+
+    def __init__(self, steps: range, folder: Path, world: World) -> None:
+        self._steps, self._folder, self._world = steps, folder, world
+        self._profile: Any = None
+        self._mark: Any = None  # the range of the current step in the trace
+        self._first = 0
+
+    def count(self, completed: int) -> None:
+        """Start or end the profile, if the next step is its first one or follows its last one.
+
+        Args:
+            completed: The number of the run's completed steps.
+        """
+        if self._profile is None and completed + 1 not in self._steps:
+            return
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        if completed + 1 not in self._steps:
+            self.close()
+            return
+        if self._profile is None:
+            self._start(completed + 1)
+        self._mark = torch.profiler.record_function(f"step {completed + 1}")
+        self._mark.__enter__()
+
+    def close(self) -> None:
+        """End the profile, if there is one, and write the trace."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        profile.stop()
+        self._folder.mkdir(exist_ok=True)
+        path = self._unused_path()
+        temporary = path.with_suffix(".partial")
+        profile.export_chrome_trace(str(temporary))
+        temporary.rename(path)
+
+    def _start(self, step: int) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._first = step
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+
+    def _unused_path(self) -> Path:
+        """Return the path of the trace. A resumed run may profile the same steps again, and keeps the first trace."""
+        name = f"rank_{self._world.rank:03d}-step-{self._first:09d}"
+        paths = (self._folder / f"{name}{f'-{number}' if number > 1 else ''}.json" for number in itertools.count(1))
+        return next(path for path in paths if not path.exists())
+
+
+@contextlib.contextmanager
+def opened(options: ProfileOptions, directory: Path | None, world: World, completed: int) -> Iterator[StepProfiler]:
+    """Yield the profiler of a run; at the end of the block it writes a trace that it has begun.
+
+    Args:
+        options: The steps and the ranks.
+        directory: The directory of the run.
+        world: The world of the run.
+        completed: The number of steps from which the run continues.
+    """
+    is_profiled = options.steps is not None and directory is not None and world.rank in options.ranks
+    steps = options.steps if is_profiled else range(0)
+    assert steps is not None
+    profiler = StepProfiler(steps, (directory or Path()) / FOLDER, world)
+    with contextlib.closing(profiler):
+        profiler.count(completed)
+        yield profiler

@@ -1,0 +1,112 @@
+"""Faults in predictions, logged values, loggers, profiles, and loops of the user."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "training/prediction.py",
+        old="order = places.argsort(stable=True)",
+        new="order = torch.arange(len(places))",
+        fault="Predictions are in the order of the ranks instead of that of the data.",
+        tests="tests/training/test_predictions.py -k each_sample_once",
+        ranks=4,
+    ),
+    Mutant(
+        "training/prediction.py",
+        old="turn = number * world.size + world.rank if source.is_shared else world.rank",
+        new="turn = world.rank",
+        fault="Predictions for a stream, whose batches the ranks take by turns, are in the order of the ranks.",
+        tests="tests/training/test_predictions.py -k a_stream",
+        ranks=4,
+    ),
+    Mutant(
+        "training/data.py",
+        old="drop_last=loader.drop_last and may_drop",
+        new="drop_last=loader.drop_last",
+        fault="Predictions for a DataLoader with drop_last lack the last samples.",
+        tests="tests/training/test_predictions.py -k drops_samples",
+        ranks=4,
+    ),
+    Mutant(
+        "training/logged_values.py",
+        old="            self._add(name, value * weight, weight)\n",
+        new="            self._add(name, value, 1)\n",
+        fault="The mean of a logged value has equal weights for batches of different sizes.",
+        tests="tests/training/test_logged_values.py -k over_samples_in_uneven",
+        ranks=4,
+    ),
+    Mutant(
+        "training/logged_values.py",
+        old="        if self._of_batch and is_finite:\n",
+        new="        if self._of_batch:\n",
+        fault="A logged value of a skipped step that is not finite makes the mean not finite.",
+        tests="tests/training/test_logged_values.py -k over_samples_in_uneven",
+        ranks=4,
+    ),
+    Mutant(
+        "training/training_step.py",
+        old="        self.parts.logged.begin_batch(0)  # the batch is run again in the step\n",
+        new="        self.parts.logged.begin_batch(batch.count)\n",
+        fault="The pass before the first step counts in the mean of a logged value.",
+        tests="tests/training/test_logged_values.py -k means_over_ranks_and_steps",
+        ranks=4,
+    ),
+    Mutant(
+        "training/state.py",
+        old='        parts.logged.restore([own["logged"]])\n',
+        new="",
+        fault="The values logged since the last entry are lost when a run resumes.",
+        tests="tests/training/test_logged_values.py -k resumed_run",
+        ranks=4,
+    ),
+    Mutant(
+        "training/loggers.py",
+        old="purge_step=step + 1 if step else None",
+        new="purge_step=None",
+        fault="TensorBoard shows the steps twice that a run repeats after a kill.",
+        tests="tests/unit/test_loggers.py -k tensorboard_shows",
+        ranks=0,
+    ),
+    Mutant(
+        "training/loggers.py",
+        old='    return [row for row in rows if int(row["step"]) <= step]\n',
+        new="    return rows\n",
+        fault="The CSV file has the steps twice that a run repeats after a kill.",
+        tests="tests/unit/test_loggers.py -k csv_file_has_each_row",
+        ranks=0,
+    ),
+    Mutant(
+        "training/loggers.py",
+        old='csv.DictReader(line for line in file if line.endswith("\\n"))',
+        new="csv.DictReader(file)",
+        fault="A row of the CSV file that a crash truncated stays in the file.",
+        tests="tests/unit/test_loggers.py -k csv_file_has_each_row",
+        ranks=0,
+    ),
+    Mutant(
+        "training/profiling.py",
+        old="return next(path for path in paths if not path.exists())",
+        new="return next(paths)",
+        fault="A resumed run overwrites the trace of the first one.",
+        tests="tests/training/test_profiles.py -k another_file",
+        ranks=2,
+    ),
+    Mutant(
+        "training/preparation.py",
+        old="self.weight = batch.count * self._world.size / count",
+        new="self.weight = 1.0",
+        fault="In an uneven batch of a loop of the user, the samples of the ranks have different weights.",
+        tests="tests/training/test_prepare.py -k trains_as_one_process",
+        ranks=4,
+    ),
+    Mutant(
+        "training/preparation.py",
+        old="epoch, self._epoch = self._epoch, self._epoch + 1",
+        new="epoch = self._epoch",
+        fault="A prepared loader has the same order in each epoch.",
+        tests="tests/training/test_prepare.py -k order_of_its_number",
+        ranks=4,
+    ),
+]

@@ -1,0 +1,189 @@
+"""Loggers of a run: no row is lost or repeated when a run that was killed resumes, and lists of loggers."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpicomm.training import loggers
+
+Entry = dict[str, Any]
+
+
+def entry(event: str, step: int, **values: Any) -> Entry:
+    return {"event": event, "time": 100.0 + step, "step": step, "epoch": (step - 1) // 4, "consumed": 8, **values}
+
+
+def run(log: Callable[[Entry], None], begin: int, end: int, *, resumes_at_evaluation: bool = False) -> None:
+    """Log a run of steps, with a checkpoint event at each and an evaluation after each fourth step."""
+    if resumes_at_evaluation:
+        log(entry("eval", begin, accuracy=float(begin)))
+    for step in range(begin + 1, end + 1):
+        log(entry("step", step, loss=1 / step, lr=None, **({"late": 2.0 * step} if step > 6 else {})))
+        log(entry("checkpoint", step))
+        if step % 4 == 0:
+            log(entry("eval", step, accuracy=float(step)))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_csv_file_has_each_row_once_after_a_kill(tmp_path: Path) -> None:
+    """The first process is killed in step 10, the second at once; they resume from steps 8 and 4."""
+    path = tmp_path / "metrics.csv"
+    with loggers.opened("csv", tmp_path, 0) as log:
+        assert log is not None
+        run(log, 0, 10)
+    with path.open("a") as file:
+        file.write("step,11,")  # a row that the crash truncated
+    with loggers.opened(["csv"], tmp_path, 8) as log:
+        assert log is not None
+    with loggers.opened("csv", tmp_path, 4) as log:
+        assert log is not None
+        run(log, 4, 12, resumes_at_evaluation=True)
+    rows = rows_of(path)
+    events = [("step", step) for step in range(1, 13)]
+    events += [("eval", step) for step in (4, 8, 12)]
+    assert [(row["event"], int(row["step"])) for row in rows] == sorted(
+        events, key=lambda each: (each[1], each[0] != "step")
+    )
+    assert [float(row["loss"]) for row in rows if row["event"] == "step"] == [1 / step for step in range(1, 13)]
+    assert [float(row["late"]) for row in rows if row["late"]] == [2.0 * step for step in range(7, 13)]
+    assert [float(row["accuracy"]) for row in rows if row["accuracy"]] == [4.0, 8.0, 12.0]
+
+
+def test_tensorboard_shows_each_point_once_after_a_kill(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for begin, end in ((0, 10), (8, 12)):
+        with loggers.opened("tensorboard", tmp_path, begin) as log:
+            assert log is not None
+            run(log, begin, end)
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    points = [(each.step, each.value) for each in board.Scalars("step/loss")]
+    assert points == [(step, pytest.approx(1 / step)) for step in range(1, 13)]
+    assert [each.step for each in board.Scalars("eval/accuracy")] == [4, 8, 12]
+
+
+class FakeWandb(types.ModuleType):
+    """Records the calls of W&B's interface, of which it has only the parts with these signatures."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = types.SimpleNamespace(name="wandb")  # type: ignore[assignment]
+        self.calls: list[tuple[str, Any]] = []
+        self.config = types.SimpleNamespace(update=self._update)
+
+    def init(self, *, dir: str | None = None, id: str | None = None, resume: str | None = None) -> FakeWandb:  # noqa: A002
+        self.calls.append(("init", (dir, id, resume)))
+        return self
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self.calls.append(("log", (step, data)))
+
+    def _update(self, values: dict[str, Any], allow_val_change: bool) -> None:
+        self.calls.append(("config", (values["batch_size"], allow_val_change)))
+
+    def __enter__(self) -> FakeWandb:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.calls.append(("finish", ()))
+
+
+def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    loggers.check("wandb", None)
+    for begin in (0, 4):
+        with loggers.opened("wandb", tmp_path, begin) as log:
+            assert log is not None
+            log(entry("resume" if begin else "start", begin, batch_size=32))
+            log(entry("step", begin + 1, loss=0.5, lr=None))
+    (_, (directory, identity, resume)), *_ = fake.calls
+    values = {"step/loss": 0.5, "step/epoch": 0, "step/consumed": 8}
+    assert (directory, resume) == (str(tmp_path), "allow")
+    assert fake.calls == [
+        ("init", (directory, identity, resume)),
+        ("config", (32, True)),
+        ("log", (1, values)),
+        ("finish", ()),
+        ("init", (directory, identity, resume)),
+        ("config", (32, True)),
+        ("log", (5, {**values, "step/epoch": 1})),
+        ("finish", ()),
+    ]
+    with loggers.opened("wandb", tmp_path, 0):
+        pass
+    assert fake.calls[-2][1][1] != identity, "a run that starts again is another run"
+
+
+def test_wandb_writes_a_run_in_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs where W&B is installed: the package is larger than all others of the tests together, except torch."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for begin in (0, 4):
+        with loggers.opened("wandb", tmp_path, begin) as log:
+            assert log is not None
+            log(entry("resume" if begin else "start", begin, batch_size=32))
+            run(log, begin, begin + 4)
+    wandb.teardown()
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    identity = (tmp_path / "wandb-id").read_text()
+    assert {path.name for path in files} == {f"run-{identity}.wandb"}
+    content = b"".join(path.read_bytes() for path in files)
+    assert b"eval/accuracy" in content
+    assert b"step/loss" in content
+
+
+def test_all_loggers_of_a_list_get_all_entries(tmp_path: Path) -> None:
+    first: list[Entry] = []
+    second: list[Entry] = []
+    with loggers.opened([first.append, "csv", second.append], tmp_path, 0) as log:
+        assert log is not None
+        run(log, 0, 4)
+    assert first == second
+    assert len(first) == 9
+    assert len(rows_of(tmp_path / "metrics.csv")) == 5
+    for none in (None, []):
+        with loggers.opened(none, tmp_path, 0) as log:
+            assert log is None
+
+
+@pytest.mark.parametrize(
+    ("logger", "kind", "message"),
+    [
+        (
+            "mlflow",
+            ValueError,
+            "logger must be a function, 'tensorboard', 'csv', 'wandb' or a list of them, got 'mlflow'",
+        ),
+        (["csv", 3], TypeError, r"logger must be .*, got 3 \(int\)"),
+        (["csv", "csv"], ValueError, "logger must contain each name once, got 'csv' twice"),
+        ("csv", ValueError, "logger='csv' requires a checkpoint_dir"),
+        ("wandb", ImportError, r'logger="wandb" requires Weights & Biases.\nInstall it: pip install wandb'),
+        (
+            ["tensorboard"],
+            ImportError,
+            r'logger="tensorboard" requires TensorBoard.\nInstall it: pip install tensorboard',
+        ),
+    ],
+)
+def test_loggers_that_cannot_be_used(
+    logger: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(kind, match=message):
+        loggers.check(logger, "run" if isinstance(logger, list) else None)
