@@ -47,7 +47,7 @@ def prepare(
     Args:
         model: The model, with the same modules on all ranks. The parameters of rank 0 are broadcast.
         optimizer: An optimizer of the model's parameters.
-        *loaders: DataLoaders, each of which becomes a `PreparedLoader`.
+        loaders: DataLoaders, each of which becomes a `PreparedLoader`.
         strategy: "ddp" replicates the model on each rank; "fsdp" shards each parameter over the ranks (FSDP2).
         find_unused_parameters: Set it if some steps do not use all parameters (DDP).
         compile_model: Use torch.compile, as `Trainer` does.

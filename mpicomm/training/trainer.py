@@ -28,11 +28,11 @@ from mpicomm.training import (
     optimizers,
     parallel,
     prediction,
-    profiling,
     randomness,
     rank_sync,
     reporting,
     resumable_run,
+    step_profile,
 )
 from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.callbacks import Callback, CallbackList
@@ -234,7 +234,7 @@ class Trainer:
         self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
         self._callbacks = CallbackList(callbacks)
         self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
-        self._profile_options = profiling.ProfileOptions(profile, profile_ranks, checkpoint_dir)
+        self._profile_options = step_profile.ProfileOptions(profile, profile_ranks, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
@@ -265,7 +265,7 @@ class Trainer:
         self._stop_request = StopRequest()
         self._run: resumable_run.ResumableRun
         self._reporter: reporting.Reporter
-        self._profiler: profiling.StepProfiler
+        self._profiler: step_profile.StepProfiler
         # 3. load the weights, and replicate or shard the model
         if deterministic:
             randomness.make_repeatable()
@@ -621,7 +621,7 @@ class Trainer:
             )
         )
         self._profiler = stack.enter_context(
-            profiling.opened(self._profile_options, self._run.directory, self.world, self.position.step)
+            step_profile.opened(self._profile_options, self._run.directory, self.world, self.position.step)
         )
         if calls is None or calls.recovery is None or not continues:
             is_complete = self._limits.is_complete(self.position) and self.position.is_evaluated

@@ -86,7 +86,7 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "training/profiling.py",
+        "training/step_profile.py",
         old="return next(path for path in paths if not path.exists())",
         new="return next(paths)",
         fault="A resumed run overwrites the trace of the first one.",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mpicomm
-from mpicomm.training import profiling
+from mpicomm.training import step_profile
 from tests.training.test_steps import make_model, samples
 from tests.training.test_uneven import make_trainer
 
@@ -41,7 +41,7 @@ def test_a_resumed_run_completes_the_profile_and_keeps_the_first_trace(world: mp
 
 def test_a_trace_of_the_same_steps_is_another_file(world: mpicomm.World, tmp_path: Path) -> None:
     for _ in range(2):
-        profiler = profiling.StepProfiler(range(1, 2), tmp_path / "profile", world)
+        profiler = step_profile.StepProfiler(range(1, 2), tmp_path / "profile", world)
         profiler.count(0)
         torch.ones(3).sin()
         profiler.count(1)
