@@ -26,6 +26,7 @@ _STEPS = Expected(
     lambda steps: len(steps) > 0 and steps.step == 1 and steps.start >= 1,
     "Pass for example profile=range(10, 13) for the steps 10, 11 and 12.",
 ).or_none()
+_RANKS = arguments.instance("a sequence of ranks", Sequence, remedy="Pass for example profile_ranks=(0, 1).")
 _RANK = arguments.integer(0)
 
 
@@ -44,6 +45,7 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         _STEPS.check(self.steps, "profile")
+        _RANKS.check(self.ranks, "profile_ranks")
         for rank in self.ranks:
             _RANK.check(rank, "a rank in profile_ranks")
         if self.steps is not None and self.checkpoint_dir is None:

@@ -429,6 +429,7 @@ class Trainer:
             event: The name of the entry, other than those of the trainer.
             **values: Its content, which must be suitable for JSON.
         """
+        TEXT.check(event, "event", "write_metrics")
         self._reporter.write(event, self.position, **values)
 
     @foreign_arguments.explained("evaluate")

@@ -118,24 +118,48 @@ TRAINER: Wrong = {
     "check_every": POSITIVE,
     "stop_margin": ["1", True, -1.0, float("nan"), Unknown()],
     "progress": [*WORDS, None],
-    "logger": [5, "wandb", True, Unknown()],
+    "logger": [5, "mlflow", True, Unknown()],
+    "training_step": [5, "step", nn.MSELoss, Unknown()],
+    "callbacks": [5, [len], mpicomm.EMA(0.5), Unknown()],
+    "profile": [5, True, "1", Unknown()],
+    "profile_ranks": [5, ["0"], [-1], Unknown()],
     "rank_logs": FLAGS,
     "on_failure": [*WORDS, None],
     "replicate_shards": FLAGS,
     "replicate_every": POSITIVE,
 }
+TEXTS = [5, True, None, Unknown()]
+_OF_PREPARE = ("model", "optimizer", "strategy", "find_unused_parameters", "compile_model", "seed")
+PREPARE: Wrong = {**{name: TRAINER[name] for name in _OF_PREPARE}, "loaders": []}  # loaders have no keyword
 DATASETS = [None, 5, torch.nn.Linear(1, 1), Unknown()]
 METRICS = [5, ["accuracy"], {"accuracy": 5}, {5: len}, Unknown()]
 METHODS: dict[str, tuple[dict[str, Any], Wrong]] = {
     "fit": (
         {"train_data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1)), "epochs": 1},
-        {"train_data": DATASETS, "epochs": [*POSITIVE, None], "eval_data": DATASETS[1:], "metrics": METRICS},
+        {
+            "train_data": DATASETS,
+            "epochs": [*POSITIVE, None],
+            "eval_data": DATASETS[1:],
+            "metrics": METRICS,
+            "max_steps": POSITIVE,
+            "max_time": ["1", True, 0, -1.0, float("nan"), Unknown()],
+            "eval_every": POSITIVE,
+            "limit_batches": POSITIVE,
+        },
     ),
     "evaluate": (
         {"data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1))},
         {"data": DATASETS, "metrics": METRICS},
     ),
+    "predict": (
+        {"data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1))},
+        {"data": DATASETS, "has_targets": FLAGS, "all_ranks": FLAGS},
+    ),
     "export": ({}, {"path": [*PATHS, None]}),
+    "log": ({}, {"values": []}),  # any names
+    "stop": ({}, {"why": TEXTS}),
+    "save_checkpoint": ({}, {}),
+    "write_metrics": ({}, {"event": TEXTS, "values": []}),
 }
 
 
@@ -176,6 +200,13 @@ def test_the_trainer(world: mpicomm.World, argument: str) -> None:
     is_refused(mpicomm.Trainer, parts(), argument, TRAINER[argument])
 
 
+@pytest.mark.parametrize("argument", PREPARE)
+def test_prepare(world: mpicomm.World, argument: str) -> None:
+    given = parts()
+    del given["loss_fn"]
+    is_refused(mpicomm.prepare, given, argument, PREPARE[argument])
+
+
 @pytest.mark.parametrize(("name", "argument"), cases(METHODS))
 def test_methods_of_the_trainer(world: mpicomm.World, name: str, argument: str) -> None:
     given, wrong = METHODS[name]
@@ -207,7 +238,7 @@ def test_a_work_of_torch_is_no_handle(world: mpicomm.World) -> None:
 
 
 def test_every_argument_of_every_public_function_is_here() -> None:
-    tables = {**OPERATIONS, **OTHERS, "Trainer": ({}, TRAINER)}
+    tables = {**OPERATIONS, **OTHERS, "Trainer": ({}, TRAINER), "prepare": ({}, PREPARE)}
     functions = {name: getattr(mpicomm, name) for name in mpicomm.__all__}
     functions = {name: each for name, each in functions.items() if inspect.isfunction(each) or name == "Trainer"}
     methods = {name: each for name, each in vars(mpicomm.Trainer).items() if not name.startswith("_")}
