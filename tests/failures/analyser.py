@@ -99,8 +99,13 @@ def write(machine: dict[str, Any], rows: dict[str, Verdict]) -> None:
     """Write the results of one MPI."""
     name = machine["mpi"].rpartition(" ")[0].lower().replace(" ", "")
     found = {"machine": machine, "rows": {way: dataclasses.asdict(each) for way, each in rows.items()}}
-    text = re.sub(r" at (?:/|<)\S*?([\w.]+>?):(\d+)", r" at \1:\2", json.dumps(found))  # files without directories
-    result_files.write(RESULTS / f"torchfrtrace-{name}.json", json.loads(text))
+    result_files.write(RESULTS / f"torchfrtrace-{name}.json", json.loads(_without_directories(json.dumps(found))))
+
+
+def _without_directories(text: str) -> str:
+    """Return JSON with the names of source files only, in messages and in tracebacks."""
+    text = re.sub(r" at (?:/|<)\S*?([\w.]+>?):(\d+)", r" at \1:\2", text)
+    return re.sub(r'File \\"/[^"]*?([^/"]+)\\"', r'File \\"\1\\"', text)
 
 
 def section(rank: int) -> str:
