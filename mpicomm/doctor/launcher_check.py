@@ -30,10 +30,10 @@ class LauncherFacts:
     """For each of `COMMANDS` in PATH, its path and the output of `--version`."""
 
     own: str = ""
-    """The mpiexec of the library; empty if there is none."""
+    """The path of the mpiexec of the library; empty without one."""
 
     not_found: str = ""
-    """The error message if there is none."""
+    """The error message without an mpiexec; otherwise empty."""
 
     srun_list: str = ""
     """The output of `srun --mpi=list`; empty without Slurm."""

@@ -50,7 +50,7 @@ class GPUReader:
         self._last = GPUReading()
 
     def read(self) -> GPUReading:
-        """Return the state of the GPU; without values if there is none, or if the driver does not answer."""
+        """Return the state of the GPU; without values if the rank has no GPU, or the driver does not answer."""
         if not self._uuid or (self._thread is not None and self._thread.is_alive()):
             return GPUReading()
         self._thread = threading.Thread(target=self._read, name="mpicomm-gpu", daemon=True)

@@ -19,7 +19,7 @@ _LIMIT = 60.0  # seconds until it has loaded the trace
 
 
 def missing() -> str:
-    """Return what is missing to run the trace processor; empty if nothing is."""
+    """Return which program or package is missing to run the trace processor; empty if all are installed."""
     if shutil.which("node") is None:
         return "needs Node"
     return (
