@@ -248,15 +248,8 @@ class Channel:
         return rank in self._expected
 
     def _send(self, connection: Connection, message: Message | None = None) -> None:
-        """Send a message, or the rest of earlier messages, as far as the socket accepts it."""
-        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
-            if message is None:
-                connection.flush()
-            else:
-                connection.send(message)
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
         with contextlib.suppress(KeyError, ValueError):  # dropped meanwhile
-            self._selector.modify(connection, mask)
+            connection.send_registered(self._selector, message)
 
     def _drop(self, connection: Connection) -> None:
         if connection is self._up:

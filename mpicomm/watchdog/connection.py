@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import selectors
 import socket
 import struct
 import time
@@ -73,6 +75,24 @@ class Connection:
             except BlockingIOError:
                 return
             del self._outgoing[:sent]
+
+    def send_registered(self, selector: selectors.BaseSelector, message: Message | None = None) -> None:
+        """Send a message, or the rest of earlier messages, as far as the socket accepts it.
+
+        Args:
+            selector: The selector at which the connection is registered: it then waits until it can send the rest.
+            message: The message; None for the rest.
+
+        Raises:
+            KeyError: If the connection is not registered.
+            ValueError: If it is closed.
+        """
+        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
+            if message is None:
+                self.flush()
+            else:
+                self.send(message)
+        selector.modify(self, selectors.EVENT_READ | (selectors.EVENT_WRITE if self.has_outgoing else 0))
 
     def receive(self) -> tuple[list[Message], str]:
         """Receive the data that has arrived.

@@ -88,7 +88,7 @@ class Observers:
             if observer.asks:
                 observer.asks = False
                 for message in messages:
-                    self._send(connection, message)
+                    connection.send_registered(self._selector, message)
 
     def close_expired(self) -> None:
         """Disconnect observers that have not authenticated, asked, or read an answer in time; call it regularly."""
@@ -121,7 +121,7 @@ class Observers:
                 return False
         else:
             if mask & selectors.EVENT_WRITE:
-                self._send(connection)
+                connection.send_registered(self._selector)
             if mask & selectors.EVENT_READ:
                 messages, lost = connection.receive()
         observer = self._observers[connection]
@@ -145,16 +145,6 @@ class Observers:
         if is_full:
             self._drop(connection)
         return not is_full
-
-    def _send(self, connection: Connection, message: Message | None = None) -> None:
-        """Send a message, or the rest of earlier messages, as far as the socket accepts it."""
-        with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
-            if message is None:
-                connection.flush()
-            else:
-                connection.send(message)
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
-        self._selector.modify(connection, mask)
 
     def _drop(self, connection: Connection) -> None:
         del self._observers[connection]
