@@ -5,21 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, Outcome, run_alone, run_command, run_ranks
+from tests.launching import ROOT, Outcome, command_line, run_alone, run_command, run_ranks
 
 EXAMPLES = ROOT / "examples"
-PROGRAMS = {
-    "mpirun": [str(Path(sys.executable).parent / "mpiexec")],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "python": [sys.executable],
-    "mpicomm": [sys.executable, "-m", "mpicomm"],
-}
 DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 WITH_A_KILL = "mpicomm run -n 5 --spares 1 -m mpicomm.examples.trainer --dir runs/killed --kill 60"
@@ -51,10 +43,8 @@ def sessions() -> list[tuple[str, str, str]]:
 @functools.cache
 def run(command: str) -> Outcome:
     """Run a command of a docstring, with the programs and the files of this checkout."""
-    words = [word for each in shlex.split(command) for word in PROGRAMS.get(each, [each])]
-    args = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
     for _ in range(TRIES if "before.py" in command else 1):
-        outcome = run_command(args, timeout=240)
+        outcome = run_command(command_line(command), timeout=240)
         if ABORTED not in outcome.stderr:
             break
     return outcome
