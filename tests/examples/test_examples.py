@@ -12,6 +12,7 @@ import pytest
 from tests.launching import ROOT, Outcome, command_line, run_alone, run_command, run_ranks
 
 EXAMPLES = ROOT / "examples"
+INTEGRATIONS = EXAMPLES / "integrations"  # tests/integrations runs these
 DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 WITH_A_KILL = "mpicomm run -n 5 --spares 1 -m mpicomm.examples.trainer --dir runs/killed --kill 60"
@@ -33,7 +34,7 @@ ABORTED, TRIES = "terminate called without an active exception", 6
 def sessions() -> list[tuple[str, str, str]]:
     """Return the file, the command and the output of each session in a docstring."""
     found = []
-    for path in sorted(EXAMPLES.rglob("*.py")):
+    for path in sorted({*EXAMPLES.rglob("*.py")} - {*INTEGRATIONS.rglob("*.py")}):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         for command, output in re.findall(r"^    \$ (.+)\n((?:    (?!\$ ).*\n?)*)", docstring, re.MULTILINE):
             found.append((str(path.relative_to(EXAMPLES)), command, output))

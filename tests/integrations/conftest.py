@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 from tests.integrations import records
+from tests.integrations.records import Recorder
 from tests.launching import Outcome, command_line, run_command
 
 _HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of a module, one integration, if one of its `PACKAGES` is not installed."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests of a module, one integration, if one of its `PACKAGES` is not installed; and the long tests."""
+    runs_all = any(isinstance(plugin, Recorder) for plugin in config.pluginmanager.get_plugins())
     for item in items:
-        if _HERE in item.path.parents:
-            missing = [name for name in item.module.PACKAGES if records.version(name) is None]
-            if missing:
-                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}: run `make integrations`"))
+        if _HERE not in item.path.parents:
+            continue
+        if missing := [name for name in item.module.PACKAGES if records.version(name) is None]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}: run `make integrations`"))
+        elif item.get_closest_marker("make_integrations") and not runs_all:
+            item.add_marker(pytest.mark.skip(reason="long: run `make integrations`"))
 
 
 @pytest.fixture

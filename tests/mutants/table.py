@@ -8,6 +8,7 @@ from tests.mutants import (
     horovod_scripts,
     kubernetes,
     launch_and_watchdog,
+    lightning,
     recovery,
     shm_and_collective_ops,
     training,
@@ -20,6 +21,7 @@ MUTANTS = [
     *horovod.MUTANTS,
     *horovod_scripts.MUTANTS,
     *kubernetes.MUTANTS,
+    *lightning.MUTANTS,
     *recovery.MUTANTS,
     *training.MUTANTS,
 ]
