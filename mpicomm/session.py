@@ -41,6 +41,7 @@ DUMPS = "mpicomm-dumps"
 _LEAVE_PAUSE = 0.01  # seconds between two polls of messages in flight, while other ranks still run
 _SHORTEST_LIMIT = 10.0  # seconds; processes may notice a failure late on a busy machine
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
 
 # torch's names of backends that have another name in bootstrap.
 _TORCH_NAMES = {backend_choice.MPI: plugin.NAME, backend_choice.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
@@ -247,6 +248,9 @@ def _export(session: Session) -> None:
     interface = interfaces.towards(world.master_addr) if world.num_nodes > 1 else None
     if interface and not os.environ.get(_GLOO_INTERFACE):
         values[_GLOO_INTERFACE] = interface
+    # Without it, `accelerate.Accelerator()` on CPUs ignores RANK and WORLD_SIZE: each rank would train alone.
+    if world.device.type == "cpu" and not os.environ.get(_ACCELERATE_USE_CPU):
+        values[_ACCELERATE_USE_CPU] = "true"
     for name, value in values.items():
         session.environ[name] = os.environ.get(name)
         os.environ[name] = str(value)

@@ -17,7 +17,7 @@ from mpicomm.launch import detect
 
 pytest_plugins = ["tests.worlds"]
 # Variables that other packages set: pytest; torch, when DDP first checks for its compiler and when the compiler runs
-# (also in a CUDA build); scikit-learn, at import.
+# (also in a CUDA build); scikit-learn and Lightning, at import.
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -25,6 +25,7 @@ SET_BY_OTHERS = {
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
 }
 ENDING_SECONDS = 2.0
 LAUNCH = detect.detect(os.environ)

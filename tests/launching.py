@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,14 @@ OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
 
 LIMIT = 180.0
 """Seconds after which a job is killed: many times the usual duration, so that a busy machine does not fail a test."""
+
+PROGRAMS = {
+    "mpirun": [str(Path(sys.executable).parent / "mpiexec")],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "python": [sys.executable],
+    "mpicomm": [sys.executable, "-m", "mpicomm"],
+}
+"""The words that start a program of this environment, by its name in a shell."""
 
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "SLURM_CONF")
 _MARK = "TESTS_JOB"  # every process of a job inherits this variable, which identifies it
@@ -139,6 +148,12 @@ def python(code_or_args: str | Sequence[str]) -> list[str]:
     """Return the command that runs Python with code or arguments."""
     arguments = ["-c", code_or_args] if isinstance(code_or_args, str) else list(code_or_args)
     return [sys.executable, *arguments]
+
+
+def command_line(command: str) -> list[str]:
+    """Return the words of a shell's command, with the programs of this environment and the files of this checkout."""
+    words = [word for each in shlex.split(command) for word in PROGRAMS.get(each, [each])]
+    return [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
 
 
 def almost_empty_environment() -> dict[str, str]:

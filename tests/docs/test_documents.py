@@ -13,8 +13,8 @@ import pytest
 
 from tests.docs import documents
 from tests.docs.documents import DOCUMENTS, Command
-from tests.examples.test_examples import PROGRAMS, form
-from tests.launching import Outcome, run_command, run_ranks
+from tests.examples.test_examples import form
+from tests.launching import PROGRAMS, Outcome, run_command, run_ranks
 
 READ = {path.name: documents.read(path) for path in DOCUMENTS}
 each_document = pytest.mark.parametrize("name", READ)

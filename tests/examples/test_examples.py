@@ -5,21 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, Outcome, run_alone, run_command, run_ranks
+from tests.launching import ROOT, Outcome, command_line, run_alone, run_command, run_ranks
 
 EXAMPLES = ROOT / "examples"
-PROGRAMS = {
-    "mpirun": [str(Path(sys.executable).parent / "mpiexec")],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "python": [sys.executable],
-    "mpicomm": [sys.executable, "-m", "mpicomm"],
-}
+INTEGRATIONS = EXAMPLES / "integrations"  # tests/integrations runs these
 DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 WITH_A_KILL = "mpicomm run -n 5 --spares 1 -m mpicomm.examples.trainer --dir runs/killed --kill 60"
@@ -41,7 +34,7 @@ ABORTED, TRIES = "terminate called without an active exception", 6
 def sessions() -> list[tuple[str, str, str]]:
     """Return the file, the command and the output of each session in a docstring."""
     found = []
-    for path in sorted(EXAMPLES.rglob("*.py")):
+    for path in sorted({*EXAMPLES.rglob("*.py")} - {*INTEGRATIONS.rglob("*.py")}):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         for command, output in re.findall(r"^    \$ (.+)\n((?:    (?!\$ ).*\n?)*)", docstring, re.MULTILINE):
             found.append((str(path.relative_to(EXAMPLES)), command, output))
@@ -51,10 +44,8 @@ def sessions() -> list[tuple[str, str, str]]:
 @functools.cache
 def run(command: str) -> Outcome:
     """Run a command of a docstring, with the programs and the files of this checkout."""
-    words = [word for each in shlex.split(command) for word in PROGRAMS.get(each, [each])]
-    args = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
     for _ in range(TRIES if "before.py" in command else 1):
-        outcome = run_command(args, timeout=240)
+        outcome = run_command(command_line(command), timeout=240)
         if ABORTED not in outcome.stderr:
             break
     return outcome

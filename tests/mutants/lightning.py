@@ -1,0 +1,40 @@
+"""Faults in the adapter for Lightning, and in the variables for accelerate."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "integrations/lightning.py",
+        old="return self._world.rank",
+        new="return self._world.node_rank * self._world.local_size + self._world.local_rank",
+        fault="Lightning's rank is computed as if the ranks of a node were consecutive.",
+        tests="tests/integrations/test_lightning.py -k test_the_environment_has_the_ranks_of_the_job",
+        ranks=0,
+    ),
+    Mutant(
+        "integrations/lightning.py",
+        old="if (num_devices, num_nodes) != (world.local_size, world.num_nodes):",
+        new="if num_devices * num_nodes != world.size:",
+        fault="Trainer accepts all numbers of devices and nodes whose product is the number of ranks.",
+        tests="tests/integrations/test_lightning.py -k test_arguments_that_do_not_fit_the_job",
+        ranks=0,
+    ),
+    Mutant(
+        "integrations/lightning.py",
+        old="world.device.index != world.local_rank:",
+        new="world.device.index != 0:",
+        fault="The GPU of a rank is compared with GPU 0 instead of the one that Lightning selects.",
+        tests="tests/integrations/test_lightning.py -k test_a_gpu_that_lightning_does_not_select",
+        ranks=0,
+    ),
+    Mutant(
+        "session.py",
+        old="values[_ACCELERATE_USE_CPU] = ",
+        new="session.environ[_ACCELERATE_USE_CPU] = ",
+        fault="ACCELERATE_USE_CPU is not set, so with accelerate each rank trains alone.",
+        tests="tests/integrations/test_accelerate.py -k mpirun",
+        ranks=0,
+    ),
+]
