@@ -42,6 +42,7 @@ LAYERS = {
     "reports": 10,
     "horovod": 10,
     "job_info": 10,
+    "integrations": 10,
     "cli": 11,
     "__main__": 12,
 }
