@@ -6,21 +6,20 @@ from tests.launching import run_ranks
 
 PACKAGES = ("torch",)
 
-# Each rank asks every rank for its RANK, and leaves a tensor on the last one, in two blocks in sequence.
+# Each rank asks every rank for its RANK, and leaves a tensor on the last one.
 CALLS = """
 import os, torch, mpicomm
 from torch.distributed import rpc
 from mpicomm.integrations.rpc import workers
 world = mpicomm.bootstrap()
-for block in range(2):
-    with workers(world, options=rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)) as names:
-        assert names == [f"rank{rank}" for rank in range(world.size)]
-        ranks = [rpc.rpc_sync(name, os.getenv, ("RANK",)) for name in names]
-        assert ranks == [str(rank) for rank in range(world.size)]
-        reference = rpc.remote(names[-1], torch.full, ((3,), world.rank + block))
-        assert reference.owner_name() == names[-1]
-        assert reference.to_here().sum() == 3 * (world.rank + block)
-    assert "TP_SOCKET_IFNAME" not in os.environ
+with workers(world, options=rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)) as names:
+    assert names == [f"rank{rank}" for rank in range(world.size)]
+    ranks = [rpc.rpc_sync(name, os.getenv, ("RANK",)) for name in names]
+    assert ranks == [str(rank) for rank in range(world.size)]
+    reference = rpc.remote(names[-1], torch.full, ((3,), world.rank))
+    assert reference.owner_name() == names[-1]
+    assert reference.to_here().sum() == 3 * world.rank
+assert "TP_SOCKET_IFNAME" not in os.environ
 assert mpicomm.all_reduce(1) == world.size  # the job's own group is not affected
 if world.rank == 0:
     print("passed")

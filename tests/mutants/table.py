@@ -9,6 +9,7 @@ from tests.mutants import (
     kubernetes,
     launch_and_watchdog,
     recovery,
+    rpc_adapter,
     shm_and_collective_ops,
     training,
 )
@@ -21,5 +22,6 @@ MUTANTS = [
     *horovod_scripts.MUTANTS,
     *kubernetes.MUTANTS,
     *recovery.MUTANTS,
+    *rpc_adapter.MUTANTS,
     *training.MUTANTS,
 ]
