@@ -30,14 +30,19 @@ def listed() -> list[tuple[str, str]]:
 
 def towards(address: str) -> str | None:
     """Return the name of the interface on the route to an address; None if it cannot be determined."""
+    mine = address_towards(address)
+    return next((name for name, each in listed() if each == mine), None)
+
+
+def address_towards(address: str) -> str | None:
+    """Return this host's address on the route to another address; None if it cannot be determined."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # on a datagram socket: looks up the route, sends no packet
-            mine = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return None
-    return next((name for name, each in listed() if each == mine), None)
 
 
 def _ipv6() -> list[tuple[str, str]]:

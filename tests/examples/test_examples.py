@@ -21,6 +21,10 @@ COMMANDS = {
         "mpicomm run -n 4 --fault-tolerant -m mpicomm.examples.fault_tolerant --kill 2",
         "mpicomm run -n 5 --spares 1 -m mpicomm.examples.fault_tolerant --kill 0",
     ],
+    "rpc_parameter_server": [
+        "mpirun -n 4 python -m mpicomm.examples.rpc_parameter_server",
+        "torchrun --nproc-per-node 2 examples/rpc_parameter_server.py",
+    ],
     "spawn": ["python -m mpicomm.examples.spawn", "mpirun -n 4 python -m mpicomm.examples.spawn"],
     "trainer": ["mpirun -n 4 python -m mpicomm.examples.trainer", WITH_A_KILL],
 }
@@ -32,7 +36,10 @@ ABORTED, TRIES = "terminate called without an active exception", 6
 
 
 def sessions() -> list[tuple[str, str, str]]:
-    """Return the file, the command and the output of each session in a docstring."""
+    """Return the file, the command and the output of each session in a docstring.
+
+    `tests/integrations` runs the examples of other libraries.
+    """
     found = []
     for path in sorted({*EXAMPLES.rglob("*.py")} - {*INTEGRATIONS.rglob("*.py")}):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -11,6 +11,7 @@ from tests.mutants import (
     launch_and_watchdog,
     lightning,
     recovery,
+    rpc_adapter,
     shm_and_collective_ops,
     trainer_output,
     training,
@@ -26,6 +27,7 @@ MUTANTS = [
     *kubernetes.MUTANTS,
     *lightning.MUTANTS,
     *recovery.MUTANTS,
+    *rpc_adapter.MUTANTS,
     *training.MUTANTS,
     *trainer_output.MUTANTS,
 ]

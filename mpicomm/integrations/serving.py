@@ -1,0 +1,31 @@
+"""The end of a block in which rank 0 uses a cluster that the other ranks serve.
+
+Rank 0 announces it in the job's store. An operation would end at its timeout, and be reported as a possible hang.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from mpicomm import session
+from mpicomm.session import World
+
+_PAUSE = 0.1  # seconds between two queries of the store
+_blocks = itertools.count()  # equal on all ranks, since a cluster is started by all of them
+
+
+def new_block() -> str:
+    """Return the key of a new block, equal on all ranks (collective)."""
+    return f"mpicomm/block/{session.recoveries()}/{next(_blocks)}"
+
+
+def wait_until_rank_0_leaves(world: World, block: str) -> None:
+    """On rank 0, announce that it leaves the block; on the other ranks, wait until it does (collective)."""
+    current = session.current()
+    assert current is not None
+    if world.rank == 0:
+        current.job.store.set(block, "left")
+    else:
+        while not current.job.store.check([block]):
+            time.sleep(_PAUSE)

@@ -1,0 +1,42 @@
+"""TensorFlow's cluster of workers, from the job's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import tensorflow as tf
+
+from mpicomm.collective_ops.collectives import all_gather_object
+from mpicomm.session import World
+from mpicomm.startup import interfaces
+
+_reserved: list[socket.socket] = []
+"""Keeps the ports bound until the process ends."""
+
+
+def cluster_resolver(world: World) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """Return the cluster resolver of the job: each rank is a worker (collective).
+
+    Sets TF_CONFIG, so that strategies without a resolver argument find the cluster, too. Pass the resolver to
+    `tf.distribute.MultiWorkerMirroredStrategy`, before any other use of TensorFlow.
+
+    Args:
+        world: The World that `bootstrap` returned.
+    """
+    # TensorFlow binds the port itself. Until then, a bound socket that does not listen keeps it from other programs,
+    # and receives no connections. SO_REUSEPORT allows sockets of one user to share a port.
+    os.environ["TF_GRPC_REUSE_PORT"] = "1"
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("", 0))
+    _reserved.append(reserved)
+    host = interfaces.address_towards(world.master_addr) or world.hostname
+    workers = all_gather_object(f"[{host}]" if ":" in host else host)
+    ports = all_gather_object(reserved.getsockname()[1])
+    addresses = [f"{worker}:{port}" for worker, port in zip(workers, ports, strict=True)]
+    os.environ["TF_CONFIG"] = json.dumps(
+        {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
+    )
+    return tf.distribute.cluster_resolver.TFConfigClusterResolver()

@@ -1,0 +1,110 @@
+"""A Ray cluster on our ranks' nodes."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Outcome, run_ranks
+
+PACKAGES = ("ray",)
+LIMIT = 300  # seconds; Ray starts a dozen processes
+COMMANDS = [
+    "mpirun -n 2 python -m mpicomm.examples.integrations.ray_train",
+    "torchrun --nproc-per-node 2 examples/integrations/ray_train.py",
+]
+
+# The World of two nodes with two ranks each, on one machine: rank 2 starts a second raylet.
+TWO_NODES = """
+import dataclasses, os, ray, mpicomm
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from mpicomm.integrations.ray import cluster
+world = mpicomm.bootstrap()
+nodes = dict(local_rank=world.rank % 2, local_size=2, node_rank=world.rank // 2, num_nodes=2, nodes=(0, 0, 1, 1))
+with cluster(dataclasses.replace(world, **nodes), options=["--object-store-memory=100000000"]) as address:
+    if world.rank == 0:
+        @ray.remote
+        def facts():
+            return ray.get_runtime_context().get_node_id(), os.environ.get("RANK"), os.environ["RAY_ADDRESS"]
+
+        alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        assert len(alive) == 2
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in alive]
+        found = ray.get([facts.options(scheduling_strategy=place).remote() for place in places])
+        assert [node for node, _, _ in found] == alive
+        assert {rank for _, rank, _ in found} == {None}  # tasks do not get the variables of our ranks
+        assert {each for _, _, each in found} == {address}
+assert mpicomm.all_reduce(1) == world.size
+if world.rank == 0:
+    print("passed")
+"""
+
+# Rank 1 dies while the cluster runs.
+KILLED = """
+import os, ray, signal, time, mpicomm
+from mpicomm.integrations.ray import cluster
+world = mpicomm.bootstrap()
+with cluster(world):
+    if world.rank == 0:
+        ray.get([ray.remote(os.getpid).remote() for _ in range(2)])  # there are workers
+    mpicomm.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+
+FAILS = """
+import mpicomm
+from mpicomm.integrations.ray import cluster
+world = mpicomm.bootstrap()
+try:
+    with cluster(world, options=["--num-gpu=1"]):
+        pass
+except mpicomm.MpicommError as error:
+    print(f"rank {world.rank}: {str(error).splitlines()[0]}\\n", end="", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_files_are_left() -> Iterator[None]:
+    before = files()
+    yield
+    assert files() - before == set()
+
+
+def files() -> set[Path]:
+    return {path for path in Path(tempfile.gettempdir()).glob("ray-*") if path.is_dir()}
+
+
+def accuracy(outcome: Outcome) -> dict[str, float]:
+    return {"accuracy": float(re.search(r"test accuracy ([\d.]+)% of 360 images", outcome.stdout)[1])}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ray_train_learns_the_digits(run: Callable[..., Outcome], command: str) -> None:
+    outcome = run(command, finds=accuracy, timeout=LIMIT)
+    assert accuracy(outcome)["accuracy"] > 90, outcome
+
+
+def test_each_node_has_a_raylet() -> None:
+    outcome = run_ranks(4, TWO_NODES, timeout=LIMIT)
+    assert outcome.status == 0, outcome
+    assert "passed" in outcome.stdout.splitlines(), outcome
+
+
+def test_ray_ends_with_a_killed_job() -> None:
+    outcome = run_ranks(2, KILLED, timeout=LIMIT)  # fails if it leaves processes behind
+    assert outcome.status != 0, outcome
+
+
+def test_an_invalid_option_is_an_error_on_every_rank() -> None:
+    outcome = run_ranks(2, FAILS, timeout=LIMIT)
+    assert outcome.status == 0, outcome
+    lines = sorted(outcome.stdout.splitlines())
+    assert [re.sub(r" on \S+:", " on ...:", line) for line in lines] == [
+        f"rank {rank}: rank 0 on ...: `ray start` exited with status 2; its last lines:" for rank in range(2)
+    ], outcome

@@ -1,0 +1,48 @@
+"""torch.distributed.rpc on our ranks; tests/examples runs the parameter server with it."""
+
+from __future__ import annotations
+
+from tests.launching import run_ranks
+
+PACKAGES = ("torch",)
+
+# Each rank asks every rank for its RANK, and leaves a tensor on the last one.
+CALLS = """
+import os, torch, mpicomm
+from torch.distributed import rpc
+from mpicomm.integrations.rpc import workers
+world = mpicomm.bootstrap()
+with workers(world, options=rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)) as names:
+    assert names == [f"rank{rank}" for rank in range(world.size)]
+    ranks = [rpc.rpc_sync(name, os.getenv, ("RANK",)) for name in names]
+    assert ranks == [str(rank) for rank in range(world.size)]
+    reference = rpc.remote(names[-1], torch.full, ((3,), world.rank))
+    assert reference.owner_name() == names[-1]
+    assert reference.to_here().sum() == 3 * world.rank
+assert "TP_SOCKET_IFNAME" not in os.environ
+assert mpicomm.all_reduce(1) == world.size  # the job's own group is not affected
+if world.rank == 0:
+    print("passed")
+"""
+
+RAISES = """
+import mpicomm
+from mpicomm.integrations.rpc import workers
+world = mpicomm.bootstrap()
+with workers(world):
+    if world.rank == 1:
+        raise ValueError("in the block")
+"""
+
+
+def test_every_rank_calls_every_rank_without_a_warning() -> None:
+    outcome = run_ranks(4, CALLS)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout == "passed\n", outcome
+    assert "Warning" not in outcome.stderr, outcome
+
+
+def test_an_exception_in_the_block_ends_the_job() -> None:
+    outcome = run_ranks(2, RAISES)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("ValueError: in the block") == 1, outcome

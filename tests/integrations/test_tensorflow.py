@@ -1,0 +1,64 @@
+"""TensorFlow's workers on our ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.launching import Outcome, run_ranks
+
+PACKAGES = ("tensorflow-cpu",)
+LIMIT = 300
+COMMANDS = [
+    ("mpirun -n 2 python -m mpicomm.examples.integrations.tensorflow_digits", 2),
+    ("mpirun -n 4 python -m mpicomm.examples.integrations.tensorflow_digits", 4),
+    ("torchrun --nproc-per-node 2 examples/integrations/tensorflow_digits.py", 2),
+]
+
+# No other program can bind a reserved port; TensorFlow's server can, and the ranks' addresses are equal on all ranks.
+PORTS = """
+import json, os, socket, mpicomm
+import tensorflow as tf
+from mpicomm.integrations.tensorflow import cluster_resolver
+world = mpicomm.bootstrap()
+resolver = cluster_resolver(world)
+workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+assert workers == resolver.cluster_spec().as_dict()["worker"]
+assert len(set(workers)) == world.size
+assert (resolver.task_type, resolver.task_id) == ("worker", world.rank)
+assert mpicomm.all_gather_object(workers) == [workers] * world.size
+port = int(workers[world.rank].rpartition(":")[2])
+with socket.socket() as other:
+    try:
+        other.bind(("", port))
+    except OSError:
+        pass
+    else:
+        raise AssertionError("the port is not reserved")
+server = tf.distribute.Server(resolver.cluster_spec(), job_name="worker", task_index=world.rank)
+socket.create_connection(("127.0.0.1", port), timeout=60).close()
+mpicomm.barrier()
+if world.rank == 0:
+    print("passed")
+"""
+
+
+def accuracy(outcome: Outcome) -> dict[str, float]:
+    return {"accuracy": float(re.search(r"test accuracy ([\d.]+)% of 360 images", outcome.stdout)[1])}
+
+
+@pytest.mark.parametrize(("command", "ranks"), COMMANDS)
+def test_the_strategy_learns_the_digits(run: Callable[..., Outcome], command: str, ranks: int) -> None:
+    outcome = run(command, finds=accuracy, timeout=LIMIT)
+    assert accuracy(outcome)["accuracy"] > 90, outcome
+    lines = outcome.stdout.splitlines()
+    assert f"{ranks} workers" in lines, outcome
+    assert "parameters identical on all ranks" in lines, outcome
+
+
+def test_the_ports_are_reserved_until_tensorflow_listens() -> None:
+    outcome = run_ranks(2, PORTS, timeout=LIMIT)
+    assert outcome.status == 0, outcome
+    assert "passed" in outcome.stdout.splitlines(), outcome

@@ -1,0 +1,24 @@
+"""Faults in the adapter of torch RPC; the packages of the other adapters are not in the environment."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "integrations/rpc.py",
+        old='warnings.filterwarnings("ignore", message=_OWN_WARNING)',
+        new="pass",
+        fault="init_rpc's own warning is printed on every rank",
+        tests="tests/integrations/test_rpc.py",
+        ranks=0,
+    ),
+    Mutant(
+        "integrations/rpc.py",
+        old="        del os.environ[_INTERFACE]",
+        new="        pass",
+        fault="TP_SOCKET_IFNAME remains set after workers()",
+        tests="tests/integrations/test_rpc.py",
+        ranks=0,
+    ),
+]
