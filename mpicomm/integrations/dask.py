@@ -15,7 +15,6 @@ from distributed.utils import silence_logging_cmgr
 from mpicomm.collective_ops.collectives import barrier, broadcast_object
 from mpicomm.integrations import serving
 from mpicomm.session import World
-from mpicomm.startup import interfaces
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ def cluster(
     """
     block = serving.new_block()
     security = broadcast_object(security)
-    host = interfaces.address_towards(world.master_addr)
+    host = serving.own_address(world)
     place: dict[str, Any] = {"host": host, "security": security, "dashboard_address": f"{host}:0"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(silence_logging_cmgr(logging.WARNING))

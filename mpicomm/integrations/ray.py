@@ -24,7 +24,6 @@ from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
 from mpicomm.launch import environment
 from mpicomm.session import World
-from mpicomm.startup import interfaces
 
 _START_SECONDS = 300.0
 _PAUSE = 0.1
@@ -120,7 +119,7 @@ class _Node:
         """
         self._directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self._log = self._directory / "start.log"
-        host = interfaces.address_towards(world.master_addr) or world.hostname
+        host = serving.own_address(world)
         fixed = ["--block", f"--node-ip-address={host}", f"--temp-dir={self._directory}"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *fixed, *arguments]
         with self._log.open("wb") as log, _on_cores(cores):

@@ -1,6 +1,6 @@
-"""The end of a block in which rank 0 uses a cluster that the other ranks serve.
+"""A block in which rank 0 uses a cluster that the other ranks serve: the addresses of the ranks, and its end.
 
-Rank 0 announces it in the job's store. An operation would end at its timeout, and be reported as a possible hang.
+Rank 0 announces the end in the job's store. An operation would end at its timeout, and be reported as a possible hang.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ import time
 
 from mpicomm import session
 from mpicomm.session import World
+from mpicomm.startup import interfaces
 
 _PAUSE = 0.1  # seconds between two queries of the store
 _blocks = itertools.count()  # equal on all ranks, since a cluster is started by all of them
+
+
+def own_address(world: World) -> str:
+    """Return this host's address in the network of the job's store, or its name if the address is unknown."""
+    return interfaces.address_towards(world.master_addr) or world.hostname
 
 
 def new_block() -> str:

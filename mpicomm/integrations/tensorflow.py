@@ -9,8 +9,8 @@ import socket
 import tensorflow as tf
 
 from mpicomm.collective_ops.collectives import all_gather_object
+from mpicomm.integrations import serving
 from mpicomm.session import World
-from mpicomm.startup import interfaces
 
 _reserved: list[socket.socket] = []
 """Keeps the ports bound until the process ends."""
@@ -32,7 +32,7 @@ def cluster_resolver(world: World) -> tf.distribute.cluster_resolver.ClusterReso
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("", 0))
     _reserved.append(reserved)
-    host = interfaces.address_towards(world.master_addr) or world.hostname
+    host = serving.own_address(world)
     workers = all_gather_object(f"[{host}]" if ":" in host else host)
     ports = all_gather_object(reserved.getsockname()[1])
     addresses = [f"{worker}:{port}" for worker, port in zip(workers, ports, strict=True)]
