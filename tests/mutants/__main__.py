@@ -15,6 +15,7 @@ import queue
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpicomm import job_info
@@ -29,20 +30,27 @@ _RESULTS = ROOT / "docs" / "results" / "mutants.json"
 
 def main() -> None:
     arguments = _arguments()
-    chosen = [each for each in MUTANTS if any(text in f"{each.file}: {each.fault}" for text in arguments.only or [""])]
+    recorded = _recorded() if arguments.new else {}
+    chosen = [
+        each
+        for each in MUTANTS
+        if _key(each) not in recorded and any(text in ": ".join(_key(each)) for text in arguments.only or [""])
+    ]
+    counts: collections.Counter[str] = collections.Counter()
+    head = job_info.description("for each fault, the first test that failed with it", "python -m tests.mutants --write")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        rows = _run_all(chosen, Path(directory), arguments.jobs)
-    counts = collections.Counter(verdict.kind for _, verdict in rows)
+        for mutant, verdict in _run_all(chosen, Path(directory), arguments.jobs):
+            counts[verdict.kind] += 1
+            if arguments.write:  # after each, so that an interrupted run loses nothing
+                result_files.write(_RESULTS, _results(head, mutant, verdict))
     seconds = time.monotonic() - start
     print(f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} in {seconds:.0f} s")
-    if arguments.write:
-        result_files.write(_RESULTS, _results(rows))
     sys.exit(bool(counts["missed"] or counts["invalid"]))
 
 
-def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mutant, Verdict]]:
-    """Run the mutants' tests, `jobs` mutants at a time, each in a separate copy."""
+def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> Iterator[tuple[Mutant, Verdict]]:
+    """Run the mutants' tests, `jobs` mutants at a time, each in a separate copy, and yield the verdicts in order."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for number in range(jobs):
         copies.put(Copy(directory / str(number)))
@@ -58,7 +66,7 @@ def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> list[tuple[Mu
         return verdict
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        return list(zip(mutants, pool.map(run, mutants), strict=True))
+        yield from zip(mutants, pool.map(run, mutants), strict=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -66,18 +74,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("only", nargs="*", help="run the mutants whose file or fault contains one of these texts")
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants to run at a time (%(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--new", action="store_true", help="run only the mutants that have no result in that file")
     return parser.parse_args()
 
 
-def _results(rows: list[tuple[Mutant, Verdict]]) -> dict[str, object]:
-    """Return the results of these mutants, and the earlier results of the others."""
-    head = job_info.description("for each fault, the first test that failed with it", "python -m tests.mutants --write")
-    found = {(row["file"], row["fault"]): row for row in json.loads(_RESULTS.read_text())["mutants"]}
-    for mutant, verdict in rows:
-        row = {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
-        found[mutant.file, mutant.fault] = {**row, "date": head["date"]}
-    keys = [(mutant.file, mutant.fault) for mutant in MUTANTS]
-    return {**head, "mutants": [found[key] for key in keys if key in found]}
+def _key(mutant: Mutant) -> tuple[str, str]:
+    return mutant.file, mutant.fault
+
+
+def _recorded() -> dict[tuple[str, str], dict[str, object]]:
+    return {(row["file"], row["fault"]): row for row in json.loads(_RESULTS.read_text())["mutants"]}
+
+
+def _results(head: dict[str, object], mutant: Mutant, verdict: Verdict) -> dict[str, object]:
+    """Return the result of this mutant, and the earlier results of the others."""
+    row = {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
+    found = {**_recorded(), _key(mutant): {**row, "date": head["date"]}}
+    return {**head, "mutants": [found[_key(each)] for each in MUTANTS if _key(each) in found]}
 
 
 if __name__ == "__main__":
