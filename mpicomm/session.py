@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -389,9 +390,14 @@ def time_limit(session: Session, what: str) -> Iterator[None]:
 
 
 def shutdown_at_exit() -> None:
-    """Call `shutdown` when the process exits."""
-    with contextlib.suppress(Exception):  # the program has finished: an error here must not change its exit status
+    """Call `shutdown` when the process exits, and print its error, which does not change the exit status."""
+    try:
         shutdown()
+    except Exception:
+        assert _current is not None
+        world = _current.world
+        where = f"rank {world.rank} of {world.size} on {world.hostname}"
+        exit_hooks.print_stderr(f"[mpicomm] {where}: shutdown() failed at exit\n{traceback.format_exc()}")
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

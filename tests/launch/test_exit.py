@@ -77,3 +77,22 @@ def test_ranks_end_at_different_times() -> None:
     outcome = run_ranks(3, "import mpicomm, time\nwith mpicomm.bootstrap() as w: pass\ntime.sleep(0.5 * w.rank)")
     assert outcome.status == 0, outcome
     assert outcome.stderr == "", outcome
+
+
+FAILS = """
+from mpicomm.backend import groups
+def fail():
+    raise RuntimeError("this communicator is unusable")
+groups.drain = fail
+mpicomm.bootstrap()
+print("the program has finished", flush=True)
+"""
+
+
+def test_an_error_of_shutdown_at_exit_is_printed() -> None:
+    outcome = run_alone("import mpicomm\n" + FAILS)
+    assert (outcome.status, outcome.stdout) == (0, "the program has finished\n"), outcome
+    first, *_, last = outcome.stderr.splitlines()
+    assert first.startswith("[mpicomm] rank 0 of 1 on "), outcome
+    assert first.endswith(": shutdown() failed at exit"), outcome
+    assert last == "RuntimeError: this communicator is unusable", outcome
