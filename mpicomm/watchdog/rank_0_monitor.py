@@ -23,8 +23,8 @@ DEATH_REMEDY = (
 """The next step after the death of a rank."""
 
 HOST_REMEDY = (
-    "mpirun does not continue without a host. To continue from a checkpoint on the other hosts: "
-    "mpicomm run --max-restarts N"
+    "mpirun does not continue without a host. With mpicomm run --max-restarts N, the job starts again on the other "
+    "hosts, and continues from its newest checkpoint."
 )
 """The next step after the loss of a host."""
 
