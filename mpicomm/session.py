@@ -393,7 +393,7 @@ def shutdown_at_exit() -> None:
     """Call `shutdown` when the process exits, and print its error, which does not change the exit status."""
     try:
         shutdown()
-    except Exception:
+    except Exception:  # noqa: BLE001  an error of any kind is printed
         assert _current is not None
         world = _current.world
         where = f"rank {world.rank} of {world.size} on {world.hostname}"
