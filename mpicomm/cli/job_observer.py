@@ -108,7 +108,10 @@ class JobObserver:
             if (status := self._handle(message)) is not None:
                 return status
         if lost:
-            raise ConnectionError(f"job {self.job.name} has ended, or continues as another one after a failure")
+            raise ConnectionError(
+                f"job {self.job.name} has ended, or is recovering from a failure.\n"
+                f"Run the command again to see whether it continues."
+            )
         return None
 
     def _handle(self, message: Message) -> JobStatus | None:

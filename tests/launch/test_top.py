@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from mpicomm import mpi
 from mpicomm.cli import main
 from mpicomm.cli.job_observer import JobObserver
 from mpicomm.watchdog import job_files
@@ -60,6 +61,34 @@ if world.rank == world.size - 1:
 exchange(values)
 print("sum", float(values.sum()))
 """
+# The ranks exchange tensors until one fails. Then the others wait for the last one, until the file `stop` exists.
+RECOVERING = f"""
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import mpicomm
+
+folder = Path(sys.argv[1])
+world = mpicomm.bootstrap(on_failure="recover")
+(folder / f"pid-{{world.rank}}").write_text(str(os.getpid()))
+
+def run():
+    values = torch.zeros({ELEMENTS})
+    while not world.recoveries:
+        dist.all_reduce(values)
+    while world.rank == world.size - 1 and not (folder / "stop").exists():
+        time.sleep(0.01)
+    dist.all_reduce(values)
+    return values
+
+while True:
+    try:
+        values = run()
+        break
+    except mpicomm.RankFailedError:
+        world = mpicomm.recover()
+print("sum", float(values.sum()))
+"""
 LINES = PROGRAM.splitlines()
 EXCHANGE = f"program.py:{LINES.index('    dist.all_reduce(values)') + 1} (exchange)"
 COMPUTE = f"program.py:{LINES.index('        time.sleep(0.01)') + 1} (compute)"
@@ -68,11 +97,11 @@ COMPUTE = f"program.py:{LINES.index('        time.sleep(0.01)') + 1} (compute)"
 class RunningJob:
     """A job that runs in the background, and `mpicomm top` for it."""
 
-    def __init__(self, folder: Path, launch: Callable[[list[str]], Outcome]) -> None:
+    def __init__(self, folder: Path, launch: Callable[[list[str]], Outcome], code: str) -> None:
         self.folder = folder
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
         program = folder / "program.py"
-        program.write_text(PROGRAM)
+        program.write_text(code)
         self._outcome = self._pool.submit(launch, [str(program), str(folder)])
         self._pool.shutdown(wait=False)
 
@@ -109,8 +138,8 @@ class RunningJob:
 
 
 @contextlib.contextmanager
-def running(folder: Path, launch: Callable[[list[str]], Outcome]) -> Iterator[RunningJob]:
-    job = RunningJob(folder, launch)
+def running(folder: Path, launch: Callable[[list[str]], Outcome], code: str = PROGRAM) -> Iterator[RunningJob]:
+    job = RunningJob(folder, launch, code)
     try:
         yield job
     finally:
@@ -225,3 +254,27 @@ def test_mpicomm_run_answers_for_its_job(tmp_path: Path, capsys: pytest.CaptureF
         job.make("late")
         job.wait(lambda: [rank["line"] for rank in top(job, capsys)] == [EXCHANGE, COMPUTE])
         job.has_ended_well(2)
+
+
+def states_if_it_answers(job: RunningJob, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the states of the ranks; none while the job recovers."""
+    status = main.main(["top", *(each.job.name for each in job._found()), "--json"])
+    printed = capsys.readouterr().out
+    return [rank["state"] for rank in json.loads(printed).get("ranks", ())] if status == 0 else []
+
+
+@pytest.mark.skipif(mpi.library().vendor != "Open MPI", reason="requires an MPI that continues after a failure (ULFM)")
+@pytest.mark.parametrize("launcher", ["mpirun", "mpicomm run"])
+def test_a_job_that_recovers_keeps_its_name(launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0, to which `mpicomm top` connects under mpirun, is killed."""
+    ours = [sys.executable, "-m", "mpicomm", "run", "--fault-tolerant"]
+    run = ours if launcher == "mpicomm run" else ["mpirun", "--with-ft", "ulfm"]
+    with running(tmp_path, lambda arguments: run_command([*run, "-n", "3", *python(arguments)]), RECOVERING) as job:
+        name = job.listed().job.name
+        job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
+        job.signal(signal.SIGKILL, 0)
+        job.wait(lambda: states_if_it_answers(job, capsys) == ["in_operation", "computing"])
+        assert job.listed().job.name == name
+        job.make("stop")
+        outcome = job.end()
+        assert outcome.stdout == "sum 0.0\n" * 2, outcome
