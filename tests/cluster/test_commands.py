@@ -13,6 +13,7 @@ from tests.launching import ROOT
 
 NODES = ["-N2", "--ntasks-per-node=2", "--nodelist=node3,node4"]
 PAIR = ["-N2", "-n2", "--nodelist=node3,node4"]
+HOST_OF_RANK_0 = ["-N1", "-n1", "-w", "node3"]
 LEAVE = """
 import sys, time
 import mpicomm
@@ -88,6 +89,25 @@ def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:
     assert findings["versions of hosts"]["message"].endswith("on node3; 99.0 on node4"), outcome
     assert findings["srun"]["message"].startswith(f"srun --mpi={open_mpi.srun_type} starts ranks"), outcome
     assert outcome.status == (1 if found["status"] == "problem" else 0), outcome
+
+
+def test_top_shows_a_job_of_srun(cluster: Cluster, open_mpi: Flavour) -> None:
+    """In another step, on the host of rank 0."""
+    begun = cluster.folder() / "begun"
+    job = quoted("srun", f"--mpi={open_mpi.srun_type}", open_mpi.python, "-m", "tests.cluster.loop", begun)
+    top = quoted("srun", "--overlap", *HOST_OF_RANK_0, open_mpi.python, "-m", "mpicomm", "top", "--json")
+    lines = [
+        f"{job} & step=$!",
+        f"until [ -e {begun} ]; do sleep 0.1; kill -0 $step || exit 1; done",
+        top,
+        "scancel $SLURM_JOB_ID.0; wait $step",
+    ]
+    outcome = cluster.run("salloc", *PAIR, "bash", "-c", "\n".join(lines))
+    start = outcome.stdout.index("{")
+    found, _ = json.JSONDecoder().raw_decode(outcome.stdout[start:])
+    assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "node3"), (1, "node4")], outcome
+    assert all(rank["line"].startswith("loop.py:") for rank in found["ranks"]), outcome
+    assert all(rank["memory"] > 10 * 2**20 for rank in found["ranks"]), outcome
 
 
 def test_starts_are_measured_on_all_nodes(cluster: Cluster, open_mpi: Flavour) -> None:
