@@ -249,17 +249,17 @@ class Trainer:
         skips, recovers = on_nonfinite == "skip", on_failure == "recover"
         loader = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type == "cuda", seed)
         self._options = LoopOptions(
-            loader,
-            checkpoint_dir,
-            save_every,
-            keep_checkpoints,
-            stop_margin,
-            log_every,
-            check_every,
-            schedule,
-            skips,
-            report_options,
-            profile_options,
+            loader=loader,
+            checkpoint_dir=checkpoint_dir,
+            save_every=save_every,
+            keep_checkpoints=keep_checkpoints,
+            stop_margin=stop_margin,
+            log_every=log_every,
+            check_every=check_every,
+            schedule=schedule,
+            skips=skips,
+            report=report_options,
+            profile=profile_options,
         )
         self._monitor = monitor
         self.figure_names: tuple[str, ...] = ()
@@ -401,12 +401,12 @@ class Trainer:
         # 2. train
         self._stop_request.reset()
         fit_call = FitCall(
-            self._limits,
-            self._stop_request,
-            metrics,
-            monitored,
-            functools.partial(self._callbacks.call, self),
-            functools.partial(self._callbacks.evaluating, self),
+            limits=self._limits,
+            stop_request=self._stop_request,
+            metrics=metrics,
+            monitored=monitored,
+            call=functools.partial(self._callbacks.call, self),
+            evaluating=functools.partial(self._callbacks.evaluating, self),
         )
         with self._callbacks.reporting_exceptions(self):
             return self._called(functools.partial(self._fit, fit_call, train_data, eval_data))

@@ -76,7 +76,7 @@ class FitCall:
 
 @dataclasses.dataclass
 class TrainingLoop:
-    """The loops in one world."""
+    """The loops of a call of `fit` in one world; it holds the wrapped model of this world."""
 
     fit_call: FitCall
     options: LoopOptions
