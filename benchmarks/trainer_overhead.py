@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import mpicomm
 from benchmarks import rank_results
-from mpicomm.training.data import DataSource
+from mpicomm.training.training_loop import TrainingLoop
 
 MODELS, ROUNDS, STEPS, BATCH = 6, 12, 50, 64
 
@@ -117,10 +118,13 @@ def _in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list
     ours: list[float] = []
     hand: list[float] = []
 
-    def both(make_source: DataSource) -> None:
-        turns = [(ours, lambda: train_epoch(make_source)), (hand, lambda: epoch_by_hand(trainer.position.epoch))]
+    train_epoch = TrainingLoop._train_epoch
+
+    def both(loop: TrainingLoop) -> bool:
+        turns = [(ours, lambda: train_epoch(loop)), (hand, lambda: epoch_by_hand(loop.position.epoch))]
         for times, epoch in turns if len(ours) % 2 else reversed(turns):
             times.append(_time(epoch))
+        return True
 
     with tempfile.TemporaryDirectory() as own:
         trainer = mpicomm.Trainer(
@@ -132,9 +136,8 @@ def _in_turn(world: mpicomm.World, data: Any, *, ours_first: bool) -> tuple[list
             checkpoint_dir=mpicomm.broadcast_object(own, src=0),
             save_every=STEPS * (ROUNDS + 1),
         )
-        train_epoch = trainer._train_epoch
-        trainer._train_epoch = both  # type: ignore[method-assign,assignment]
-        trainer.fit(data, ROUNDS + 1)
+        with mock.patch.object(TrainingLoop, "_train_epoch", both):
+            trainer.fit(data, ROUNDS + 1)
     return ours[1:], hand[1:]  # without the first epochs, which are the warm-up
 
 

@@ -130,10 +130,10 @@ class CallbackList:
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._by_name.values())
 
-    def call(self, hook: Callable[..., None], *arguments: Any) -> None:
+    def call(self, trainer: Trainer, hook: Callable[..., None], *arguments: Any) -> None:
         """Call a hook of all callbacks, given as the method of `Callback`."""
         for each in self:
-            getattr(each, hook.__name__)(*arguments)
+            getattr(each, hook.__name__)(trainer, *arguments)
 
     @contextlib.contextmanager
     def reporting_exceptions(self, trainer: Trainer) -> Iterator[None]:

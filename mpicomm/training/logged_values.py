@@ -1,4 +1,4 @@
-"""Values that the user logs from inside a step: `Trainer.log`. They become means in the next step entry."""
+"""Values that the user logs from inside a step with `Trainer.log`, and losses: the next step entry has their means."""
 
 from __future__ import annotations
 
@@ -95,8 +95,12 @@ class LoggedValues:
         self._count(self._agreed, of_values)
         return sums[own:]
 
+    def add_losses(self, total: float, count: int) -> None:
+        """Add the sum of the losses of `count` samples of all ranks."""
+        self._count(["loss"], [total, count])  # a name that `add` refuses
+
     def take_means(self) -> dict[str, float]:
-        """Return the means over all ranks since the last call, by name."""
+        """Return the means over all ranks since the last call, by name; the one of the losses is "loss"."""
         found, self._reduced = self._reduced, {}
         return {name: total / weight for name, (total, weight) in found.items() if weight}
 

@@ -106,17 +106,38 @@ def _tensorboard(directory: Path | None, step: int) -> Iterator[Logger]:
     """Yield a logger that writes the numbers of each entry to TensorBoard."""
     from torch.utils.tensorboard import SummaryWriter
 
+    folder = directory or Path("runs")
+    present = _tensorboard_names(folder, step) if step else set()
     # TensorBoard ignores the points of earlier files from purge_step on: the resumed run logs these steps again.
-    writer = SummaryWriter(directory or Path("runs"), purge_step=step + 1 if step else None)
+    writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(entry: dict[str, Any]) -> None:
         if "step" in entry:
-            for name, value in _numbers(entry).items():
-                writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])
+            for number, value in _numbers(entry).items():
+                name = f"{entry['event']}/{number}"
+                if entry["step"] != step or name not in present:
+                    writer.add_scalar(name, value, entry["step"])
             writer.flush()
 
     with writer:
         yield log
+
+
+def _tensorboard_names(folder: Path, step: int) -> set[str]:
+    """Return the names of the points at a step, which a run that resumes from there may log again.
+
+    Such points are those of an evaluation if the run was killed between the evaluation and its checkpoint.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    names: set[str] = set()
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            if event.HasField("session_log") and event.step <= step:
+                names.clear()  # a process that resumed from an earlier step: event.step is its purge_step
+            elif event.step == step:
+                names |= {value.tag for value in event.summary.value}
+    return names
 
 
 # -- a CSV file --------------------------------------------------------------------------------------------------------

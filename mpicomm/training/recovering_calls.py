@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from mpicomm import recovery, session
-from mpicomm.errors import RankFailedError
+from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
 from mpicomm.startup import survivors
-from mpicomm.training import newest_state, state
+from mpicomm.training import newest_state, randomness, state
 from mpicomm.training.assembly import Assembly
+from mpicomm.training.data import DataSource
 from mpicomm.training.newest_state import Failure, Recovery, Standing
 from mpicomm.training.preemption import Preempted
 from mpicomm.training.shard_replicas import ShardReplicas
@@ -27,12 +28,13 @@ class RecoveringCalls:
     recorded results, so that the spare arrives at the call in which the other ranks are.
     """
 
-    def __init__(self, assembly: Assembly, replicas: ShardReplicas | None) -> None:
+    def __init__(self, assembly: Assembly, replicas: ShardReplicas | None, seed: int) -> None:
         """Prepare the calls.
 
         Args:
             assembly: The objects of the trainer, which are made again in each world.
             replicas: The copies of the shards of a sharded model, if it has any.
+            seed: The seed of the run.
         """
         self.has_begun = False
         """Whether the run has started or resumed: from then on the newest state is in memory, not in a checkpoint."""
@@ -49,7 +51,7 @@ class RecoveringCalls:
         self.has_lost_state = False
         """Whether a sharded model has lost its parameters, and no copies or checkpoint have restored them yet."""
 
-        self._assembly, self._replicas = assembly, replicas
+        self._assembly, self._replicas, self._seed = assembly, replicas, seed
         self._number = newest_state.next_trainer()
         self._is_synchronized = False  # has the parameters that all ranks agreed on
         self._failures: list[Failure] = []  # since the last step
@@ -74,6 +76,48 @@ class RecoveringCalls:
     def begin(self) -> None:
         """Note that the run has started or resumed, with a state of its own or from a checkpoint (on all ranks)."""
         self.has_begun, self.has_lost_state = True, False
+
+    def check_state(self) -> None:
+        """Check that the model has its parameters.
+
+        Raises:
+            TrainingError: On every rank, if a sharded model has lost its parameters.
+        """
+        if self.has_lost_state:
+            raise raised_on_all_ranks(
+                TrainingError(
+                    "cannot continue after the failure: each rank had a part of the model, and there is no copy of the "
+                    "failed rank's part.\n"
+                    "Pass checkpoint_dir and save_every, or replicate_shards=True, to Trainer, and start the job again."
+                )
+            )
+
+    def check_source(self, source: DataSource) -> None:
+        """Check that the ranks of this world have all of the data.
+
+        Raises:
+            TrainingError: On every rank, if each rank has its own DataLoader and there are fewer ranks than at the
+                start.
+        """
+        size = self._assembly.parts.world.size
+        if not source.is_shared and size != self.first_size:
+            raise raised_on_all_ranks(
+                TrainingError(
+                    f"cannot continue on {size} of {self.first_size} ranks: each rank has its own DataLoader, so the "
+                    f"samples of the failed ranks are unknown.\n"
+                    f"Start the job with spares (mpicomm run --spares), or pass the dataset instead of a DataLoader."
+                )
+            )
+
+    def seed_at(self, where: str, number: int) -> None:
+        """Seed the generators for a point of the run, which may be repeated, or run by a spare."""
+        randomness.seed_at(where, self._seed, number, self._assembly.parts.world.rank)
+
+    def refresh_replicas(self, *, only_if_due: bool = False) -> None:
+        """Refresh the copies of the shards, if the trainer has any (collective)."""
+        if self._replicas is not None:
+            refresh = self._replicas.refresh_if_due if only_if_due else self._replicas.refresh
+            refresh(self._assembly.parts)
 
     def count_step(self) -> None:
         """Note that this rank has completed a step."""

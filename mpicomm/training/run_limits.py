@@ -20,7 +20,7 @@ _SECONDS = arguments.number("a positive number of seconds", lambda value: value 
 
 @dataclasses.dataclass
 class RunLimits:
-    """The limits of one call of `fit`.
+    """The limits of one call of `fit`, and what this rank has requested within it.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -39,6 +39,9 @@ class RunLimits:
 
     why: str | None = None
     """Why this rank requests the end of the run."""
+
+    is_save_requested: bool = False
+    """Whether a callback has requested a checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "max_steps", "eval_every", "limit_batches"):

@@ -1,7 +1,4 @@
-"""The trainer: the loops over the epochs and over the steps of an epoch.
-
-The training step, the evaluation, checkpoints and stops, the data and reports are in other modules.
-"""
+"""The trainer: its arguments, its properties and its collective calls. The loops of `fit` are in `training_loop`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +16,7 @@ from torch import nn
 
 from mpicomm import arguments, session
 from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
-from mpicomm.errors import MpicommError, TrainingError, raised_on_all_ranks
+from mpicomm.errors import MpicommError
 from mpicomm.training import (
     batches,
     evaluation,
@@ -29,23 +26,22 @@ from mpicomm.training import (
     parallel,
     prediction,
     randomness,
-    rank_sync,
-    reporting,
-    resumable_run,
-    step_profile,
+    training_loop,
 )
 from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.callbacks import Callback, CallbackList
-from mpicomm.training.data import DataRank, DataSource, LoaderOptions, Step, make_source
+from mpicomm.training.data import DataRank, DataSource, LoaderOptions, make_source
 from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
+from mpicomm.training.reporting import Reporter, ReportOptions
 from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
-from mpicomm.training.state import History, Parts, Position, evaluation_figures
-from mpicomm.training.training_step import TrainingStep
+from mpicomm.training.state import History, Position
+from mpicomm.training.step_profile import ProfileOptions
+from mpicomm.training.training_loop import FitCall, LoopOptions
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
@@ -231,10 +227,10 @@ class Trainer:
             strategy, grad_compression, sync_batchnorm, find_unused_parameters, compile_model
         )
         optimizers.check_optimizer(model, optimizer)
-        self._schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
+        schedule = optimizers.schedule_of(scheduler, optimizer, schedule, monitor)
         self._callbacks = CallbackList(callbacks)
-        self._report_options = reporting.ReportOptions(progress, logger, rank_logs, checkpoint_dir)
-        self._profile_options = step_profile.ProfileOptions(profile, profile_ranks, checkpoint_dir)
+        report_options = ReportOptions(progress, logger, rank_logs, checkpoint_dir)
+        profile_options = ProfileOptions(profile, profile_ranks, checkpoint_dir)
         given = locals()
         for name, expected in _EXPECTED.items():
             expected.check(given[name], name)
@@ -251,21 +247,27 @@ class Trainer:
             )
         # 2. store the options of the loops
         skips, recovers = on_nonfinite == "skip", on_failure == "recover"
-        self._options = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type == "cuda", seed)
-        self._checkpoint_dir, self._save_every, self._keep_checkpoints = checkpoint_dir, save_every, keep_checkpoints
-        self._skips, self._check_every, self._stop_margin = skips, check_every, stop_margin
-        self._log_every, self._monitor, self._monitored = log_every, monitor, "loss"
-        self._limits, self._is_save_requested = RunLimits(1), False
-        self._evaluation: tuple[DataSource, Mapping[str, evaluation.Metric]] | None = None  # the one of `fit`
+        loader = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type == "cuda", seed)
+        self._options = LoopOptions(
+            loader=loader,
+            checkpoint_dir=checkpoint_dir,
+            save_every=save_every,
+            keep_checkpoints=keep_checkpoints,
+            stop_margin=stop_margin,
+            log_every=log_every,
+            check_every=check_every,
+            schedule=schedule,
+            skips=skips,
+            report=report_options,
+            profile=profile_options,
+        )
+        self._monitor = monitor
         self.figure_names: tuple[str, ...] = ()
         """The names of the figures of the epochs and evaluations of the present or last call of `fit`."""
 
-        self._last_step = Step([])
-        self._unlogged = (0.0, 0)  # the sum of the losses since the last step entry, and the number of their samples
+        self._limits = RunLimits(1)  # of the present or last call of `fit`, like the reporter
+        self._reporter: Reporter
         self._stop_request = StopRequest()
-        self._run: resumable_run.ResumableRun
-        self._reporter: reporting.Reporter
-        self._profiler: step_profile.StepProfiler
         # 3. load the weights, and replicate or shard the model
         if deterministic:
             randomness.make_repeatable()
@@ -275,8 +277,8 @@ class Trainer:
             model_file.load(model, weights)
         step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers, training_step)
         self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options, self._callbacks)
-        self._replicas = ShardReplicas(replicate_every) if recovers and replicate_shards else None
-        self._calls = RecoveringCalls(self._assembly, self._replicas) if recovers else None
+        replicas = ShardReplicas(replicate_every) if replicate_shards else None
+        self._calls = RecoveringCalls(self._assembly, replicas, seed) if recovers else None
         if self._calls is None:
             self._assembly.assemble(world)
         else:
@@ -285,12 +287,12 @@ class Trainer:
     @property
     def world(self) -> session.World:
         """The world in which the trainer runs; another one after each recovery."""
-        return self._parts.world
+        return self._assembly.parts.world
 
     @property
     def wrapped(self) -> DDPModel | FSDPModel:
         """The model as DDP or FSDP wraps it."""
-        return self._parts.wrapped
+        return self._assembly.parts.wrapped
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -305,7 +307,7 @@ class Trainer:
     @property
     def precision(self) -> Precision:
         """The precision in which the model computes."""
-        return self._parts.precision
+        return self._assembly.parts.precision
 
     @property
     def position(self) -> Position:
@@ -315,7 +317,8 @@ class Trainer:
     @property
     def checkpoint_dir(self) -> Path | None:
         """The directory of the checkpoints, or None."""
-        return None if self._checkpoint_dir is None else Path(self._checkpoint_dir).absolute()
+        directory = self._options.checkpoint_dir
+        return None if directory is None else Path(directory).absolute()
 
     @property
     def recovers(self) -> bool:
@@ -323,21 +326,13 @@ class Trainer:
         return self._calls is not None
 
     @property
-    def _parts(self) -> Parts:
-        return self._assembly.parts
-
-    @property
-    def _step(self) -> TrainingStep:
-        return self._assembly.step
-
-    @property
     def loss_fn(self) -> batches.LossFunction | None:
         """The loss function; None if the model returns its loss."""
-        return self._step.loss_fn
+        return self._assembly.step.loss_fn
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
-        self._step.loss_fn = loss_fn
+        self._assembly.step.loss_fn = loss_fn
 
     @foreign_arguments.explained("fit")
     def fit(
@@ -393,19 +388,28 @@ class Trainer:
                 or has a wrong shape, or `monitor` is not a metric of an epoch.
         """
         # 1. check the arguments
-        accum = self._options.grad_accum_steps
+        accum, schedule = self._options.loader.grad_accum_steps, self._options.schedule
         is_evaluated, has_callbacks = eval_data is not None, bool(self._callbacks)
         self._limits = RunLimits(
             epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated
         )
         evaluation.METRICS.check(metrics, "metrics", "fit")
-        self.figure_names = optimizers.figure_names(metrics or {}, is_evaluated=is_evaluated)
-        if self._schedule == optimizers.ON_METRIC:
-            self._monitored = optimizers.monitored(self._monitor, metrics or {}, is_evaluated=is_evaluated)
+        metrics, monitored = metrics or {}, "loss"
+        self.figure_names = optimizers.figure_names(metrics, is_evaluated=is_evaluated)
+        if schedule == optimizers.ON_METRIC:
+            monitored = optimizers.monitored(self._monitor, metrics, is_evaluated=is_evaluated)
         # 2. train
         self._stop_request.reset()
+        fit_call = FitCall(
+            limits=self._limits,
+            stop_request=self._stop_request,
+            metrics=metrics,
+            monitored=monitored,
+            call=functools.partial(self._callbacks.call, self),
+            evaluating=functools.partial(self._callbacks.evaluating, self),
+        )
         with self._callbacks.reporting_exceptions(self):
-            return self._called(functools.partial(self._fit, train_data, eval_data, metrics or {}))
+            return self._called(functools.partial(self._fit, fit_call, train_data, eval_data))
 
     def stop(self, why: str) -> None:
         """End the run after the current step, or between two epochs, on all ranks; for callbacks, on one or more ranks.
@@ -420,7 +424,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint after this step, or after this epoch and its evaluation; for callbacks, on all ranks."""
-        self._is_save_requested = True
+        self._limits.is_save_requested = True
 
     def write_metrics(self, event: str, **values: Any) -> None:
         """Write an entry to the metrics file and the logger; for callbacks. On ranks other than 0 it does nothing.
@@ -498,7 +502,7 @@ class Trainer:
             TypeError: If a value is neither a number nor a tensor.
             ValueError: If a tensor has more than one element, or the entry has another field of that name.
         """
-        self._parts.logged.add(values)
+        self._assembly.logged.add(values)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).
@@ -519,332 +523,55 @@ class Trainer:
         """Return the result of a collective call, which is run again if ranks fail and `on_failure` is "recover"."""
         return call() if self._calls is None else self._calls.run(call)
 
-    # -- the loops ---------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _opened(self, data: Any, options: LoaderOptions, *, may_drop: bool = True) -> Iterator[DataSource]:
+        rank = DataRank(self.world.rank, self.world.size)
+        with contextlib.closing(make_source(data, options, rank, may_drop=may_drop)) as source:
+            if self._calls is not None:
+                self._calls.check_source(source)
+            yield source
 
-    def _fit(self, train_data: Any, eval_data: Any, metrics: Mapping[str, evaluation.Metric]) -> History:
+    @contextlib.contextmanager
+    def _opened_outside_fit(self, data: Any, *, may_drop: bool = True) -> Iterator[DataSource]:
+        """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks."""
+        if self._calls is not None:
+            self._calls.check_state()
+        with self._opened(data, self._evaluation_options, may_drop=may_drop) as source:
+            if self._calls is not None:
+                self._calls.seed_at("evaluation", self.position.step)
+            with self._callbacks.evaluating(self):
+                yield source
+
+    @property
+    def _evaluation_options(self) -> LoaderOptions:
+        return dataclasses.replace(self._options.loader, grad_accum_steps=1, shuffle=False)
+
+    def _fit(self, fit_call: FitCall, train_data: Any, eval_data: Any) -> History:
         with contextlib.ExitStack() as stack:
-            stack.callback(self.__dict__.pop, "_run", None)  # it holds the wrapped model of this world
-            self._is_save_requested = False
-            # 1. open the data and the checkpoints, and resume
-            train = self._opened(stack, train_data, self._options)
-            test = None if eval_data is None else self._opened(stack, eval_data, self._evaluation_options)
-            self._evaluation = None if test is None else (test, metrics)
-            self._open(stack, train)
-            self._callbacks.call(Callback.on_fit_start, self)
-            # 2. complete the evaluation that the interrupted run had not completed
-            if test is not None and not self.position.is_evaluated:
-                self._evaluate_epoch()
-                self._complete_epoch()
-            # 3. train and evaluate by turns
-            while not self._limits.is_complete(self.position) and not self._run.ends_between_epochs():
-                if not self._train_epoch(train):
-                    break
-                self._end_epoch(is_evaluated=test is None)
-                if test is not None:
-                    self._evaluate_epoch()
-                self._complete_epoch()
-            # 4. save and report the complete run
-            self._run.report_early_end(self._reporter)
-            self._run.save(self._reporter, wait=True)
-            if self._replicas is not None:
-                self._replicas.refresh(self._parts)
-            self._reporter.end(self.position)
-            self._callbacks.call(Callback.on_fit_end, self)
-            dist.barrier()  # so that no rank prints anything before the summary table
+            train = stack.enter_context(self._opened(train_data, self._options.loader))
+            test = None
+            if eval_data is not None:
+                test = stack.enter_context(self._opened(eval_data, self._evaluation_options))
+            loop = stack.enter_context(
+                training_loop.opened(fit_call, self._options, self._assembly, train, test, self._calls)
+            )
+            self._reporter = loop.reporter
+            loop.complete()
         return self.position.history
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric]) -> dict[str, float]:
-        self._check_state()
-        with contextlib.ExitStack() as stack:
-            test = self._opened(stack, data, self._evaluation_options)
-            self._seed("evaluation", self.position.step)
-            stack.enter_context(self._callbacks.evaluating(self))
-            found = evaluation.evaluate(self._step, test, metrics)
+        with self._opened_outside_fit(data) as source:
+            found = evaluation.evaluate(self._assembly.step, source, metrics)
         assert found is not None  # it is never stopped
         means, count = found
         return {**means, "samples": count}
 
     def _predict(self, data: Any, *, has_targets: bool, all_ranks: bool) -> Any:
-        self._check_state()
-        with contextlib.ExitStack() as stack:
-            source = self._opened(stack, data, self._evaluation_options, may_drop=False)
-            self._seed("evaluation", self.position.step)
-            stack.enter_context(self._callbacks.evaluating(self))
-            return prediction.predict(self._step, source, has_targets=has_targets, all_ranks=all_ranks)
+        with self._opened_outside_fit(data, may_drop=False) as source:
+            return prediction.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
 
     def _export(self, path: str | os.PathLike[str]) -> None:
-        self._check_state()
+        if self._calls is not None:
+            self._calls.check_state()
         with self._callbacks.evaluating(self):
             model_file.export(self.wrapped.inner, path)
-
-    def _check_state(self) -> None:
-        if self._calls is not None and self._calls.has_lost_state:
-            raise _lost_state()
-
-    def _open(self, stack: contextlib.ExitStack, train: DataSource) -> None:
-        """Prepare training from the newest checkpoint, or from the start (collective)."""
-        # 1. open the checkpoints, and resume or seed a new run
-        calls = self._calls
-        self._callbacks.call(Callback.on_setup, self)
-        self._run = stack.enter_context(
-            resumable_run.opened(
-                self._checkpoint_dir,
-                self._keep_checkpoints,
-                self._stop_margin,
-                self._parts,
-                self._stop_request,
-                self._limits,
-                functools.partial(self._callbacks.call, Callback.on_checkpoint, self),
-                recovers=calls is not None,
-            )
-        )
-        continues = calls is not None and calls.has_begun
-        if continues:
-            self._run.continue_from_memory()
-        elif not self._run.restore(train):
-            if calls is not None and calls.has_lost_state:
-                raise _lost_state()
-            if not self.position.step:
-                randomness.seed_all(self._options.seed, self.world.rank)
-        if calls is not None:
-            calls.begin()
-        if self._replicas is not None:
-            self._replicas.refresh(self._parts)
-        # 2. open the reporter
-        self._reporter = stack.enter_context(
-            reporting.opened(
-                self.world,
-                self._run.directory,
-                self._report_options,
-                self._limits.epochs,
-                train.total(),
-                self.position.step,
-            )
-        )
-        self._profiler = stack.enter_context(
-            step_profile.opened(self._profile_options, self._run.directory, self.world, self.position.step)
-        )
-        if calls is None or calls.recovery is None or not continues:
-            is_complete = self._limits.is_complete(self.position) and self.position.is_evaluated
-            self._reporter.begin(self.position, self._options, is_complete=is_complete)
-        # 3. after a recovery, save the checkpoint that the failure may have prevented
-        if calls is not None and calls.recovery is not None:
-            self._reporter.begin_after(calls.recovery)
-            if self._is_save_due():
-                self._run.save(self._reporter)
-
-    def _train_epoch(self, train: DataSource) -> bool:
-        """Train the rest of an epoch; return whether it is complete, or the run ends within it."""
-        self.wrapped.model.train()
-        position, limits = self.position, self._limits
-        if not position.steps_of_epoch:
-            self._callbacks.call(Callback.on_epoch_start, self)
-        self._seed("epoch", position.epoch)
-        steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
-        padding = functools.partial(self._padding, train)
-        self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
-        aligned = rank_sync.aligned_steps(train, steps, padding, self._reporter.clock, self._seed_step)
-        for step, count in limits.remaining(aligned, position):
-            self._take_step(step, count)
-            self._after_step()
-            if limits.has_all_steps(position) or self._run.is_ending:
-                return limits.is_epoch_complete(position, train.total())
-        return True
-
-    def _take_step(self, step: Step, count: int) -> None:
-        """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
-        # 1. accumulate the gradients
-        clock = self._reporter.clock
-        is_finite = self._step.accumulate(step, count, clock)
-        # 2. start the stop vote, then update the parameters or skip the step on all ranks
-        losses = (0.0, 0)
-        if self._calls is None:
-            self._run.start_vote()
-            is_taken = not self._skips or rank_sync.all_true(is_finite)
-        else:
-            is_taken, losses = self._share_step(is_finite)
-        if is_taken:
-            self._last_step = step
-            if self._step.update():
-                self._step_scheduler("step")
-        else:
-            samples = rank_sync.samples(step, is_finite)
-            self._step.discard()
-            self._reporter.write("skipped", self.position, rank_samples=samples)
-        clock.add("compute")
-        # 3. count the step
-        self.position.advance(count)
-        self._add_losses(*losses)
-        self._reporter.step(self.position, count)
-        self._callbacks.call(Callback.on_step_end, self)
-
-    def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
-        """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
-
-        After this operation a rank completes the step without communication. If a rank fails, the others have
-        therefore completed the step, and can send its state, or have not begun to change theirs.
-
-        Returns:
-            Whether to update the parameters; the sum of the losses of all ranks, and the number of their samples.
-        """
-        parallel.share_buffers(self.wrapped.inner)
-        mine = [*self._parts.losses.take(), not is_finite, *self._run.own_vote]
-        total, samples, failures, *votes = self._parts.logged.reduced_with(mine)
-        self._run.decide_vote(*map(int, votes))
-        return not self._skips or not failures, (total, int(samples))
-
-    def _add_losses(self, total: float, count: int) -> None:
-        self.position.add_losses(total, count)
-        self._unlogged = (self._unlogged[0] + total, self._unlogged[1] + count)
-
-    def _after_step(self) -> None:
-        self._count_step()
-        is_stopping = self._run.is_stopping()
-        step = self.position.step
-        if step % self._log_every == 0:
-            self._log()
-        if self._check_every is not None and step % self._check_every == 0:
-            rank_sync.check_parameters(self.wrapped, step)
-        self._evaluate_if_due()
-        if self._is_save_requested or (self._save_every is not None and step % self._save_every == 0):
-            self._save()
-        if self._replicas is not None:
-            self._replicas.refresh_if_due(self._parts)
-        if is_stopping:
-            self._run.stop(self._reporter)
-        self._profiler.count(step)
-
-    def _end_epoch(self, *, is_evaluated: bool) -> None:
-        """End the training of an epoch.
-
-        Args:
-            is_evaluated: Whether the epoch is complete without an evaluation.
-        """
-        self._log()
-        parallel.share_buffers(self.wrapped.inner)
-        self._step_scheduler("epoch")
-        self.position.end_epoch(is_evaluated=is_evaluated)
-        self._reporter.epoch(self.position)
-
-    def _evaluate_epoch(self) -> None:
-        figures = self._evaluated()
-        self.position.add_evaluation(figures)
-        self._reporter.evaluation(self.position)
-        self._callbacks.call(Callback.on_eval_end, self, figures)
-
-    def _evaluate_if_due(self) -> None:
-        """Evaluate within the epoch, if `eval_every` steps are complete."""
-        if self._evaluation is not None and self._limits.is_evaluation_due(self.position):
-            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run evaluates the same
-            figures = self._evaluated()
-            self.position.evaluated_step = self.position.step
-            self._reporter.step_evaluation(self.position, figures)
-            self._callbacks.call(Callback.on_eval_end, self, figures)
-
-    def _evaluated(self) -> dict[str, float]:
-        """Evaluate, and return the figures; a stop request saves and raises `Preempted` (collective)."""
-        assert self._evaluation is not None
-        test, metrics = self._evaluation
-        around = (self._reporter.excluded(), randomness.preserved(self.world.device), self._callbacks.evaluating(self))
-        with around[0], around[1], around[2]:
-            self._seed("evaluation", self.position.step)
-            found = evaluation.evaluate(self._step, test, metrics, self._is_stopping, self._limits.limit_batches)
-        if found is None:
-            self._run.stop(self._reporter)
-        return evaluation_figures(*found)
-
-    def _is_stopping(self) -> bool:
-        self._count_step()
-        self._run.start_vote()
-        return self._run.is_stopping()
-
-    def _complete_epoch(self) -> None:
-        """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
-        if self._schedule == optimizers.ON_METRIC:
-            self.scheduler.step(self.position.history[-1][self._monitored])
-        self._callbacks.call(Callback.on_epoch_end, self)
-        if self._is_save_requested or self._save_every is None:
-            self._save()
-
-    def _save(self) -> None:
-        self._is_save_requested = False
-        self._run.save(self._reporter)
-
-    # -- parts of the loops ------------------------------------------------------------------------------------------
-
-    def _seed(self, where: str, number: int) -> None:
-        """Seed the generators for a point of the run, if this point may be repeated, or run by a spare."""
-        if self._calls is not None:
-            randomness.seed_at(where, self._options.seed, number, self.world.rank)
-
-    def _seed_step(self) -> None:
-        self._seed("step", self.position.step)
-
-    def _count_step(self) -> None:
-        """Note that this rank has completed a step of training or of an evaluation."""
-        if self._calls is not None:
-            self._calls.count_step()
-            self._reporter.end_recovery(self.position)
-
-    def _is_save_due(self) -> bool:
-        position = self.position
-        if position.name in self._callbacks.kept_checkpoints():
-            return True
-        if self._save_every is None:
-            return position.epoch > 0 and not position.consumed and position.is_evaluated
-        return position.step > 0 and position.step % self._save_every == 0
-
-    def _step_scheduler(self, when: str) -> None:
-        if self.scheduler is not None and self._schedule == when:
-            self.scheduler.step()
-
-    def _padding(self, train: DataSource) -> Step:
-        """Return a step of padding for a rank without samples in a step in which other ranks have some.
-
-        Raises:
-            ValueError: If this rank has no data at all.
-        """
-        last = self._last_step
-        if not last.batches:  # this process resumed within the epoch and has not loaded a batch yet
-            with randomness.preserved(self.world.device):
-                last = train.first()
-        if not last.batches:
-            raise rank_sync.no_data()
-        return last.as_padding()
-
-    def _log(self) -> None:
-        if self._calls is None:
-            total, count = self._parts.logged.reduced_with(self._parts.losses.take())
-            self._add_losses(total, int(count))
-        (total, count), self._unlogged = self._unlogged, (0.0, 0)
-        logged = self._parts.logged.take_means()
-        self._reporter.log(self.position, total / count if count else None, self.optimizer, logged)
-
-    @property
-    def _evaluation_options(self) -> LoaderOptions:
-        return dataclasses.replace(self._options, grad_accum_steps=1, shuffle=False)
-
-    def _opened(
-        self, stack: contextlib.ExitStack, data: Any, options: LoaderOptions, *, may_drop: bool = True
-    ) -> DataSource:
-        source = make_source(data, options, DataRank(self.world.rank, self.world.size), may_drop=may_drop)
-        stack.callback(source.close)
-        if self._calls is not None and not source.is_shared and self.world.size != self._calls.first_size:
-            raise raised_on_all_ranks(
-                TrainingError(
-                    f"cannot continue on {self.world.size} of {self._calls.first_size} ranks: each rank has its own "
-                    f"DataLoader, so the samples of the failed ranks are unknown.\n"
-                    f"Start the job with spares (mpicomm run --spares), or pass the dataset instead of a DataLoader."
-                )
-            )
-        return source
-
-
-def _lost_state() -> TrainingError:
-    return raised_on_all_ranks(
-        TrainingError(
-            "cannot continue after the failure: each rank had a part of the model, and there is no copy of the failed "
-            "rank's part.\n"
-            "Pass checkpoint_dir and save_every, or replicate_shards=True, to Trainer, and start the job again."
-        )
-    )

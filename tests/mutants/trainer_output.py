@@ -71,6 +71,22 @@ MUTANTS = [
     ),
     Mutant(
         "training/loggers.py",
+        old="present = _tensorboard_names(folder, step) if step else set()",
+        new="present: set[str] = set()",
+        fault="TensorBoard shows an evaluation twice if the run was killed before the checkpoint that contains it.",
+        tests="tests/unit/test_loggers.py -k tensorboard_shows",
+        ranks=0,
+    ),
+    Mutant(
+        "training/loggers.py",
+        old="                names.clear()  # a process",
+        new="                pass  # a process",
+        fault="An evaluation that a resumed run has not repeated before the next kill is lost in TensorBoard.",
+        tests="tests/unit/test_loggers.py -k tensorboard_shows",
+        ranks=0,
+    ),
+    Mutant(
+        "training/loggers.py",
         old='    return [row for row in rows if int(row["step"]) <= step]\n',
         new="    return rows\n",
         fault="The CSV file has the steps twice that a run repeats after a kill.",

@@ -48,10 +48,9 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "training/trainer.py",
-        old="            parallel.share_buffers(self.wrapped.inner)  # as a checkpoint does, so that a resumed run "
-        "evaluates the same\n",
-        new="",
+        "training/training_loop.py",
+        old="            parallel.share_buffers(self.parts.wrapped.inner)\n            figures = self._evaluated()",
+        new="            figures = self._evaluated()",
         fault="An evaluation within an epoch gives other figures in a run that resumes with it.",
         tests="tests/training/test_callbacks.py -k in_parts",
         ranks=2,
@@ -167,8 +166,8 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "training/trainer.py",
-        old="        parallel.share_buffers(self.wrapped.inner)\n        mine = [",
+        "training/training_loop.py",
+        old="        parallel.share_buffers(self.parts.wrapped.inner)\n        mine = [",
         new="        mine = [",
         fault="The buffers of rank 0, such as the statistics of batch normalization, are lost with rank 0.",
         tests="tests/recovery/test_killed_training.py -k bits",
@@ -233,10 +232,10 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/trainer.py",
-        old="            total, count = self._parts.logged.reduced_with(self._parts.losses.take())\n",
-        new="            own, number = self._parts.losses.take()\n"
-        "            total, count = self._parts.logged.reduced_with([own / max(number, 1), number])\n"
+        "training/training_loop.py",
+        old="            total, count = self.parts.logged.reduced_with(self.parts.losses.take())\n",
+        new="            own, number = self.parts.losses.take()\n"
+        "            total, count = self.parts.logged.reduced_with([own / max(number, 1), number])\n"
         "            total *= count / dist.get_world_size()\n",
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
@@ -309,17 +308,17 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "training/trainer.py",
-        old='            self._step.discard()\n            self._reporter.write("skipped"',
-        new="            self._step.discard()\n"
+        "training/training_loop.py",
+        old='            self.training_step.discard()\n            self.reporter.write("skipped"',
+        new="            self.training_step.discard()\n"
         '            self._step_scheduler("step")\n'
-        '            self._reporter.write("skipped"',
+        '            self.reporter.write("skipped"',
         fault="The learning rate scheduler steps when the optimizer skips a step.",
         tests="tests/training/test_steps.py -k without_a_finite_loss",
         ranks=4,
     ),
     Mutant(
-        "training/trainer.py",
+        "training/training_loop.py",
         old="steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)",
         new="steps = train.steps(position.epoch, 0, 0)",
         fault="A run that resumes within an epoch restarts with the first sample of that epoch.",

@@ -24,7 +24,7 @@ import mpicomm
 from mpicomm import recovery
 from mpicomm.training import parallel, reporting
 from mpicomm.training.checkpoint import Checkpoints
-from mpicomm.training.trainer import Trainer
+from mpicomm.training.training_loop import TrainingLoop
 
 RECOVERING = "during the recovery"
 POINTS = (
@@ -141,7 +141,7 @@ class Plan:
 
     def install(self) -> None:
         """Call `visit` at the points of the package."""
-        before(Trainer, "_take_step", lambda *_: self._in_a_step())
+        before(TrainingLoop, "_take_step", lambda *_: self._in_a_step())
         before(dcp.FileSystemWriter, "write_data", lambda *_: self.visit("while a checkpoint is written"))
         before(Checkpoints, "_mark", lambda *_: self.visit("before a checkpoint is marked"))
         before(parallel, "wrap", lambda *_, **__: self.visit("before the model is wrapped"))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import mpicomm
 from mpicomm.training.data import Step
 from mpicomm.training.trainer import Trainer
+from mpicomm.training.training_loop import TrainingLoop
 from tests.recovery import kill_plan
 from tests.recovery.kill_plan import Plan
 from tests.training import job
@@ -148,16 +149,16 @@ class Log:
         self._file = path.open("a")
 
     def install(self) -> None:
-        kill_plan.before(Trainer, "_take_step", self._begin)
-        kill_plan.before(Trainer, "_count_step", self._end)
+        kill_plan.before(TrainingLoop, "_take_step", self._begin)
+        kill_plan.before(TrainingLoop, "_count_step", self._end)
 
-    def _begin(self, trainer: Trainer, step: Step, _count: int) -> None:
-        position = trainer.position
+    def _begin(self, loop: TrainingLoop, step: Step, _count: int) -> None:
+        position, rank = loop.position, loop.parts.world.rank
         indices = [index for batch in step.batches for index in batch.indices or ()]
-        self._write("begin", step=position.step + 1, epoch=position.epoch, rank=trainer.world.rank, indices=indices)
+        self._write("begin", step=position.step + 1, epoch=position.epoch, rank=rank, indices=indices)
 
-    def _end(self, trainer: Trainer) -> None:
-        self._write("end", step=trainer.position.step, epoch=trainer.position.epoch, rank=trainer.world.rank)
+    def _end(self, loop: TrainingLoop) -> None:
+        self._write("end", step=loop.position.step, epoch=loop.position.epoch, rank=loop.parts.world.rank)
 
     def _write(self, what: str, **values: Any) -> None:
         world = mpicomm.current_world().recoveries

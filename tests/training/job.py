@@ -30,6 +30,7 @@ import mpicomm
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.data import Step
 from mpicomm.training.trainer import Trainer
+from mpicomm.training.training_loop import TrainingLoop
 
 SAMPLES, EVAL_SAMPLES, FEATURES = 203, 37, 12
 EPOCHS = 8
@@ -160,17 +161,17 @@ def slow_down(trainer: Trainer, seconds: float) -> None:
 
 def watch(trainer: Trainer, path: Path, leave_at: int) -> None:
     """Record the samples of each step, and request a stop in the step `leave_at`."""
-    take_step = trainer._take_step
+    take_step = TrainingLoop._take_step
 
-    def taking(step: Step, count: int) -> None:
+    def taking(loop: TrainingLoop, step: Step, count: int) -> None:
         if trainer.position.step + 1 == leave_at:
-            trainer._run.stop_request.why = "enough"
-        take_step(step, count)
+            trainer._stop_request.why = "enough"
+        take_step(loop, step, count)
         indices = [index for batch in step.batches for index in batch.indices or ()]
         with path.open("a") as file:
             file.write(json.dumps({"epoch": trainer.position.epoch, "indices": indices}) + "\n")
 
-    trainer._take_step = taking  # type: ignore[method-assign]
+    TrainingLoop._take_step = taking  # type: ignore[method-assign]
 
 
 # -- killing -----------------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def request_stop_within_evaluation(trainer: Trainer) -> None:
 
     def requesting(*arguments: Any) -> torch.Tensor:
         if trainer.world.rank == 0 and not torch.is_grad_enabled() and trainer.position.consumed:
-            trainer._run.stop_request.why = "enough"
+            trainer._stop_request.why = "enough"
         assert inner is not None
         return inner(*arguments)
 

@@ -167,7 +167,7 @@ def test_a_stop_request_during_the_evaluation(world: mpicomm.World, directory: P
 
     def requesting_a_stop(*arguments: Any) -> torch.Tensor:
         if world.rank == 0 and not torch.is_grad_enabled():
-            trainer._run.stop_request.why = "enough"
+            trainer._stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = requesting_a_stop

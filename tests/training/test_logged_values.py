@@ -106,7 +106,7 @@ def test_a_resumed_run_logs_the_values_of_an_uninterrupted_run(world: mpicomm.Wo
 
         def leaving(*arguments: Any) -> torch.Tensor:
             if leave_at and trainer.position.step + 1 == leave_at:
-                trainer._run.stop_request.why = "enough"
+                trainer._stop_request.why = "enough"
             return inner(*arguments)
 
         trainer.loss_fn = leaving

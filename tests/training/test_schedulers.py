@@ -24,7 +24,7 @@ def make_trainer(directory: Path | None = None, *, leave_in_evaluation: int = 0,
 
     def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled() and trainer.position.epoch == leave_in_evaluation:
-            trainer._run.stop_request.why = "enough"
+            trainer._stop_request.why = "enough"
         return nn.functional.cross_entropy(outputs, labels)
 
     trainer = mpicomm.Trainer(

@@ -44,7 +44,7 @@ def make_trainer(model: nn.Module | None = None, *, leave_at: int = 0, **options
 
     def loss_fn(*arguments: Any) -> torch.Tensor:
         if leave_at and trainer.position.step + 1 == leave_at:
-            trainer._run.stop_request.why = "enough"
+            trainer._stop_request.why = "enough"
         return inner(*arguments)
 
     trainer.loss_fn = loss_fn
@@ -171,7 +171,8 @@ def test_all_ranks_raise_the_error_of_a_failed_checkpoint_at_the_next_step(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save = Checkpoints._save
+    start, save = Checkpoints.save, Checkpoints._save
+    running: list[concurrent.futures.Future[None] | None] = []
 
     def late(self: Checkpoints, *arguments: Any) -> None:
         try:
@@ -179,15 +180,19 @@ def test_all_ranks_raise_the_error_of_a_failed_checkpoint_at_the_next_step(
         finally:
             time.sleep(0.1 * world.rank)  # rank 0 detects the failure before the other ranks do
 
+    def started(self: Checkpoints, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options)
+        running.append(self._running)
+
     monkeypatch.setattr(Checkpoints, "_save", late)
+    monkeypatch.setattr(Checkpoints, "save", started)
     monkeypatch.setattr(Checkpoints, "_publish", lambda *_: "no room")
     trainer = make_trainer(checkpoint_dir=directory, save_every=3)
     inner = trainer.loss_fn
 
     def after_the_failure(*arguments: Any) -> torch.Tensor:
-        running = trainer._run.checkpoints and trainer._run.checkpoints._running
-        if world.rank == 0 and running:
-            concurrent.futures.wait([running], timeout=60)
+        if world.rank == 0:
+            concurrent.futures.wait([each for each in running if each is not None], timeout=60)
         return inner(*arguments)
 
     trainer.loss_fn = after_the_failure

@@ -61,13 +61,20 @@ def test_a_csv_file_has_each_row_once_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_each_point_once_after_a_kill(tmp_path: Path) -> None:
+    """Three processes resume before an evaluation: from step 4, from step 8, and from step 8 again.
+
+    The first process has logged the evaluation of step 8, too. The second one resumes from an earlier step and ends
+    before that evaluation, so the third one must log it, and the fourth one must not.
+    """
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for begin, end in ((0, 10), (8, 12)):
+    for begin, end, is_before_evaluation in ((0, 10, False), (4, 7, True), (8, 10, True), (8, 12, True)):
         with loggers.opened("tensorboard", tmp_path, begin) as log:
             assert log is not None
-            run(log, begin, end)
+            run(log, begin, end, resumes_at_evaluation=is_before_evaluation)
+            if end == 7:
+                log(entry("step", 8, loss=1 / 8))
     board = EventAccumulator(str(tmp_path))
     board.Reload()
     points = [(each.step, each.value) for each in board.Scalars("step/loss")]

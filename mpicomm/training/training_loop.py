@@ -1,0 +1,377 @@
+"""The loops of one call of `Trainer.fit`: over the epochs, and over the steps of an epoch.
+
+They evaluate, log, save and stop between the steps. The training step, the evaluation, checkpoints and stops, the data
+and reports are in other modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import torch.distributed as dist
+
+from mpicomm.training import (
+    evaluation,
+    optimizers,
+    parallel,
+    randomness,
+    rank_sync,
+    reporting,
+    resumable_run,
+    step_profile,
+)
+from mpicomm.training.assembly import Assembly
+from mpicomm.training.callbacks import Callback
+from mpicomm.training.data import DataSource, LoaderOptions, Step
+from mpicomm.training.evaluation import Metric
+from mpicomm.training.preemption import StopRequest
+from mpicomm.training.recovering_calls import RecoveringCalls
+from mpicomm.training.reporting import Reporter, ReportOptions
+from mpicomm.training.resumable_run import ResumableRun
+from mpicomm.training.run_limits import RunLimits
+from mpicomm.training.state import Parts, Position, evaluation_figures
+from mpicomm.training.step_profile import ProfileOptions, StepProfiler
+from mpicomm.training.training_step import TrainingStep
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """Arguments of `Trainer` that concern the loops."""
+
+    loader: LoaderOptions
+    checkpoint_dir: str | os.PathLike[str] | None
+    save_every: int | None
+    keep_checkpoints: int
+    stop_margin: float | None
+    log_every: int
+    check_every: int | None
+    schedule: str
+    skips: bool
+    """Whether steps whose loss is not finite are skipped."""
+
+    report: ReportOptions
+    profile: ProfileOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class FitCall:
+    """A call of `fit`. If ranks fail, its loops are opened again in the next world, with the same object."""
+
+    limits: RunLimits
+    stop_request: StopRequest
+    metrics: Mapping[str, Metric]
+    monitored: str
+    """The figure that ReduceLROnPlateau monitors."""
+
+    call: Callable[..., None]
+    """Calls a hook of the callbacks, a method of `Callback`, with the trainer and further arguments."""
+
+    evaluating: Callable[[], contextlib.AbstractContextManager[None]]
+    """Returns the context of the callbacks for an evaluation."""
+
+
+@dataclasses.dataclass
+class TrainingLoop:
+    """The loops of a call of `fit` in one world; it holds the wrapped model of this world."""
+
+    fit_call: FitCall
+    options: LoopOptions
+    parts: Parts
+    training_step: TrainingStep
+    train: DataSource
+    test: DataSource | None
+    run: ResumableRun
+    reporter: Reporter
+    profiler: StepProfiler
+    calls: RecoveringCalls | None
+    """If training continues after ranks have failed."""
+
+    continues: bool
+    """Whether the run continues from the state in memory, in another world or another call of `fit`."""
+
+    def __post_init__(self) -> None:
+        self._limits, self._call = self.fit_call.limits, self.fit_call.call
+        self._last_step = Step([])
+
+    @property
+    def position(self) -> Position:
+        """The position in the run."""
+        return self.parts.position
+
+    # -- the loop over the epochs ------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Train and evaluate until the run is complete, or a limit or a callback ends it (collective)."""
+        # 1. report the start
+        self._begin()
+        self._call(Callback.on_fit_start)
+        # 2. complete the evaluation that the interrupted run had not completed
+        if self.test is not None and not self.position.is_evaluated:
+            self._evaluate_epoch()
+            self._complete_epoch()
+        # 3. train and evaluate by turns
+        while not self._limits.is_complete(self.position) and not self.run.ends_between_epochs():
+            if not self._train_epoch():
+                break
+            self._end_epoch()
+            if self.test is not None:
+                self._evaluate_epoch()
+            self._complete_epoch()
+        # 4. save and report the complete run
+        self.run.report_early_end(self.reporter)
+        self.run.save(self.reporter, wait=True)
+        if self.calls is not None:
+            self.calls.refresh_replicas()
+        self.reporter.end(self.position)
+        self._call(Callback.on_fit_end)
+        dist.barrier()  # so that no rank prints anything before the summary table
+
+    def _begin(self) -> None:
+        """Report where the run starts; after a recovery, save the checkpoint that the failure may have prevented."""
+        position, recovery = self.position, None if self.calls is None else self.calls.recovery
+        if recovery is None or not self.continues:
+            is_complete = self._limits.is_complete(position) and position.is_evaluated
+            self.reporter.begin(position, self.options.loader, is_complete=is_complete)
+        if recovery is not None:
+            self.reporter.begin_after(recovery)
+            if self._is_save_due():
+                self.run.save(self.reporter)
+
+    def _end_epoch(self) -> None:
+        """End the training of an epoch, which is complete without an evaluation if the run has none."""
+        self._log()
+        parallel.share_buffers(self.parts.wrapped.inner)
+        self._step_scheduler("epoch")
+        self.position.end_epoch(is_evaluated=self.test is None)
+        self.reporter.epoch(self.position)
+
+    def _evaluate_epoch(self) -> None:
+        figures = self._evaluated()
+        self.position.add_evaluation(figures)
+        self.reporter.evaluation(self.position)
+        self._call(Callback.on_eval_end, figures)
+
+    def _complete_epoch(self) -> None:
+        """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
+        if self.options.schedule == optimizers.ON_METRIC:
+            self.parts.scheduler.step(self.position.history[-1][self.fit_call.monitored])
+        self._call(Callback.on_epoch_end)
+        if self._limits.is_save_requested or self.options.save_every is None:
+            self._save()
+
+    # -- the loop over the steps of an epoch -------------------------------------------------------------------------
+
+    def _train_epoch(self) -> bool:
+        """Train the rest of an epoch; return whether it is complete, or the run ends within it."""
+        self.parts.wrapped.model.train()
+        position, limits, train = self.position, self._limits, self.train
+        if not position.steps_of_epoch:
+            self._call(Callback.on_epoch_start)
+        self._seed("epoch", position.epoch)
+        steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
+        self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
+        aligned = rank_sync.aligned_steps(train, steps, self._padding, self.reporter.clock, self._seed_step)
+        for step, count in limits.remaining(aligned, position):
+            self._take_step(step, count)
+            self._after_step()
+            if limits.has_all_steps(position) or self.run.is_ending:
+                return limits.is_epoch_complete(position, train.total())
+        return True
+
+    def _take_step(self, step: Step, count: int) -> None:
+        """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
+        # 1. accumulate the gradients
+        clock = self.reporter.clock
+        is_finite = self.training_step.accumulate(step, count, clock)
+        # 2. start the stop vote, then update the parameters or skip the step on all ranks
+        losses = (0.0, 0)
+        if self.calls is None:
+            self.run.start_vote()
+            is_taken = not self.options.skips or rank_sync.all_true(is_finite)
+        else:
+            is_taken, losses = self._share_step(is_finite)
+        if is_taken:
+            self._last_step = step
+            if self.training_step.update():
+                self._step_scheduler("step")
+        else:
+            samples = rank_sync.samples(step, is_finite)
+            self.training_step.discard()
+            self.reporter.write("skipped", self.position, rank_samples=samples)
+        clock.add("compute")
+        # 3. count the step
+        self.position.advance(count)
+        self._add_losses(*losses)
+        self.reporter.step(self.position, count)
+        self._call(Callback.on_step_end)
+
+    def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
+        """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
+
+        After this operation a rank completes the step without communication. If a rank fails, the others have
+        therefore completed the step, and can send its state, or have not begun to change theirs.
+
+        Returns:
+            Whether to update the parameters; the sum of the losses of all ranks, and the number of their samples.
+        """
+        parallel.share_buffers(self.parts.wrapped.inner)
+        mine = [*self.parts.losses.take(), not is_finite, *self.run.own_vote]
+        total, samples, failures, *votes = self.parts.logged.reduced_with(mine)
+        self.run.decide_vote(*map(int, votes))
+        return not self.options.skips or not failures, (total, int(samples))
+
+    def _after_step(self) -> None:
+        self._count_step()
+        is_stopping = self.run.is_stopping()
+        step, options = self.position.step, self.options
+        if step % options.log_every == 0:
+            self._log()
+        if options.check_every is not None and step % options.check_every == 0:
+            rank_sync.check_parameters(self.parts.wrapped, step)
+        self._evaluate_if_due()
+        if self._limits.is_save_requested or (options.save_every is not None and step % options.save_every == 0):
+            self._save()
+        if self.calls is not None:
+            self.calls.refresh_replicas(only_if_due=True)
+        if is_stopping:
+            self.run.stop(self.reporter)
+        self.profiler.count(step)
+
+    def _padding(self) -> Step:
+        """Return a step of padding for a rank without samples in a step in which other ranks have some.
+
+        Raises:
+            ValueError: If this rank has no data at all.
+        """
+        last = self._last_step
+        if not last.batches:  # no step of this rank has been taken in this call and world
+            with randomness.preserved(self.parts.world.device):
+                last = self.train.first()
+        if not last.batches:
+            raise rank_sync.no_data()
+        return last.as_padding()
+
+    # -- evaluations -------------------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate within the epoch, if `eval_every` steps are complete."""
+        if self._limits.is_evaluation_due(self.position):
+            # As a checkpoint does, so that a resumed run evaluates the same model.
+            parallel.share_buffers(self.parts.wrapped.inner)
+            figures = self._evaluated()
+            self.position.evaluated_step = self.position.step
+            self.reporter.step_evaluation(self.position, figures)
+            self._call(Callback.on_eval_end, figures)
+
+    def _evaluated(self) -> dict[str, float]:
+        """Evaluate, and return the figures; a stop request saves and raises `Preempted` (collective)."""
+        assert self.test is not None  # `RunLimits` refuses `eval_every` without it
+        around = (self.reporter.excluded(), randomness.preserved(self.parts.world.device), self.fit_call.evaluating())
+        with around[0], around[1], around[2]:
+            self._seed("evaluation", self.position.step)
+            found = evaluation.evaluate(
+                self.training_step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
+            )
+        if found is None:
+            self.run.stop(self.reporter)
+        return evaluation_figures(*found)
+
+    def _is_stopping(self) -> bool:
+        self._count_step()
+        self.run.start_vote()
+        return self.run.is_stopping()
+
+    # -- parts of the loops ------------------------------------------------------------------------------------------
+
+    def _seed(self, where: str, number: int) -> None:
+        """Seed the generators for a point of the run, if this point may be repeated, or run by a spare."""
+        if self.calls is not None:
+            self.calls.seed_at(where, number)
+
+    def _seed_step(self) -> None:
+        self._seed("step", self.position.step)
+
+    def _count_step(self) -> None:
+        """Note that this rank has completed a step of training or of an evaluation."""
+        if self.calls is not None:
+            self.calls.count_step()
+            self.reporter.end_recovery(self.position)
+
+    def _step_scheduler(self, when: str) -> None:
+        if self.parts.scheduler is not None and self.options.schedule == when:
+            self.parts.scheduler.step()
+
+    def _add_losses(self, total: float, count: int) -> None:
+        self.position.add_losses(total, count)
+        self.parts.logged.add_losses(total, count)
+
+    def _log(self) -> None:
+        if self.calls is None:
+            total, count = self.parts.logged.reduced_with(self.parts.losses.take())
+            self._add_losses(total, int(count))
+        means = self.parts.logged.take_means()
+        self.reporter.log(self.position, means.pop("loss", None), self.parts.optimizer, means)
+
+    def _save(self) -> None:
+        self._limits.is_save_requested = False
+        self.run.save(self.reporter)
+
+    def _is_save_due(self) -> bool:
+        """Return whether a checkpoint of this position would have been saved without the failure."""
+        position, save_every = self.position, self.options.save_every
+        if position.name in self.parts.callbacks.kept_checkpoints():
+            return True
+        if save_every is None:
+            return position.epoch > 0 and not position.consumed and position.is_evaluated
+        return position.step > 0 and position.step % save_every == 0
+
+
+@contextlib.contextmanager
+def opened(
+    fit_call: FitCall,
+    options: LoopOptions,
+    assembly: Assembly,
+    train: DataSource,
+    test: DataSource | None,
+    calls: RecoveringCalls | None,
+) -> Iterator[TrainingLoop]:
+    """Open the checkpoints, the reporter and the profiler of a run, and resume it or seed a new one (collective)."""
+    parts = assembly.parts
+    world, position = parts.world, parts.position
+    fit_call.limits.is_save_requested = False
+    fit_call.call(Callback.on_setup)
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(
+            resumable_run.opened(
+                options.checkpoint_dir,
+                options.keep_checkpoints,
+                options.stop_margin,
+                parts,
+                fit_call.stop_request,
+                fit_call.limits,
+                functools.partial(fit_call.call, Callback.on_checkpoint),
+                recovers=calls is not None,
+            )
+        )
+        continues = calls is not None and calls.has_begun
+        if continues:
+            run.continue_from_memory()
+        elif not run.restore(train):
+            if calls is not None:
+                calls.check_state()
+            if not position.step:
+                randomness.seed_all(options.loader.seed, world.rank)
+        if calls is not None:
+            calls.begin()
+            calls.refresh_replicas()
+        reporter = stack.enter_context(
+            reporting.opened(world, run.directory, options.report, fit_call.limits.epochs, train.total(), position.step)
+        )
+        profiler = stack.enter_context(step_profile.opened(options.profile, run.directory, world, position.step))
+        yield TrainingLoop(
+            fit_call, options, parts, assembly.step, train, test, run, reporter, profiler, calls, continues
+        )
