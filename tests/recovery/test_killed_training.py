@@ -16,7 +16,7 @@ from tests.recovery.training_job import EPOCHS
 CASES = [
     Case(
         "on fewer ranks",
-        (Kill(0, 0, "in an evaluation", 2), Kill(1, 2, "in a barrier", 2, 0.01)),
+        (Kill(0, 0, "in an evaluation", 2), Kill(1, 0, "in a barrier", 2, 0.01)),
     ),
     Case(
         "with spares",

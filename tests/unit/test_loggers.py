@@ -43,7 +43,7 @@ def test_a_csv_file_has_each_row_once_after_a_kill(tmp_path: Path) -> None:
         assert log is not None
         run(log, 0, 10)
     with path.open("a") as file:
-        file.write("step,11,")  # a row that the crash truncated
+        file.write("step,1")  # the row of step 11, which the crash truncated
     with loggers.opened(["csv"], tmp_path, 8) as log:
         assert log is not None
     with loggers.opened("csv", tmp_path, 4) as log:
