@@ -10,7 +10,7 @@ import torch
 
 from mpicomm import session
 from mpicomm.errors import LaunchError, MpicommError
-from tests.integrations.digits import figures
+from tests.integrations.digits import run_example
 from tests.launching import run_ranks
 
 PACKAGES = ("lightning", "torchmetrics")
@@ -51,9 +51,7 @@ trainer.fit(Model(), torch.utils.data.DataLoader(data, 4))
     ],
 )
 def test_the_trainer_learns_with_each_launcher(run, command, size):
-    outcome = run(command, figures)
-    backend = "gloo" if "torchrun" in command else "mpicomm"
-    assert f"DDPStrategy on {size} ranks, backend {backend}\n" in outcome.stdout, outcome
+    run_example(run, command, f"DDPStrategy on {size} ranks")
 
 
 @pytest.mark.make_integrations
