@@ -5,7 +5,7 @@ torchrun.
 
     $ mpirun -n 4 python -m mpicomm.examples.integrations.accelerate_digits
     DistributedType.MULTI_CPU on 4 ranks, backend mpicomm
-    test accuracy 96.9% of 360 images
+    test accuracy 97.8% of 360 images
     parameters identical on all ranks
 """
 

@@ -5,10 +5,10 @@ pi from random points, and add the estimates up in a tree. With `torchrun`, the 
 
     $ mpirun -n 4 python -m mpicomm.examples.integrations.dask_tasks
     workers: ranks 1, 2, 3
-    pi is about 3.141, from 64 tasks
+    pi is about 3.145, from 64 tasks
     $ torchrun --nproc-per-node 2 examples/integrations/dask_tasks.py
     workers: ranks 1
-    pi is about 3.141, from 64 tasks
+    pi is about 3.145, from 64 tasks
 """
 
 from __future__ import annotations

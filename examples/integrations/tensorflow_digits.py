@@ -5,11 +5,11 @@ the gradients. Afterwards the ranks check by `mpicomm` that they have the same p
 
     $ mpirun -n 4 python -m mpicomm.examples.integrations.tensorflow_digits
     4 workers
-    test accuracy 96.1% of 360 images
+    test accuracy 97.8% of 360 images
     parameters identical on all ranks
     $ torchrun --nproc-per-node 2 examples/integrations/tensorflow_digits.py
     2 workers
-    test accuracy 96.1% of 360 images
+    test accuracy 97.8% of 360 images
     parameters identical on all ranks
 """
 

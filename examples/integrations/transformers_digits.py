@@ -1,10 +1,10 @@
 """The Trainer of Hugging Face's transformers, on the images of handwritten digits of the example `ddp`.
 
-`bootstrap()` comes before `TrainingArguments`, which needs `use_cpu=True` on CPUs: otherwise every rank trains alone.
+`bootstrap()` comes before `TrainingArguments`.
 
     $ mpirun -n 4 python -m mpicomm.examples.integrations.transformers_digits
     ParallelMode.DISTRIBUTED on 4 ranks, backend mpicomm
-    test accuracy 96.9% of 360 images
+    test accuracy 97.5% of 360 images
     parameters identical on all ranks
 """
 
@@ -64,7 +64,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             output_dir=directory,
-            use_cpu=world.device.type == "cpu",
             seed=ddp.SEED,
             optim="sgd",
             learning_rate=4 * ddp.LEARNING_RATE * world.size,  # without momentum
