@@ -80,7 +80,7 @@ class World(Topology):
     """The number of times that the job has continued after failures of ranks."""
 
     def __str__(self) -> str:
-        place = f"rank {self.rank} of {self.size} on {self.hostname}"
+        place = _place_of(self)
         if self.num_nodes > 1:
             place += f" (local rank {self.local_rank} of {self.local_size}, node {self.node_rank} of {self.num_nodes})"
         return f"{place}: {self.device}, {self.backend or 'no process group'}, started by {self.launcher}"
@@ -91,6 +91,10 @@ class World(Topology):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:  # after an error the other ranks may be in other operations; the exception ends the job
             shutdown()
+
+
+def _place_of(world: World) -> str:
+    return f"rank {world.rank} of {world.size} on {world.hostname}"
 
 
 @dataclasses.dataclass
@@ -374,7 +378,7 @@ def time_limit(session: Session, what: str) -> Iterator[None]:
 
     def end() -> None:
         exit_hooks.print_stderr(
-            f"[mpicomm] rank {world.rank} of {world.size} on {world.hostname}: {what} timed out after {seconds:g} s: "
+            f"[mpicomm] {_place_of(world)}: {what} timed out after {seconds:g} s: "
             f"a rank that has not failed does not take part; aborting the job\n"
             f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
         )
@@ -395,9 +399,8 @@ def shutdown_at_exit() -> None:
         shutdown()
     except Exception:  # noqa: BLE001  an error of any kind is printed
         assert _current is not None
-        world = _current.world
-        where = f"rank {world.rank} of {world.size} on {world.hostname}"
-        exit_hooks.print_stderr(f"[mpicomm] {where}: shutdown() failed at exit\n{traceback.format_exc()}")
+        place = _place_of(_current.world)
+        exit_hooks.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
