@@ -113,10 +113,10 @@ def _tensorboard(directory: Path | None, step: int) -> Iterator[Logger]:
 
     def log(entry: dict[str, Any]) -> None:
         if "step" in entry:
-            for number, value in _numbers(entry).items():
-                name = f"{entry['event']}/{number}"
-                if entry["step"] != step or name not in present:
-                    writer.add_scalar(name, value, entry["step"])
+            for name, value in _numbers(entry).items():
+                tag = f"{entry['event']}/{name}"
+                if entry["step"] != step or tag not in present:
+                    writer.add_scalar(tag, value, entry["step"])
             writer.flush()
 
     with writer:

@@ -105,7 +105,7 @@ class TrainingLoop:
     # -- the loop over the epochs ------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Train and evaluate until the run is complete, or a limit or a callback ends it (collective)."""
+        """Train and evaluate until the end of the run (collective)."""
         # 1. report the start
         self._begin()
         self._call(Callback.on_fit_start)
