@@ -37,6 +37,10 @@ def _is_under_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
 def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(ImportError):  # torch.compile uses it if it is installed, as Lightning requires
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0  # its thread would remain
     if not _is_under_mpi(config):
         with contextlib.suppress(ImportError):  # tests of other versions do not install it
             import hypothesis
