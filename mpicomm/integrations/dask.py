@@ -9,12 +9,14 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from distributed import Client, Scheduler, Security, Worker
-from distributed.utils import silence_logging_cmgr
-
 from mpicomm.collective_ops.collectives import barrier, broadcast_object
 from mpicomm.integrations import serving
+from mpicomm.integrations.required_package import installed_by
 from mpicomm.session import World
+
+with installed_by("dask"):
+    from distributed import Client, Scheduler, Security, Worker
+    from distributed.utils import silence_logging_cmgr
 
 T = TypeVar("T")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
-
 from mpicomm import session
 from mpicomm.errors import LaunchError
+from mpicomm.integrations.required_package import installed_by
+
+with installed_by("lightning"):
+    from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 class WorldEnvironment(ClusterEnvironment):

@@ -14,16 +14,18 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import ray
-from ray._raylet import Config
-
 from mpicomm import agreement
 from mpicomm.collective_ops.collectives import all_gather_object, broadcast_object
 from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
+from mpicomm.integrations.required_package import installed_by
 from mpicomm.launch import environment
 from mpicomm.session import World
+
+with installed_by("ray"):
+    import ray
+    from ray._raylet import Config
 
 _START_SECONDS = 300.0
 _PAUSE = 0.1

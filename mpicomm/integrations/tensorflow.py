@@ -6,11 +6,13 @@ import json
 import os
 import socket
 
-import tensorflow as tf
-
 from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.integrations import serving
+from mpicomm.integrations.required_package import installed_by
 from mpicomm.session import World
+
+with installed_by("tensorflow"):
+    import tensorflow as tf
 
 _reserved: list[socket.socket] = []
 """Keeps the ports bound until the process ends."""
