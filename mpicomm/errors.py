@@ -35,10 +35,10 @@ class LaunchError(MpicommError):
 
     @property
     def brief(self) -> str:
-        """The problem and the command in one line, for ranks that need not print the full message."""
-        lines = str(self).splitlines()
-        commands = [line.strip() for line in lines if line.startswith("  ")]
-        return lines[0] + (f" Start with: {commands[-1]}" if commands else "")
+        """The problem and the next step in one line, for ranks that need not print the full message."""
+        problem, *lines = str(self).splitlines()
+        commands = [f"Start with: {line.strip()}" for line in lines if line.startswith("  ")]
+        return " ".join([problem, *(commands or lines)[-1:]])
 
 
 class MPINotFoundError(MpicommError, ImportError):

@@ -408,7 +408,8 @@ def shutdown_at_exit() -> None:
 
 def arm_abort(rank: int, size: int, comm: Intracomm | None = None) -> None:
     """Let the exit hooks abort the job, by MPI if it has connected the ranks."""
-    exit_hooks.arm(rank, size, socket.gethostname(), functools.partial(abort, comm=comm), _is_first_to_fail)
+    end = functools.partial(abort, comm=comm)
+    exit_hooks.arm(rank, size, socket.gethostname(), end, _is_first_to_fail, _is_formed)
 
 
 def abort(status: int, comm: Intracomm | None) -> None:
@@ -419,8 +420,12 @@ def abort(status: int, comm: Intracomm | None) -> None:
     os._exit(status)
 
 
+def _is_formed() -> bool:
+    return _current is not None and (_current.is_open or _current.watch is not None)
+
+
 def _is_first_to_fail() -> bool:
-    if _current is None or not (_current.is_open or _current.watch):  # the job is being formed
+    if _current is None or not _is_formed():
         return True
     if _current.watch is not None:
         _current.watch.fail()

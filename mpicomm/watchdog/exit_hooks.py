@@ -27,6 +27,7 @@ from mpicomm.watchdog import flight_recorder
 
 _LATER_FAILURE_WAIT = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
 _BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file
+_OTHER_RANKS_WAIT = 10.0  # seconds after which the others do: only if rank 0's error has not ended them
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
 
 _OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
@@ -45,6 +46,9 @@ class Hook:
 
     is_first: Callable[[], bool]
     """Returns True if no other rank has failed before."""
+
+    is_formed: Callable[[], bool]
+    """Returns True if the ranks have formed the job: a later LaunchError is one of the program, with a traceback."""
 
     previous: Callable[..., Any]
     previous_of_threads: Callable[[threading.ExceptHookArgs], Any]
@@ -68,7 +72,8 @@ class Hook:
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         is_on_all_ranks = isinstance(error, MpicommError) and error.is_on_all_ranks
-        if is_on_all_ranks or isinstance(error, LaunchError):  # no traceback: the cause is not a bug in the program
+        is_of_launch = isinstance(error, LaunchError) and not self.is_formed()
+        if is_on_all_ranks or is_of_launch:  # no traceback: the cause is not a bug in the program
             self._print_message(error, is_on_all_ranks)
         else:
             self._print_error(kind, error, trace)
@@ -81,9 +86,9 @@ class Hook:
     def _print_message(self, error: BaseException, is_on_all_ranks: bool) -> None:
         if self.rank == 0:
             print_stderr(f"mpicomm.{type(error).__name__}: {error}\n")
-        elif isinstance(error, LaunchError) and not is_on_all_ranks and self.rank < _BRIEF_RANKS:
+        elif isinstance(error, LaunchError) and not is_on_all_ranks:
             # Usually rank 0 has the same error, and the launcher ends this rank before it prints.
-            time.sleep(_LATER_FAILURE_WAIT)
+            time.sleep(_LATER_FAILURE_WAIT if self.rank < _BRIEF_RANKS else _OTHER_RANKS_WAIT)
             print_stderr(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
 
     def _end(self) -> None:
@@ -139,13 +144,14 @@ def arm(
     hostname: str,
     abort: Callable[[int], Any] | None = None,
     is_first: Callable[[], bool] = lambda: True,
+    is_formed: Callable[[], bool] = lambda: False,
 ) -> None:
     """Install the hook, or replace it by one with more information about the job."""
     global _current  # noqa: PLW0603  a process has one excepthook
     # Replacing also removes torch's hook, installed on top to print the rank: this hook prints the rank, too.
     previous = _current.previous if _current else sys.excepthook
     previous_of_threads = _current.previous_of_threads if _current else threading.excepthook
-    _current = Hook(rank, size, hostname, abort, is_first, previous, previous_of_threads)
+    _current = Hook(rank, size, hostname, abort, is_first, is_formed, previous, previous_of_threads)
     sys.excepthook = _current
     threading.excepthook = _current.of_thread
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:

@@ -70,6 +70,20 @@ raise ValueError(f"the same on all, here on {world.rank}")
 """
 )
 
+# A program, or an adapter such as that of Lightning, refuses its arguments after bootstrap().
+REFUSING = (
+    OWN_RANK
+    + """
+import mpicomm
+
+world = mpicomm.bootstrap()
+if world.rank in RANKS:
+    now()
+    raise mpicomm.LaunchError("devices must be 2, got 3.\\nPass devices=2.")
+time.sleep(600)
+"""
+)
+
 # The missing rank is the last one: rank 0 must wait for every rank, including the last.
 MISSING = (
     OWN_RANK
@@ -133,6 +147,17 @@ def test_all_ranks_fail_at_once() -> None:
     match = re.search(r"rank (\d) of 4.*aborting the job:\n.*?the same on all, here on (\d)", outcome.stderr, re.DOTALL)
     assert match, outcome
     assert match[1] == match[2], outcome
+    assert seconds_to_end(outcome) < SECONDS, outcome
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
+def test_ranks_refuse_to_continue_after_bootstrap(ranks: tuple[int, ...]) -> None:
+    outcome = run_ranks(2, f"RANKS = {ranks}" + REFUSING)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert outcome.stderr.count("devices must be 2, got 3.\nPass devices=2.") == 1, outcome
+    assert "died" not in outcome.stderr, outcome
     assert seconds_to_end(outcome) < SECONDS, outcome
 
 

@@ -92,6 +92,22 @@ MUTANTS = [
     ),
     Mutant(
         "watchdog/exit_hooks.py",
+        old="is_of_launch = isinstance(error, LaunchError) and not self.is_formed()",
+        new="is_of_launch = isinstance(error, LaunchError)",
+        fault="A LaunchError after bootstrap() is followed by a report that a rank died.",
+        tests="tests/launch/test_failures.py -k refuse",
+        ranks=0,
+    ),
+    Mutant(
+        "errors.py",
+        old='return " ".join([problem, *(commands or lines)[-1:]])',
+        new='return " ".join([problem, *commands[-1:]])',
+        fault="If only a rank other than 0 has a LaunchError, the next step is lost unless it is a command.",
+        tests="tests/unit/test_exit_status.py -k launch_error",
+        ranks=0,
+    ),
+    Mutant(
+        "watchdog/exit_hooks.py",
         old="if self is not _current or os.getpid() != self.pid or _continues():",
         new="if self is not _current or _continues():",
         fault="An exception in a forked child of a rank ends the whole job.",

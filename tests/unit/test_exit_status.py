@@ -98,3 +98,25 @@ def test_an_error_at_a_prompt_ends_nothing(program: str, shown: str, as_module: 
     outcome = run_alone(start, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, timeout=60)
     assert outcome.stdout.splitlines() == shown.split(", "), outcome
     assert outcome.stderr.count("NameError: name 'undefined' is not defined") == program.count("'undefined'"), outcome
+
+
+@pytest.mark.parametrize("rank", [1, 9])
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("no PMI.\nUse the launcher of this MPI:\n  mpirun -n 10 python a.py", "Start with: mpirun -n 10 python a.py"),
+        ("no PMI.\nUnset PMI_RANK.", "Unset PMI_RANK."),
+        ("no PMI.", ""),
+    ],
+    ids=["command", "next step", "problem alone"],
+)
+def test_a_launch_error_of_another_rank_than_0_is_one_line(rank: int, message: str, line: str) -> None:
+    """The launcher may write the output of rank 0 to another file, and only this rank may have the error."""
+    program = f"""
+from mpicomm import LaunchError
+exit_hooks._LATER_FAILURE_WAIT, exit_hooks._OTHER_RANKS_WAIT = 0, 0.1
+exit_hooks.arm({rank}, 10, "n1", abort=print)
+raise LaunchError({message!r})
+"""
+    outcome = run_alone(WATCH + program, timeout=60)
+    assert outcome.stderr == f"[mpicomm] rank {rank}: LaunchError: {f'no PMI. {line}'.strip()}\n", outcome
