@@ -110,6 +110,11 @@ def test_fsdp_holds_a_part_of_the_parameters_on_each_rank():
     assert max(held) < 1.2 * whole / ranks, outcome
 
 
+def test_trainer_prints_its_result_once_after_the_loss_of_rank_0():
+    outcome = run("mpicomm run -n 3 --fault-tolerant -m mpicomm.examples.trainer --epochs 1 --kill 5")
+    assert outcome.stdout.count("test accuracy ") == 1, outcome
+
+
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"])
 def test_docstring_has_the_command_that_starts_the_example(name):
     commands = [command for file, command, _ in sessions() if file == f"{name}.py"]
