@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 from mpicomm import session
 from mpicomm.errors import LaunchError
 from mpicomm.integrations.required_package import installed_by
 
 with installed_by("lightning"):
     from lightning.fabric.plugins.environments import ClusterEnvironment
+
+
+_unused: weakref.WeakSet[WorldEnvironment] = weakref.WeakSet()
+"""The environments that no strategy has used."""
 
 
 class WorldEnvironment(ClusterEnvironment):
@@ -20,6 +26,9 @@ class WorldEnvironment(ClusterEnvironment):
             accelerator="cpu", devices=world.local_size, num_nodes=world.num_nodes, strategy="ddp",
             plugins=[WorldEnvironment()],
         )
+
+    Without a distributed strategy, Lightning would train a separate model on each rank: then `Trainer` and `Fabric`
+    raise LaunchError.
 
     Raises:
         MpicommError: If `bootstrap` has not been called.
@@ -36,6 +45,7 @@ class WorldEnvironment(ClusterEnvironment):
                 f"Let every rank see all GPUs of its node (with Slurm: without --gpus-per-task and --gpu-bind), and "
                 f"start as many ranks per node as it has GPUs."
             )
+        _unused.add(self)
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -69,8 +79,12 @@ class WorldEnvironment(ClusterEnvironment):
         """Return the rank in the job, which may differ from Lightning's node rank * devices + local rank."""
         return self._world.rank
 
-    def set_global_rank(self, rank: int) -> None:
-        """Ignore the rank that Lightning computes: the launcher has chosen the rank."""
+    def set_global_rank(self, rank: int) -> None:  # noqa: ARG002  the name of the base class
+        """Ignore the rank that Lightning computes, since the launcher has chosen the rank.
+
+        Distributed strategies call this method when `Trainer` or `Fabric` creates them.
+        """
+        _unused.discard(self)
 
     def local_rank(self) -> int:
         """Return the rank in the node."""
@@ -100,3 +114,24 @@ class WorldEnvironment(ClusterEnvironment):
                 f"{world.num_nodes}; got devices={num_devices}, num_nodes={num_nodes}.\n"
                 f"Pass devices=world.local_size, num_nodes=world.num_nodes, with world = mpicomm.bootstrap()."
             )
+
+
+def check_use() -> list[object]:
+    """Check that the new Trainer or Fabric uses its WorldEnvironment; an entry point, which Lightning calls in both.
+
+    Returns:
+        No callbacks: Lightning adds to the Trainer or Fabric those that an entry point returns.
+
+    Raises:
+        LaunchError: If there are several ranks, and an environment that no strategy has used.
+    """
+    unused = list(_unused)
+    _unused.clear()
+    if unused and (size := unused[0].world_size()) > 1:
+        raise LaunchError(
+            f"the strategy of Trainer or Fabric does not use WorldEnvironment(): each of the {size} ranks would train "
+            f"a separate model.\n"
+            f'Pass strategy="ddp" or another distributed strategy, and create WorldEnvironment() in the same call: '
+            f"plugins=[WorldEnvironment()]."
+        )
+    return []

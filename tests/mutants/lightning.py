@@ -30,6 +30,22 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
+        "integrations/lightning.py",
+        old="_unused.discard(self)",
+        new="pass",
+        fault="Trainer refuses a strategy that uses the environment.",
+        tests="tests/integrations/test_lightning.py -k test_a_distributed_strategy_uses_the_environment",
+        ranks=0,
+    ),
+    Mutant(
+        "integrations/lightning_entry_point.py",
+        old="[] if adapter is None else adapter.check_use()",
+        new="[]",
+        fault="Without a distributed strategy each rank trains a separate model, without an error.",
+        tests="tests/integrations/test_lightning.py -k test_a_strategy_that_does_not_use_the_ranks",
+        ranks=0,
+    ),
+    Mutant(
         "session.py",
         old="values[_ACCELERATE_USE_CPU] = ",
         new="session.environ[_ACCELERATE_USE_CPU] = ",
