@@ -68,7 +68,7 @@ class Callback:
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """A checkpoint is complete on disk.
 
-        Checkpoints are written in the background. This is called before the next one is collected, or at the end of the
+        Checkpoints are written in the background. This is called before the next one starts, or at the end of the
         run; in a resumed run, also for the checkpoint from which it resumed.
 
         Args:
