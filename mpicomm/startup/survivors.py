@@ -50,7 +50,8 @@ class NextWorld:
 def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tuple[Intracomm, NextWorld]:
     """Find the processes that are left, and order them for the next world (collective over these processes).
 
-    A failure in the meantime starts it again.
+    A failure in the meantime starts it again. After one, Open MPI 5.0 may also report success of a collective operation
+    whose result is incomplete, which then cannot be unpickled or used: any exception counts as a failure.
 
     Args:
         comm: The communicator of all processes of the last world; it is revoked.
@@ -60,12 +61,16 @@ def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tupl
     Returns:
         A communicator of all processes that are left, and the next world.
     """
+    error: Exception | None = None
     while True:
+        before = comm.size
         comm = cast("Intracomm", comm.Shrink())
+        if comm.size == before and error is not None and not isinstance(error, mpi.api().Exception):
+            raise error  # no process has failed: it is not the consequence of a failure
         found, error = None, None
         try:
             found = _next_world(comm, place, is_finished=is_finished)
-        except mpi.api().Exception as caught:
+        except Exception as caught:  # noqa: BLE001  see above
             comm.Revoke()  # other processes may wait for this one
             error = caught
         if agree(comm, error is None) and found is not None:

@@ -16,6 +16,22 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
+        "startup/survivors.py",
+        old="        except Exception as caught:  # noqa: BLE001  see above",
+        new="        except mpi.api().Exception as caught:",
+        fault="An incomplete result of a collective operation during the recovery ends the job.",
+        tests="tests/recovery/test_recovery.py -k incomplete",
+        ranks=0,
+    ),
+    Mutant(
+        "startup/survivors.py",
+        old="if comm.size == before and error is not None and",
+        new="if False and",
+        fault="An error in the search for the remaining ranks, without a failure, is repeated silently.",
+        tests="tests/recovery/test_recovery.py -k no_failure_explains",
+        ranks=0,
+    ),
+    Mutant(
         "session.py",
         old="previous_rank = job.where.rank if before is None else before.place.rank",
         new="previous_rank = job.where.rank",

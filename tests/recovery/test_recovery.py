@@ -88,6 +88,35 @@ dist.barrier(dist.new_group([0, 1]))
 print(f"rank {world.rank} of {world.size} continues in a new group")
 """
 
+INCOMPLETE = """
+import os, pickle, signal
+import mpicomm
+from mpicomm.startup import survivors
+
+next_world = survivors._next_world
+
+def incomplete(comm, place, **options):
+    # in the first attempt rank 1 gets an incomplete result, because rank 2 dies, or for another reason
+    survivors._next_world = next_world
+    if rank == 2 and DIES:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        raise pickle.UnpicklingError("invalid load key")
+    return next_world(comm, place, **options)
+
+world = mpicomm.bootstrap(on_failure="recover")
+rank = world.rank
+survivors._next_world = incomplete
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mpicomm.barrier()
+except mpicomm.RankFailedError:
+    world = mpicomm.recover()
+mpicomm.barrier()
+print(f"rank {world.rank} of {world.size} continues")
+"""
+
 CANNOT_FORM = """
 import os, signal, sys
 import mpicomm
@@ -200,6 +229,18 @@ def test_the_job_ends_if_too_few_ranks_are_left() -> None:
     assert outcome.status == 1, outcome
     assert "it called os._exit(0); 2 ranks are left, fewer than min_ranks=3; aborting the job" in outcome.stderr
     assert "continued" not in outcome.stdout
+
+
+def test_an_incomplete_result_after_a_failure_starts_the_search_for_the_remaining_ranks_again() -> None:
+    outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", "DIES = True" + INCOMPLETE])
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+
+
+def test_an_error_that_no_failure_explains_ends_the_job() -> None:
+    outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", "DIES = False" + INCOMPLETE])
+    assert outcome.status not in (0, None), outcome
+    assert outcome.stderr.count("UnpicklingError: invalid load key") == 1, outcome
 
 
 def test_groups_have_equal_names_after_a_recovery_was_interrupted() -> None:
