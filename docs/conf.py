@@ -23,6 +23,8 @@ suppress_warnings = ["myst.header"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
+# The libraries of the adapters are not installed where the site is built.
+autodoc_mock_imports = ["distributed", "lightning", "ray", "tensorflow"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -13,7 +13,7 @@ with installed_by("lightning"):
 class WorldEnvironment(ClusterEnvironment):
     """The job of `bootstrap()` as Lightning's cluster environment, for `Trainer` and `Fabric`.
 
-    Lightning starts no processes, and its strategies use the process group that `bootstrap()` has initialised:
+    Lightning starts no processes, and its strategies use the process group that `bootstrap()` has initialised::
 
         world = mpicomm.bootstrap()
         trainer = lightning.Trainer(
