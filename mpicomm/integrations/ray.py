@@ -23,7 +23,7 @@ from mpicomm.integrations.required_package import installed_by
 from mpicomm.launch import environment
 from mpicomm.session import World
 
-with installed_by("ray"):
+with installed_by("ray", "ray>=2.52"):  # the first with authentication by a token
     import ray
     from ray._raylet import Config
 
