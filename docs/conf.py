@@ -25,6 +25,7 @@ myst_heading_anchors = 4
 
 # The libraries of the adapters are not installed where the site is built.
 autodoc_mock_imports = ["distributed", "lightning", "ray", "tensorflow"]
+smartquotes = False  # would change the dashes of options in docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
