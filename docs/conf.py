@@ -23,6 +23,9 @@ suppress_warnings = ["myst.header"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
+# The libraries of the adapters are not installed where the site is built.
+autodoc_mock_imports = ["distributed", "lightning", "ray", "tensorflow"]
+smartquotes = False  # would change the dashes of options in docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -19,7 +19,7 @@ _unused: weakref.WeakSet[WorldEnvironment] = weakref.WeakSet()
 class WorldEnvironment(ClusterEnvironment):
     """The job of `bootstrap()` as Lightning's cluster environment, for `Trainer` and `Fabric`.
 
-    Lightning starts no processes, and its strategies use the process group that `bootstrap()` has initialised:
+    Lightning starts no processes, and its strategies use the process group that `bootstrap()` has initialised::
 
         world = mpicomm.bootstrap()
         trainer = lightning.Trainer(

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mpicomm import agreement
+from mpicomm import arguments
 from mpicomm.collective_ops.collectives import all_gather_object, broadcast_object
 from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
@@ -23,11 +24,18 @@ from mpicomm.integrations.required_package import installed_by
 from mpicomm.launch import environment
 from mpicomm.session import World
 
-with installed_by("ray"):
+with installed_by("ray", "ray>=2.52"):  # the first with authentication by a token
     import ray
     from ray._raylet import Config
 
-_START_SECONDS = 300.0
+_OPTIONS = arguments.Expected(
+    "a sequence of str",
+    lambda value: (
+        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+    ),
+    remedy='Pass a list of options, such as ["--num-gpus=4"].',
+)
+_REMEDY = "Correct the options, or let the hosts connect to all ports of each other (firewall)."
 _PAUSE = 0.1
 _SHOWN = 15  # lines of the output of `ray start` in an error
 _ADDRESS = re.compile(r"--address='([^']+)'")
@@ -66,64 +74,80 @@ def cluster(world: World, *, options: Sequence[str] = ()) -> Iterator[str]:
     """Run a Ray cluster on the nodes of the job during the block (collective).
 
     Rank 0 is connected to it (`ray.init`) and drives it; the other ranks wait at the end of the block until rank 0 has
-    left it, and may call `ray.init(address)` themselves. Ray's processes end with the block, and when the job is
-    killed. A random token of the job authenticates all connections.
+    left it. They may call `ray.init(address)` themselves, and must have ended their work before rank 0 leaves. Ray's
+    processes end with the block, and when the job is killed. A random token of the job authenticates all connections.
 
     Args:
         world: The World that `bootstrap` returned.
-        options: Further options of `ray start` on each node, such as `--num-gpus=4`. By default Ray gets the cores of
-            the node's ranks.
+        options: Further options of `ray start` on each node, such as `["--num-gpus=4"]`. By default Ray gets the cores
+            of the node's ranks.
 
     Yields:
         The address of the cluster.
 
     Raises:
-        MpicommError: On every rank, if `ray start` fails on a node, or takes longer than 300 s.
+        TypeError: If an argument is of a wrong type.
+        MpicommError: On every rank, if Ray is connected already, `ray start` fails on a node, or takes longer than
+            300 s or 80 % of the timeout of `bootstrap`. Also on the other ranks, if rank 0 leaves the block with an
+            exception and handles it; otherwise the exception ends the job.
     """
-    block = serving.new_block()
+    serving.WORLD.check(world, "world")
+    _OPTIONS.check(options, "options")
+    serving.start_on_all_ranks(world, _check_unconnected, _REMEDY)
     _require_token()
     cores = _cores_of_node(world)
     nodes: list[_Node] = []
 
-    def start(is_here: bool, arguments: Sequence[str]) -> None:
-        def start_here() -> None:
+    def start_node(is_here: bool, arguments: Sequence[str]) -> None:
+        def start() -> None:
             if is_here:
-                nodes.append(_Node(world, cores, [*arguments, *_PORTS, f"--num-cpus={len(cores)}", *options]))
+                nodes.append(_Node(world, cores, [*arguments, *_PORTS, f"--num-cpus={len(cores)}"], options))
 
-        agreement.run_on_all_ranks(
-            all_gather_object, start_here, MpicommError, lambda _, message: MpicommError(message)
-        )
+        serving.start_on_all_ranks(world, start, _REMEDY)
 
-    try:
-        start(world.rank == 0, _HEAD)
-        address = broadcast_object(nodes[0].address if nodes else "")
-        start(world.local_rank == 0 and world.rank != 0, [f"--address={address}"])
+    def connect() -> None:
         if world.rank == 0:
             # Without RAY_ADDRESS, parts of Ray Train look for the machine's only cluster, and fail if it has more.
             ray.init(address=address, runtime_env={"env_vars": {"RAY_ADDRESS": address}})
-        yield address
-        ray.shutdown()
-        serving.wait_until_rank_0_leaves(world, block)
+
+    try:
+        start_node(world.rank == 0, _HEAD)
+        address = broadcast_object(nodes[0].address if nodes else "")
+        start_node(world.local_rank == 0 and world.rank != 0, [f"--address={address}"])
+        serving.start_on_all_ranks(world, connect, _REMEDY)
+        with serving.until_rank_0_leaves(world):
+            try:
+                yield address
+            finally:
+                ray.shutdown()  # also after an exception: Ray's excepthook would report it to the cluster, and fail
     finally:
-        ray.shutdown()  # also after an exception: Ray's excepthook would report it to the cluster, and fail
+        ray.shutdown()
         for node in nodes:
             node.close()
+
+
+def _check_unconnected() -> None:
+    if ray.is_initialized():
+        raise MpicommError(
+            "Ray is connected to a cluster already, but cluster() starts one of its own.\n"
+            "Remove the call of ray.init(), or call ray.shutdown() before cluster()."
+        )
 
 
 class _Node:
     """Ray's processes on one node, which end with this process."""
 
-    def __init__(self, world: World, cores: set[int], arguments: Sequence[str]) -> None:
+    def __init__(self, world: World, cores: set[int], arguments: Sequence[str], options: Sequence[str]) -> None:
         """Start them, and wait until they run.
 
         Raises:
-            MpicommError: If `ray start` fails, or takes longer than `_START_SECONDS`.
+            MpicommError: If `ray start` fails, or takes longer than `serving.start_seconds()`.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self._log = self._directory / "start.log"
         host = serving.own_address(world)
         fixed = ["--block", f"--node-ip-address={host}", f"--temp-dir={self._directory}"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *fixed, *arguments]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *fixed, *arguments, *options]
         with self._log.open("wb") as log, _on_cores(cores):
             self._process = subprocess.Popen(
                 command,
@@ -139,7 +163,7 @@ class _Node:
             start_new_session=True,
         )
         try:
-            self._wait_until_started(f"rank {world.rank} on {world.hostname}")
+            self._wait_until_started(options)
         except BaseException:
             self.close()
             raise
@@ -158,16 +182,18 @@ class _Node:
         self._process.wait()
         self._guard.wait()
 
-    def _wait_until_started(self, where: str) -> None:
-        deadline = Deadline(_START_SECONDS)
+    def _wait_until_started(self, options: Sequence[str]) -> None:
+        deadline = Deadline(serving.start_seconds())
         while _STARTED not in (printed := self._log.read_text(errors="replace")):
             has_ended = self._process.poll() is not None
             if has_ended or deadline.left() < 0:
-                problem = f"exited with status {self._process.returncode}" if has_ended else "timed out"
+                status = f"exited with status {self._process.returncode}"
+                problem = status if has_ended else f"timed out after {deadline.seconds:g} s"
                 lines = "\n".join(f"  {line}" for line in printed.splitlines()[-_SHOWN:])
                 raise MpicommError(
-                    f"{where}: `ray start` {problem}; its last lines:\n{lines}\n"
-                    f"Correct the options, or run `ray start --head` on that host to see the whole output."
+                    f"`ray start` with options={list(options)} {problem}; its last lines:\n{lines}\n"
+                    f"Correct the options, or run `{shlex.join(['ray', 'start', '--head', *options])}` on that host to "
+                    f"see the whole output."
                 )
             time.sleep(_PAUSE)
 

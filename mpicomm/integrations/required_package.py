@@ -1,21 +1,35 @@
-"""The error for an adapter whose library is not installed."""
+"""The error for an adapter whose library is not installed, or too old."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+
+from mpicomm import host_info
 
 
 @contextlib.contextmanager
-def installed_by(extra: str) -> Iterator[None]:
+def installed_by(extra: str, requirement: str = "") -> Iterator[None]:
     """Import the library of an adapter during the block.
 
     Args:
         extra: The extra of this package that installs the library, with the name of the adapter's module.
+        requirement: The oldest version that the adapter can use, as in the extra, such as `ray>=2.52`.
 
     Raises:
         ModuleNotFoundError: If the library, or a package that it needs, is not installed.
+        ImportError: If the library is too old.
     """
+    # By its metadata: the import of an old library may fail, since it lacks the names that the adapter imports.
+    package, _, oldest = requirement.partition(">=")
+    version = host_info.version_of(package) if package else host_info.NOT_INSTALLED
+    if version != host_info.NOT_INSTALLED and _numbers(version) < _numbers(oldest):
+        raise ImportError(
+            f"mpicomm.integrations.{extra} requires {requirement}, got {package} {version}.\n"
+            f'Upgrade it: pip install "mpicomm[{extra}]"',
+            name=package,
+        )
     try:
         yield
     except ModuleNotFoundError as error:
@@ -24,3 +38,7 @@ def installed_by(extra: str) -> Iterator[None]:
             f'Install it: pip install "mpicomm[{extra}]"',
             name=error.name,
         ) from error
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", version)]

@@ -204,6 +204,11 @@ class Watchdog:
         """Return whether every rank of the world has reported its exit."""
         return self._exit.all_exited.is_set()
 
+    @property
+    def has_lost_rank_0(self) -> bool:
+        """Whether the connection to rank 0 is lost, or to the hub of this node; False if ranks may fail."""
+        return self._rank_0.is_lost
+
     def take_down(self) -> None:
         """Start the deadline for destroying the process groups."""
         self._exit.start_deadline()

@@ -64,6 +64,11 @@ class Rank0Monitor:
         return HOST_REMEDY if recovers and is_unreachable(self._lost[1]) else DEATH_REMEDY
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the connection to the hub is lost."""
+        return self._lost is not None
+
+    @property
     def is_silent(self) -> bool:
         """Whether rank 0 has not answered a request in the time in which ranks report their status."""
         return self._response_due is not None and self._response_due.passed() > COLLECT_SECONDS

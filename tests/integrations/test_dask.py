@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import Outcome, run_ranks
 
-PACKAGES = ("distributed",)
+PACKAGES = ("distributed", "cryptography")
 EXAMPLES = [
     ("mpirun -n 4 python -m mpicomm.examples.integrations.dask_tasks", "1, 2, 3"),
     ("torchrun --nproc-per-node 2 examples/integrations/dask_tasks.py", "1"),
@@ -43,6 +43,86 @@ with cluster(world) as client:
         client.submit(divmod, 1, 0).result()
 """
 
+# Each is an error on every rank, or on rank 0 alone, and the job continues.
+ERRORS = """
+import distributed, mpicomm
+from mpicomm.integrations.dask import cluster
+from distributed.comm.tcp import TCPConnector
+world = mpicomm.bootstrap(timeout=10)
+
+async def unreachable(*args, **kwargs):
+    raise OSError("unreachable")
+
+def attempt(kind, **arguments):
+    try:
+        with cluster(**{"world": world, **arguments}):
+            pass
+        raise AssertionError
+    except (mpicomm.MpicommError, TypeError, ValueError) as error:
+        assert type(error).__name__ == kind, error
+        print(f"{world.rank}: {str(error).splitlines()[0]}\\n", end="", flush=True)
+    mpicomm.barrier()
+
+attempt("TypeError", world=None)
+attempt("TypeError", thread=2)
+attempt("TypeError", name="worker")
+attempt("TypeError", threads="2")
+attempt("ValueError", threads=0)
+attempt("TypeError", security="tls")
+attempt("MpicommError", memory_limit="many")
+connect = TCPConnector.connect
+if world.rank == 1:
+    TCPConnector.connect = unreachable
+attempt("MpicommError")
+TCPConnector.connect = connect
+distributed.Security.temporary = None
+attempt("MpicommError", security=True)
+"""
+UNKNOWN = "expected threads, security or an argument of distributed.Worker."
+START = "rank {} on HOST: cannot start the cluster:"
+EXPECTED_ERRORS = [
+    "world must be a World, from bootstrap(), got None (NoneType).",
+    f"cluster() got an unknown argument 'thread', {UNKNOWN}",
+    f"cluster() got an unknown argument 'name', {UNKNOWN}",
+    "threads must be an integer, got '2' (str).",
+    "threads must be a positive integer, got 0.",
+    "security must be True, a distributed.Security or None, got 'tls' (str).",
+    f"{START.format(1)} ValueError: Could not interpret 'many' as a byte unit; caused by KeyError: 'many'",
+    f"{START.format(1)} TimeoutError: Worker start timed out after 8s.",
+    f"{START.format(0)} TypeError: 'NoneType' object is not callable",
+]
+
+ENCRYPTED = """
+import distributed, mpicomm
+from mpicomm.integrations.dask import cluster
+world = mpicomm.bootstrap()
+for security in (True, distributed.Security.temporary() if world.rank == 0 else None):
+    with cluster(world, security=security) as client:
+        if client is not None:
+            addresses = [client.scheduler.address, *client.nthreads()]
+            assert len(addresses) == world.size and all(each.startswith("tls://") for each in addresses), addresses
+            assert client.security.require_encryption
+            assert client.submit(pow, world.size, 2).result() == world.size**2
+if world.rank == 0:
+    print("passed")
+"""
+
+# By default, a Worker of Dask waits 30 s for the task.
+LEAVES = """
+import time, mpicomm
+from mpicomm.integrations.dask import cluster
+world = mpicomm.bootstrap()
+with cluster(world) as client:
+    if client is not None:
+        started = client.submit(time.sleep, 600, pure=False)
+        while not any(client.processing().values()):
+            time.sleep(0.1)
+    leaves = time.monotonic()
+assert time.monotonic() - leaves < 25
+if world.rank == 0:
+    print("passed")
+"""
+
 
 @pytest.mark.parametrize(("command", "workers"), EXAMPLES)
 def test_the_example_computes_pi_on_the_other_ranks(run: Callable[..., Outcome], command: str, workers: str) -> None:
@@ -60,6 +140,28 @@ def test_clusters_in_sequence(ranks: int) -> None:
 
 
 def test_an_exception_on_rank_0_ends_the_job() -> None:
-    outcome = run_ranks(2, RAISES)
+    outcome = run_ranks(3, RAISES)
     assert outcome.status != 0, outcome
-    assert "ZeroDivisionError" in outcome.stderr, outcome
+    assert outcome.stderr.count("\nZeroDivisionError: ") == 1, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert "TCPStore" not in outcome.stderr, outcome
+
+
+def test_errors_on_every_rank() -> None:
+    outcome = run_ranks(3, ERRORS)
+    assert outcome.status == 0, outcome
+    lines = [re.sub(r"(rank \d+ on) [^:]+:", r"\1 HOST:", line) for line in outcome.stdout.splitlines()]
+    for rank in range(3):
+        assert [line[3:] for line in lines if line.startswith(f"{rank}: ")] == EXPECTED_ERRORS, outcome
+
+
+def test_encrypted_connections() -> None:
+    outcome = run_ranks(3, ENCRYPTED)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout == "passed\n", outcome
+
+
+def test_leaving_while_a_task_runs() -> None:
+    outcome = run_ranks(2, LEAVES)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout == "passed\n", outcome

@@ -50,23 +50,57 @@ from mpicomm.integrations.ray import cluster
 world = mpicomm.bootstrap()
 with cluster(world):
     if world.rank == 0:
-        ray.get([ray.remote(os.getpid).remote() for _ in range(2)])  # there are workers
+        ray.get([ray.remote(lambda: 0).remote() for _ in range(2)])  # there are workers
     mpicomm.barrier()
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 """
 
-FAILS = """
-import mpicomm
+RAISES = """
+import ray, mpicomm
 from mpicomm.integrations.ray import cluster
 world = mpicomm.bootstrap()
-try:
-    with cluster(world, options=["--num-gpu=1"]):
-        pass
-except mpicomm.MpicommError as error:
-    print(f"rank {world.rank}: {str(error).splitlines()[0]}\\n", end="", flush=True)
+with cluster(world):
+    if world.rank == 0:
+        ray.get(ray.remote(lambda: 0).remote())
+        raise KeyError("left")
 """
+
+# Each is an error on every rank, and the job continues.
+ERRORS = """
+import ray, mpicomm
+from mpicomm.integrations.ray import cluster
+world = mpicomm.bootstrap()
+
+def attempt(kind, **arguments):
+    try:
+        with cluster(**{"world": world, **arguments}):
+            pass
+        raise AssertionError
+    except (mpicomm.MpicommError, TypeError) as error:
+        assert type(error).__name__ == kind, error
+        first, *_, last = str(error).splitlines()
+        print(f"{world.rank}: {first} {last}\\n", end="", flush=True)
+    mpicomm.barrier()
+
+attempt("TypeError", world=None)
+attempt("TypeError", options="--num-gpus=1")
+attempt("TypeError", options=["--num-gpus", 1])
+attempt("MpicommError", options=["--num-gpu=1"])
+ray.is_initialized = lambda: world.rank == 1
+attempt("MpicommError")
+"""
+PASS_LIST = 'Pass a list of options, such as ["--num-gpus=4"].'
+RUN_IT = "Correct the options, or run `ray start --head --num-gpu=1` on that host to see the whole output."
+SHUT_DOWN = "Remove the call of ray.init(), or call ray.shutdown() before cluster()."
+EXPECTED_ERRORS = [
+    "world must be a World, from bootstrap(), got None (NoneType). Pass world, from world = mpicomm.bootstrap().",
+    f"options must be a sequence of str, got '--num-gpus=1' (str). {PASS_LIST}",
+    f"options must be a sequence of str, got ['--num-gpus', 1] (list). {PASS_LIST}",
+    f"rank 0 on HOST: `ray start` with options=['--num-gpu=1'] exited with status 2; its last lines: {RUN_IT}",
+    f"rank 1 on HOST: Ray is connected to a cluster already, but cluster() starts one of its own. {SHUT_DOWN}",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +133,21 @@ def test_each_node_has_a_raylet() -> None:
 def test_ray_ends_with_a_killed_job() -> None:
     outcome = run_ranks(2, KILLED, timeout=LIMIT)  # fails if it leaves processes behind
     assert outcome.status != 0, outcome
+    assert "Traceback" not in outcome.stderr, outcome
+    assert "[mpicomm] rank 1 of 2" in outcome.stderr, outcome
 
 
-def test_an_invalid_option_is_an_error_on_every_rank() -> None:
-    outcome = run_ranks(2, FAILS, timeout=LIMIT)
+def test_an_exception_on_rank_0_ends_the_job() -> None:
+    outcome = run_ranks(2, RAISES, timeout=LIMIT)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("\nKeyError: 'left'") == 1, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert "TCPStore" not in outcome.stderr, outcome
+
+
+def test_errors_on_every_rank() -> None:
+    outcome = run_ranks(2, ERRORS, timeout=LIMIT)
     assert outcome.status == 0, outcome
-    lines = sorted(outcome.stdout.splitlines())
-    assert [re.sub(r" on \S+:", " on ...:", line) for line in lines] == [
-        f"rank {rank}: rank 0 on ...: `ray start` exited with status 2; its last lines:" for rank in range(2)
-    ], outcome
+    lines = [re.sub(r"(rank \d+ on) [^:]+:", r"\1 HOST:", line) for line in outcome.stdout.splitlines()]
+    for rank in range(2):
+        assert [line[3:] for line in lines if line.startswith(f"{rank}: ")] == EXPECTED_ERRORS, outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     backend,
+    cluster_adapters,
     doctor_checks,
     horovod,
     horovod_scripts,
@@ -19,6 +20,7 @@ from tests.mutants import (
 
 MUTANTS = [
     *backend.MUTANTS,
+    *cluster_adapters.MUTANTS,
     *doctor_checks.MUTANTS,
     *shm_and_collective_ops.MUTANTS,
     *launch_and_watchdog.MUTANTS,

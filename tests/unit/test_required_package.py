@@ -1,11 +1,17 @@
-"""An adapter whose library is not installed says which extra installs it."""
+"""An adapter whose library is not installed, or too old, says which extra installs it."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
+from pathlib import Path
 
 import pytest
+
+from mpicomm.integrations.required_package import installed_by
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 @pytest.mark.parametrize(
@@ -24,3 +30,20 @@ def test_missing_package(adapter: str, package: str, monkeypatch: pytest.MonkeyP
     )
     with pytest.raises(ModuleNotFoundError, match=rf"^{expected}$"):
         importlib.import_module(f"mpicomm.integrations.{adapter}")
+
+
+@pytest.mark.parametrize("version", ["2.9.3", "2.51.2", "1.60.0"])
+def test_ray_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    monkeypatch.delitem(sys.modules, "mpicomm.integrations.ray", raising=False)
+    expected = rf"mpicomm.integrations.ray requires ray>=2.52, got ray {version}.\n"
+    with pytest.raises(ImportError, match=rf'^{expected}Upgrade it: pip install "mpicomm\[ray\]"$'):
+        importlib.import_module("mpicomm.integrations.ray")
+    assert '"ray[train]>=2.52"' in PYPROJECT.read_text()
+
+
+@pytest.mark.parametrize("version", ["2.52", "2.52.0", "2.60.0", "3.0"])
+def test_a_version_that_is_not_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    with installed_by("ray", "ray>=2.52"):
+        pass
