@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch.distributed import rpc
 
+from mpicomm.integrations import serving
 from mpicomm.session import World
 from mpicomm.startup import interfaces
 
@@ -30,7 +31,11 @@ def workers(world: World, *, options: rpc.TensorPipeRpcBackendOptions | None = N
 
     Yields:
         The names of the ranks, by rank: `rank0`, `rank1` and so on.
+
+    Raises:
+        TypeError: If `world` is not a World.
     """
+    serving.WORLD.check(world, "world")
     names = [f"rank{rank}" for rank in range(world.size)]
     with _selected_interface(world), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_OWN_WARNING)

@@ -26,7 +26,11 @@ def cluster_resolver(world: World) -> tf.distribute.cluster_resolver.ClusterReso
 
     Args:
         world: The World that `bootstrap` returned.
+
+    Raises:
+        TypeError: If `world` is not a World.
     """
+    serving.WORLD.check(world, "world")
     # TensorFlow binds the port itself. Until then, a bound socket that does not listen keeps it from other programs,
     # and receives no connections. SO_REUSEPORT allows sockets of one user to share a port.
     os.environ["TF_GRPC_REUSE_PORT"] = "1"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from mpicomm.integrations.rpc import workers
 from tests.launching import run_ranks
 
 PACKAGES = ("torch",)
@@ -33,6 +36,11 @@ with workers(world):
     if world.rank == 1:
         raise ValueError("in the block")
 """
+
+
+def test_the_argument_must_be_a_world() -> None:
+    with pytest.raises(TypeError, match=r"world must be a World, from bootstrap\(\), got None"), workers(None):
+        pass
 
 
 def test_every_rank_calls_every_rank_without_a_warning() -> None:

@@ -58,6 +58,13 @@ def test_the_strategy_learns_the_digits(run: Callable[..., Outcome], command: st
     assert "parameters identical on all ranks" in lines, outcome
 
 
+def test_the_argument_must_be_a_world() -> None:
+    from mpicomm.integrations.tensorflow import cluster_resolver
+
+    with pytest.raises(TypeError, match=r"world must be a World, from bootstrap\(\), got None"):
+        cluster_resolver(None)
+
+
 def test_the_ports_are_reserved_until_tensorflow_listens() -> None:
     outcome = run_ranks(2, PORTS, timeout=LIMIT)
     assert outcome.status == 0, outcome
