@@ -18,6 +18,7 @@ from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.errors import MpicommError
 from mpicomm.session import Session, World
 from mpicomm.startup import interfaces
+from mpicomm.watchdog import rank_failures
 
 WORLD = arguments.instance("a World, from bootstrap()", World, remedy="Pass world, from world = mpicomm.bootstrap().")
 """The check of the argument of an adapter."""
@@ -78,6 +79,7 @@ def until_rank_0_leaves(world: World) -> Iterator[None]:
     Raises:
         MpicommError: On the other ranks, if rank 0 has left the block with an exception, or its process has ended,
             unless the job is aborted because of it.
+        RankFailedError: On the other ranks, if a rank has failed, and the job continues after failures.
     """
     current = _session()
     store, key = current.job.store, f"mpicomm/block/{session.recoveries()}/{next(_blocks)}"
@@ -91,6 +93,7 @@ def until_rank_0_leaves(world: World) -> Iterator[None]:
         store.set(key, _LEFT)
     elif problem := _wait_for_rank_0(current, key):
         time.sleep(_REPORT_SECONDS)
+        rank_failures.check(None)
         raise MpicommError(f"rank 0 has not completed the block of cluster(), see its output: {problem}")
 
 
@@ -101,6 +104,7 @@ def _wait_for_rank_0(current: Session, key: str) -> str:
     try:
         # torch prints a stack if a query gets no answer. So queries are rare, and end when rank 0 is known to be dead.
         while not (watch is not None and watch.has_lost_rank_0):
+            rank_failures.check(None)
             if store.check([key]):
                 return store.get(key).decode()
             time.sleep(pause)

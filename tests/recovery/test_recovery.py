@@ -117,6 +117,24 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} continues")
 """
 
+SERVING = """
+import os, signal
+import mpicomm
+from mpicomm.integrations import serving
+
+world = mpicomm.bootstrap(on_failure="recover")
+if world.rank == KILLED:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    with serving.until_rank_0_leaves(world):
+        if world.rank == 0:
+            mpicomm.barrier()
+except mpicomm.RankFailedError as error:
+    assert error.ranks == (KILLED,), error
+    world = mpicomm.recover()
+print(f"rank {world.rank} of {world.size} continues")
+"""
+
 CANNOT_FORM = """
 import os, signal, sys
 import mpicomm
@@ -233,6 +251,14 @@ def test_the_job_ends_if_too_few_ranks_are_left() -> None:
 
 def test_an_incomplete_result_after_a_failure_starts_the_search_for_the_remaining_ranks_again() -> None:
     outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", "DIES = True" + INCOMPLETE])
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_ranks_that_serve_rank_0_recover_with_the_others(killed: int) -> None:
+    program = f"KILLED = {killed}{SERVING}"
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", program])
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
 
