@@ -30,6 +30,14 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
+        "integrations/serving.py",
+        old="            rank_failures.check(None)\n            if store.check([key]):",
+        new="            if store.check([key]):",
+        fault="Ranks that serve rank 0 do not recover with the others after a failure.",
+        tests="tests/recovery/test_recovery.py -k serve",
+        ranks=0,
+    ),
+    Mutant(
         "integrations/required_package.py",
         old="_numbers(version) < _numbers(oldest)",
         new="version < oldest",
