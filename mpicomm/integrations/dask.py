@@ -15,6 +15,7 @@ from mpicomm import arguments
 from mpicomm.collective_ops.collectives import barrier, broadcast_object
 from mpicomm.integrations import serving
 from mpicomm.integrations.required_package import installed_by
+from mpicomm.integrations.world_argument import require_world
 from mpicomm.session import World
 
 with installed_by("dask"):
@@ -84,7 +85,7 @@ def cluster(
 
 
 def _check(world: World, threads: int, security: object, options: dict[str, Any]) -> None:
-    serving.WORLD.check(world, "world")
+    require_world(world)
     arguments.POSITIVE.check(threads, "threads")
     _SECURITY.check(security, "security")
     accepted = sorted(set(inspect.signature(distributed.Worker.__init__).parameters) - _OWN)

@@ -21,6 +21,7 @@ from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
 from mpicomm.integrations.required_package import installed_by
+from mpicomm.integrations.world_argument import require_world
 from mpicomm.launch import environment
 from mpicomm.session import World
 
@@ -91,7 +92,7 @@ def cluster(world: World, *, options: Sequence[str] = ()) -> Iterator[str]:
             300 s or 80 % of the timeout of `bootstrap`. Also on the other ranks, if rank 0 leaves the block with an
             exception and handles it; otherwise the exception ends the job.
     """
-    serving.WORLD.check(world, "world")
+    require_world(world)
     _OPTIONS.check(options, "options")
     serving.start_on_all_ranks(world, _check_unconnected, _REMEDY)
     _require_token()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch.distributed import rpc
 
-from mpicomm.integrations import serving
+from mpicomm.errors import MpicommError
+from mpicomm.integrations.world_argument import require_world
 from mpicomm.session import World
 from mpicomm.startup import interfaces
 
 _INTERFACE = "TP_SOCKET_IFNAME"
 # init_rpc() itself makes a group of the class ProcessGroupGloo, and calls all_gather_object on it.
 _OWN_WARNING = "You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup"
+_blocks = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -24,6 +28,9 @@ def workers(world: World, *, options: rpc.TensorPipeRpcBackendOptions | None = N
 
     Calls `init_rpc` with the job's store, and `rpc.shutdown()` at the end of the block, which waits until no rank has
     pending calls. If the block raises an exception, it propagates without waiting.
+
+    Create remote references (`rpc.remote`) only in the first block of a process: torch 2.13 does not delete those of
+    later blocks.
 
     Args:
         world: The World that `bootstrap` returned.
@@ -34,8 +41,12 @@ def workers(world: World, *, options: rpc.TensorPipeRpcBackendOptions | None = N
 
     Raises:
         TypeError: If `world` is not a World.
+        MpicommError: If RPC is initialised already, as in another block, or if `rpc.shutdown()` times out at the end of
+            a block after the first one.
     """
-    serving.WORLD.check(world, "world")
+    require_world(world)
+    _require_no_agent()
+    number = next(_blocks)
     names = [f"rank{rank}" for rank in range(world.size)]
     with _selected_interface(world), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_OWN_WARNING)
@@ -46,7 +57,34 @@ def workers(world: World, *, options: rpc.TensorPipeRpcBackendOptions | None = N
             rpc_backend_options=options,
         )
     yield names
-    rpc.shutdown()
+    _shut_down(number)
+
+
+def _require_no_agent() -> None:
+    try:
+        name = rpc.get_worker_info().name
+    except RuntimeError:  # RPC is not initialised
+        return
+    raise MpicommError(
+        f"rpc.workers() needs a process without an RPC agent, got one with the agent {name!r}.\n"
+        f"Use one block of workers() instead of nested ones, and do not call init_rpc() before it."
+    )
+
+
+def _shut_down(number: int) -> None:
+    """End the block with this number, which waits until no rank has pending calls (collective)."""
+    try:
+        rpc.shutdown()
+    except dist.DistStoreError as error:
+        if number == 1:
+            raise
+        # Found by trials with torch 2.13; probably the first rpc.shutdown() of a process ends torch's RRefContext for
+        # good, so that users of later references do not release them, and their owners wait.
+        raise MpicommError(
+            f"rpc.shutdown() timed out at the end of block {number} of rpc.workers(): torch deletes remote references "
+            f"(rpc.remote) only in the first block of a process.\n"
+            f"Use one block for all calls, or create remote references only in the first block."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from mpicomm import agreement, arguments, session
+from mpicomm import agreement, session
 from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.errors import MpicommError
 from mpicomm.session import Session, World
 from mpicomm.startup import interfaces
 from mpicomm.watchdog import rank_failures
-
-WORLD = arguments.instance("a World, from bootstrap()", World, remedy="Pass world, from world = mpicomm.bootstrap().")
-"""The check of the argument of an adapter."""
 
 _PAUSES = 0.05, 1.0  # the shortest and longest time between two queries of the store, in seconds
 _PAUSE_GROWTH = 1.2

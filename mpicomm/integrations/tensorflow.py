@@ -7,8 +7,10 @@ import os
 import socket
 
 from mpicomm.collective_ops.collectives import all_gather_object
+from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
 from mpicomm.integrations.required_package import installed_by
+from mpicomm.integrations.world_argument import require_world
 from mpicomm.session import World
 
 with installed_by("tensorflow"):
@@ -29,8 +31,17 @@ def cluster_resolver(world: World) -> tf.distribute.cluster_resolver.ClusterReso
 
     Raises:
         TypeError: If `world` is not a World.
+        MpicommError: If the program has used TensorFlow before, for example has created a tensor: then
+            `MultiWorkerMirroredStrategy` cannot be created.
     """
-    serving.WORLD.check(world, "world")
+    require_world(world)
+    if _is_initialised():
+        raise MpicommError(
+            "cluster_resolver() must be called before any other use of TensorFlow, got an initialised runtime: "
+            "MultiWorkerMirroredStrategy could not configure its collectives.\n"
+            "Call bootstrap(), cluster_resolver(world) and MultiWorkerMirroredStrategy first, each once, before the "
+            "program creates tensors, models or data sets."
+        )
     # TensorFlow binds the port itself. Until then, a bound socket that does not listen keeps it from other programs,
     # and receives no connections. SO_REUSEPORT allows sockets of one user to share a port.
     os.environ["TF_GRPC_REUSE_PORT"] = "1"
@@ -46,3 +57,15 @@ def cluster_resolver(world: World) -> tf.distribute.cluster_resolver.ClusterReso
         {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
     )
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+def _is_initialised() -> bool:
+    """Return whether TensorFlow has initialised its runtime: then it refuses another number of threads."""
+    threading = tf.config.threading
+    threads = threading.get_inter_op_parallelism_threads()
+    try:
+        threading.set_inter_op_parallelism_threads(threads + 1)
+    except RuntimeError:
+        return True
+    threading.set_inter_op_parallelism_threads(threads)
+    return False

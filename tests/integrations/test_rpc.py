@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mpicomm.integrations.rpc import workers
@@ -26,6 +28,29 @@ assert "TP_SOCKET_IFNAME" not in os.environ
 assert mpicomm.all_reduce(1) == world.size  # the job's own group is not affected
 if world.rank == 0:
     print("passed")
+"""
+
+# Calls work in every block; a nested block is an error that leaves the outer one intact; the reference of the third
+# block is not deleted.
+BLOCKS = """
+import os, torch, mpicomm
+from torch.distributed import rpc
+from mpicomm.integrations.rpc import workers
+world = mpicomm.bootstrap()
+options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=5)  # shutdown() waits as long
+neighbour = (world.rank + 1) % world.size
+for block in range(2):
+    with workers(world, options=options) as names:
+        try:
+            with workers(world):
+                raise AssertionError("a nested block has begun")
+        except mpicomm.MpicommError as error:
+            assert f"got one with the agent 'rank{world.rank}'" in str(error), error
+        assert rpc.rpc_sync(names[neighbour], os.getenv, ("RANK",)) == str(neighbour)
+print("called", flush=True)
+with workers(world, options=options) as names:
+    if world.rank == 0:
+        rpc.remote(names[1], torch.full, ((3,), 1.0)).to_here()
 """
 
 RAISES = """
@@ -54,3 +79,11 @@ def test_an_exception_in_the_block_ends_the_job() -> None:
     outcome = run_ranks(2, RAISES)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: in the block") == 1, outcome
+
+
+def test_blocks_after_the_first_and_within_it() -> None:
+    outcome = run_ranks(2, BLOCKS)
+    assert outcome.status != 0, outcome
+    assert outcome.stdout == "called\n" * 2, outcome
+    assert re.search(r"MpicommError: rpc\.shutdown\(\) timed out at the end of block 3 of rpc", outcome.stderr), outcome
+    assert "create remote references only in the first block" in outcome.stderr, outcome

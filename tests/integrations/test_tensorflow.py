@@ -44,6 +44,21 @@ if world.rank == 0:
     print("passed")
 """
 
+# The check of the runtime does not initialise it, so the second call succeeds.
+EARLY = """
+import mpicomm
+import tensorflow as tf
+from mpicomm.integrations.tensorflow import cluster_resolver
+world = mpicomm.bootstrap()
+cluster_resolver(world)
+cluster_resolver(world)
+assert tf.config.threading.get_inter_op_parallelism_threads() == 0
+mpicomm.barrier()
+print("not initialised", flush=True)
+tf.ones(3)
+cluster_resolver(world)
+"""
+
 
 def accuracy(outcome: Outcome) -> dict[str, float]:
     return {"accuracy": float(re.search(r"test accuracy ([\d.]+)% of 360 images", outcome.stdout)[1])}
@@ -69,3 +84,10 @@ def test_the_ports_are_reserved_until_tensorflow_listens() -> None:
     outcome = run_ranks(2, PORTS, timeout=LIMIT)
     assert outcome.status == 0, outcome
     assert "passed" in outcome.stdout.splitlines(), outcome
+
+
+def test_an_earlier_use_of_tensorflow_is_an_error() -> None:
+    outcome = run_ranks(2, EARLY, timeout=LIMIT)
+    assert outcome.status != 0, outcome
+    assert outcome.stdout.count("not initialised") == 2, outcome
+    assert "cluster_resolver() must be called before any other use of TensorFlow" in outcome.stderr, outcome

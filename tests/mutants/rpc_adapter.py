@@ -21,4 +21,28 @@ MUTANTS = [
         tests="tests/integrations/test_rpc.py",
         ranks=0,
     ),
+    Mutant(
+        "integrations/rpc.py",
+        old="    _require_no_agent()\n    number",
+        new="    number",
+        fault="The inner one of two nested blocks calls init_rpc a second time, instead of an error.",
+        tests="tests/integrations/test_rpc.py -k blocks",
+        ranks=0,
+    ),
+    Mutant(
+        "integrations/rpc.py",
+        old="if number == 1:",
+        new="if number:",
+        fault="The timeout at the end of a later block does not name the remote references.",
+        tests="tests/integrations/test_rpc.py -k blocks",
+        ranks=0,
+    ),
+    Mutant(
+        "integrations/rpc.py",
+        old="    require_world(world)\n",
+        new="",
+        fault="workers(None) is an AttributeError.",
+        tests="tests/integrations/test_rpc.py -k must_be_a_world",
+        ranks=0,
+    ),
 ]
