@@ -65,6 +65,8 @@ def regroup(comm: Intracomm, place: Place, *, is_finished: bool = False) -> tupl
     while True:
         before = comm.size
         comm = cast("Intracomm", comm.Shrink())
+        # Open MPI 5.0 crashes in Shrink() if another process, which has left it, revokes the new communicator.
+        agree(comm, True)
         if comm.size == before and error is not None and not isinstance(error, mpi.api().Exception):
             raise error  # no process has failed: it is not the consequence of a failure
         found, error = None, None

@@ -134,11 +134,13 @@ def test_a_gpu_that_lightning_does_not_select_raises_an_error(world):
 @pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 def test_a_strategy_that_does_not_use_the_ranks_raises_an_error(world, kind):
     import lightning
+    from lightning.fabric.plugins.environments import LightningEnvironment
 
     world()
     with pytest.raises(LaunchError, match=r"each of the 8 ranks would train a separate model\.\nPass strategy=\"ddp\""):
         getattr(lightning, kind)(accelerator="cpu", devices=1, plugins=[environment()])
-    getattr(lightning, kind)(accelerator="cpu", devices=1)  # of one rank, such as for a test after the training
+    # Of one rank, such as for a test after the training; with a plugin, since its detection initialises MPI.
+    getattr(lightning, kind)(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
     world(size=1, rank=0, local_rank=0, local_size=1, num_nodes=1)
     getattr(lightning, kind)(accelerator="cpu", devices=1, plugins=[environment()])
 
@@ -146,8 +148,9 @@ def test_a_strategy_that_does_not_use_the_ranks_raises_an_error(world, kind):
 @pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 def test_a_distributed_strategy_uses_the_environment(world, kind):
     import lightning
+    from lightning.fabric.plugins.environments import LightningEnvironment
 
     world()
     options = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "strategy": "ddp"}
     getattr(lightning, kind)(**options, plugins=[environment()])
-    getattr(lightning, kind)(accelerator="cpu", devices=1)
+    getattr(lightning, kind)(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
