@@ -50,6 +50,10 @@ import mpicomm
 import tensorflow as tf
 from mpicomm.integrations.tensorflow import cluster_resolver
 world = mpicomm.bootstrap()
+try:
+    cluster_resolver(None)
+except TypeError as error:
+    assert "world must be a World, from bootstrap(), got None" in str(error), error
 cluster_resolver(world)
 cluster_resolver(world)
 assert tf.config.threading.get_inter_op_parallelism_threads() == 0
@@ -71,13 +75,6 @@ def test_the_strategy_learns_the_digits(run: Callable[..., Outcome], command: st
     lines = outcome.stdout.splitlines()
     assert f"{ranks} workers" in lines, outcome
     assert "parameters identical on all ranks" in lines, outcome
-
-
-def test_the_argument_must_be_a_world() -> None:
-    from mpicomm.integrations.tensorflow import cluster_resolver
-
-    with pytest.raises(TypeError, match=r"world must be a World, from bootstrap\(\), got None"):
-        cluster_resolver(None)
 
 
 def test_the_ports_are_reserved_until_tensorflow_listens() -> None:

@@ -118,17 +118,21 @@ print(f"rank {world.rank} of {world.size} continues")
 """
 
 SERVING = """
-import os, signal
+import os, signal, time
 import mpicomm
 from mpicomm.integrations import serving
+from mpicomm.watchdog import rank_failures
 
 world = mpicomm.bootstrap(on_failure="recover")
 if world.rank == KILLED:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     with serving.until_rank_0_leaves(world):
-        if world.rank == 0:
-            mpicomm.barrier()
+        if world.rank == 0:  # its cluster may need no operation of mpicomm
+            rank_failures.current().has_any.wait(60)
+            time.sleep(3)
+    if world.rank == 0:
+        mpicomm.barrier()
 except mpicomm.RankFailedError as error:
     assert error.ranks == (KILLED,), error
     world = mpicomm.recover()
