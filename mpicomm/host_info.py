@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
         return NOT_INSTALLED
+
+
+def is_older(version: str, other: str) -> bool:
+    """Return whether a version is older than another one, by their first three numbers."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(each) for each in re.findall(r"\d+", text.partition("+")[0])[:3]]
+
+    return numbers(version) < numbers(other)
 
 
 def read(path: str | Path) -> str:

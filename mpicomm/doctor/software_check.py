@@ -120,7 +120,7 @@ def _version(name: str, facts: SoftwareFacts) -> Finding | None:
         return None  # a copy on PYTHONPATH
     if version == host_info.NOT_INSTALLED:
         return problem(name, f"{name} is not installed", f"Install it: pip install '{name}>={oldest or 0}'")
-    if _numbers(version) < _numbers(oldest):
+    if host_info.is_older(version, oldest):
         remedy = (
             f"Create the environment with a newer Python: python{oldest} -m venv ..."
             if name == "Python"
@@ -128,10 +128,6 @@ def _version(name: str, facts: SoftwareFacts) -> Finding | None:
         )
         return problem(name, f"{name} {version} is older than {oldest}, the oldest supported version", remedy)
     return None
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
 def _fault_of_settings(environ: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 
 from mpicomm import host_info
@@ -24,7 +23,7 @@ def installed_by(extra: str, requirement: str = "") -> Iterator[None]:
     # By its metadata: the import of an old library may fail, since it lacks the names that the adapter imports.
     package, _, oldest = requirement.partition(">=")
     version = host_info.version_of(package) if package else host_info.NOT_INSTALLED
-    if version != host_info.NOT_INSTALLED and _numbers(version) < _numbers(oldest):
+    if version != host_info.NOT_INSTALLED and host_info.is_older(version, oldest):
         raise ImportError(
             f"mpicomm.integrations.{extra} requires {requirement}, got {package} {version}.\n"
             f'Upgrade it: pip install "mpicomm[{extra}]"',
@@ -38,7 +37,3 @@ def installed_by(extra: str, requirement: str = "") -> Iterator[None]:
             f'Install it: pip install "mpicomm[{extra}]"',
             name=error.name,
         ) from error
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", version)]

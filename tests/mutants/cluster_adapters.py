@@ -38,9 +38,9 @@ MUTANTS = [
         ranks=0,
     ),
     Mutant(
-        "integrations/required_package.py",
-        old="_numbers(version) < _numbers(oldest)",
-        new="version < oldest",
+        "host_info.py",
+        old="return numbers(version) < numbers(other)",
+        new="return version < other",
         fault="Versions are compared as text, so that 2.9 is newer than 2.52.",
         tests="tests/unit/test_required_package.py",
         ranks=0,
