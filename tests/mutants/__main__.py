@@ -61,7 +61,7 @@ def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> Iterator[tupl
             verdict = copy.run(mutant)
         finally:
             copies.put(copy)
-        line = f"{verdict.kind}: {mutant.file}: {mutant.fault}\n    {verdict.by} ({verdict.seconds:.0f} s)\n"
+        line = f"{verdict.kind}: {mutant.place}: {mutant.fault}\n    {verdict.by} ({verdict.seconds:.0f} s)\n"
         print(line, end="", flush=True)
         return verdict
 
@@ -71,7 +71,7 @@ def _run_all(mutants: list[Mutant], directory: Path, jobs: int) -> Iterator[tupl
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Run mutants of the package.")
-    parser.add_argument("only", nargs="*", help="run the mutants whose file or fault contains one of these texts")
+    parser.add_argument("only", nargs="*", help="run the mutants whose place or fault contains one of these texts")
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants to run at a time (%(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(ROOT)}")
     parser.add_argument("--new", action="store_true", help="run only the mutants that have no result in that file")
@@ -79,16 +79,16 @@ def _arguments() -> argparse.Namespace:
 
 
 def _key(mutant: Mutant) -> tuple[str, str]:
-    return mutant.file, mutant.fault
+    return mutant.place, mutant.fault
 
 
 def _recorded() -> dict[tuple[str, str], dict[str, object]]:
-    return {(row["file"], row["fault"]): row for row in json.loads(_RESULTS.read_text())["mutants"]}
+    return {(row["place"], row["fault"]): row for row in json.loads(_RESULTS.read_text())["mutants"]}
 
 
 def _results(head: dict[str, object], mutant: Mutant, verdict: Verdict) -> dict[str, object]:
     """Return the result of this mutant, and the earlier results of the others."""
-    row = {"file": mutant.file, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
+    row = {"place": mutant.place, "fault": mutant.fault, "verdict": verdict.kind, "by": verdict.by}
     found = {**_recorded(), _key(mutant): {**row, "date": head["date"]}}
     return {**head, "mutants": [found[_key(each)] for each in MUTANTS if _key(each) in found]}
 

@@ -1,22 +1,24 @@
-"""One fault: a replacement in one file of the package, and the tests that must fail with it."""
+"""One fault: a replacement in one function of the package, and the tests that must fail with it."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from tests.mutants import syntax
+
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A fault that is applied to a copy of the package."""
+    """A fault that is applied to a copy of the package; `syntax.replace` describes `place`, `old` and `new`."""
 
-    file: str
-    """The file, relative to mpicomm/."""
+    place: str
+    """The function, class or module."""
 
     old: str = dataclasses.field(kw_only=True)
-    """Text that occurs exactly once in the file."""
+    """Code that occurs exactly once in it."""
 
     new: str = dataclasses.field(kw_only=True)
-    """The replacement."""
+    """The replacement; empty to remove statements."""
 
     fault: str = dataclasses.field(kw_only=True)
     """The resulting misbehaviour, in one sentence."""
@@ -30,13 +32,10 @@ class Mutant:
     equivalent: str = dataclasses.field(default="", kw_only=True)
     """The reason if no test can detect the fault; such a mutant is listed, but not run."""
 
-    def applied_to(self, source: str) -> str:
-        """Return the source with the fault.
+    def applied_to(self, package: list[syntax.Module]) -> syntax.Replacement:
+        """Return the module with the fault.
 
         Raises:
-            ValueError: If the text to replace does not occur exactly once.
+            ValueError: If the code to replace does not occur exactly once.
         """
-        count = source.count(self.old)
-        if count != 1:
-            raise ValueError(f"{self.file}: expected {self.old!r} once, found it {count} times.\nUpdate the mutant.")
-        return source.replace(self.old, self.new)
+        return syntax.replace(package, self.place, self.old, self.new)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.launching import OTHER_MPI_ENV, ROOT, run_within
+from tests.mutants import syntax
 from tests.mutants.mutant import Mutant
 
 _LONGEST = 600.0  # seconds for tests without a fault
@@ -41,25 +42,25 @@ class Copy:
         """Copy the files that the tests need to a new directory."""
         self._root = directory
         shutil.copytree(ROOT, self._root, symlinks=True, ignore=_LEFT_OUT)
+        self._package = read_sources(self._root)
         self._seconds: dict[tuple[str, int], float | None] = {}
 
     def run(self, mutant: Mutant) -> Verdict:
         if mutant.equivalent:
             return Verdict("equivalent", mutant.equivalent)
-        path = self._root / "mpicomm" / mutant.file
-        source = path.read_text()
         try:
-            faulty = mutant.applied_to(source)
+            faulty = mutant.applied_to(self._package)
         except ValueError as error:
             return Verdict("invalid", str(error))
         usual = self._usual_seconds(mutant)
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
-        _replace(path, faulty)
+        source = faulty.path.read_text()
+        _replace(faulty.path, faulty.source)
         try:
             return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
         finally:
-            _replace(path, source)
+            _replace(faulty.path, source)
 
     def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
@@ -92,6 +93,11 @@ class Copy:
     def _environment(self) -> dict[str, str]:
         other = {"OTHER_MPI_ENV": str(Path(OTHER_MPI_ENV).absolute())} if OTHER_MPI_ENV else {}
         return {"PYTHONPATH": str(self._root), **other}
+
+
+def read_sources(root: Path) -> list[syntax.Module]:
+    """Read the modules of a checkout in which mutants are."""
+    return [module for folder in ("mpicomm", "benchmarks") for module in syntax.read_package(root / folder)]
 
 
 def _replace(path: Path, source: str) -> None:

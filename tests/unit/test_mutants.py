@@ -1,22 +1,96 @@
-"""Every mutant can be applied to the package as it is now, so that a change of the package updates the mutants too."""
+"""Every mutant can be applied to the package as it is now; what identifies a place in the code."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.launching import ROOT
+from tests.mutants import syntax
 from tests.mutants.mutant import Mutant
+from tests.mutants.run import read_sources
 from tests.mutants.table import MUTANTS
 
-
-def _problem(mutant: Mutant) -> str:
+SOURCE = """
+def call(x):
+    # A comment.
+    if x > (
+        0
+    ):
+        first(x); second(x)
+    elif x:
+        x.field = 1
     try:
-        changed = mutant.applied_to((ROOT / "mpicomm" / mutant.file).read_text())
-        if mutant.file.endswith(".py"):
-            compile(changed, mutant.file, "exec")
-    except (OSError, SyntaxError, ValueError) as error:
-        return f"{mutant.file}: {mutant.fault}\n{error}"
+        second(x)
+    except (OSError,
+            ValueError) as error:  # the reason
+        raise
+    return x and "é" and done
+
+
+class Call:
+    @property
+    def done(self):
+        return call(1)
+
+    @done.setter
+    def done(self, value):
+        self.value = value
+"""
+
+
+def _problem(mutant: Mutant, package: list[syntax.Module]) -> str:
+    try:
+        faulty = mutant.applied_to(package)
+        compile(faulty.source, faulty.path, "exec")
+    except (SyntaxError, ValueError) as error:
+        return f"{mutant.place}: {mutant.fault}\n{error}"
     return ""
 
 
 def test_every_mutant_can_be_applied() -> None:
-    assert [problem for problem in map(_problem, MUTANTS) if problem] == []
-    assert len({(each.file, each.fault) for each in MUTANTS}) == len(MUTANTS)
+    package = read_sources(ROOT)
+    assert [problem for mutant in MUTANTS if (problem := _problem(mutant, package))] == []
+    assert len({(mutant.place, mutant.fault) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> list[syntax.Module]:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "module.py").write_text(SOURCE)
+    return syntax.read_package(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new", "expected"),
+    [
+        ("call", "x > 0", "True", "    if True:"),
+        ("package.module.call", "done", "x or y", '    return x and "é" and (x or y)'),
+        ("call", "x.field", "y", "        y = 1"),
+        ("call", "if x > 0:", "if False:", "    if False:"),
+        ("call", "elif x:", "elif y:", "    elif y:"),
+        ("call", "except (OSError, ValueError) as error:", "except OSError:", "    except OSError:"),
+        ("call", "first(x)", "", "        pass; second(x)"),
+        ("call", "first(x)\nsecond(x)", "third()", "        third()"),
+        ("Call.done", "self.value = value", "", "        pass"),
+        ("module", "@property\ndef done(self):", "def done(x):", "    def done(x):"),
+    ],
+)
+def test_code_is_identified_by_its_syntax(
+    place: str, old: str, new: str, expected: str, package: list[syntax.Module]
+) -> None:
+    replaced = syntax.replace(package, place, old, new)
+    compile(replaced.source, "replaced", "exec")
+    assert set(replaced.source.split("\n")) - set(SOURCE.split("\n")) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "count"), [("call", "second(x)", 2), ("call", "third(x)", 0), ("all", "x", 0), ("ll", "x > 0", 0)]
+)
+def test_code_that_does_not_occur_once_is_an_error(
+    place: str, old: str, count: int, package: list[syntax.Module]
+) -> None:
+    with pytest.raises(ValueError, match=rf"{place}: expected this code once, found it {count} times"):
+        syntax.replace(package, place, old, "")
