@@ -13,18 +13,17 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from mpicomm import mpi
+from tests import time_limits
+from tests.time_limits import EVENT_SECONDS, JOB_SECONDS, T
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
 """The virtual environment with the other MPI library, if configured."""
-
-LIMIT = 180.0
-"""Seconds after which a job is killed: many times the usual duration, so that a busy machine does not fail a test."""
 
 PROGRAMS = {
     "mpirun": [str(Path(sys.executable).parent / "mpiexec")],
@@ -36,8 +35,10 @@ PROGRAMS = {
 
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "SLURM_CONF")
 _MARK = "TESTS_JOB"  # every process of a job inherits this variable, which identifies it
-_TERM_SECONDS = 3.0  # after SIGTERM, for the launcher to end its ranks
-_GONE_SECONDS = 3.0  # the time for which processes of a job may outlive the launcher
+_TERM_SECONDS = 3.0  # after SIGTERM, for the launcher to end its ranks; scaled
+GONE_SECONDS = 3.0
+"""The time for which processes of a job may outlive the launcher; scaled."""
+
 # Hydra may print this on standard output when a rank is killed, depending on which process ends first. MPICH's Hydra
 # prints it once, with the last lines; Intel MPI's Hydra prints it for each killed rank.
 _BANNER = re.compile(
@@ -80,48 +81,98 @@ class Outcome:
         return f"status {self.status} after {self.seconds:.1f} s\n-- stdout\n{self.stdout}\n-- stderr\n{self.stderr}"
 
 
-def run_ranks(
-    n: int,
-    code_or_args: str | Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout: float = LIMIT,
-    mpiexec: str | None = None,
-) -> Outcome:
-    """Run Python on `n` ranks, like a user from a shell.
+class Job:
+    """A command in the background; `background_job()` starts it."""
 
-    Args:
-        code_or_args: Code for `python -c`, or the arguments of Python.
-        env: Variables to add.
-        timeout: Seconds after which the job is killed; the test then fails with the output of the job.
-        mpiexec: The launcher; by default that of the MPI library that this Python loads.
-    """
-    return run_command([mpiexec or _own_mpiexec(), "-n", str(n), *python(code_or_args)], env=env, timeout=timeout)
+    def __init__(
+        self, args: Sequence[str], environ: Mapping[str, str], cwd: Path | None, stdout: BinaryIO, stderr: BinaryIO
+    ) -> None:
+        self.args = args
+        self._mark = uuid.uuid4().hex
+        # If a process of another job starts this job, the new job has the marks of both.
+        marks = f"{os.environ.get(_MARK, '')},{self._mark}"
+        self._stdout, self._stderr = stdout, stderr
+        self._start = time.monotonic()
+        self._process = subprocess.Popen(
+            args,
+            env={**environ, _MARK: marks},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The pid of the command, which is also its process group."""
+        return self._process.pid
+
+    def stdout(self) -> str:
+        """Return the output until now."""
+        return _text(self._stdout)
+
+    def wait_until(self, condition: Callable[[], T], what: str, seconds: float = EVENT_SECONDS) -> T:
+        """Wait until a condition is true, as `time_limits.wait_until()`; fail with the output if the job ends first."""
+        try:
+            time_limits.wait_until(lambda: condition() or self._process.poll() is not None, what, seconds)
+            value = condition()
+            assert value, f"the job ended before {what}"
+        except (AssertionError, TimeoutError) as error:
+            raise AssertionError(f"{error}: {' '.join(self.args)}\n{self.outcome(0.0)}") from None
+        return value
+
+    def finish(self, timeout: float = JOB_SECONDS, *, gone: float = GONE_SECONDS) -> Outcome:
+        """Wait for the end; fail if the command exceeds its time limit, or leaves processes behind.
+
+        Args:
+            timeout: The limit in seconds from now, before it is scaled.
+            gone: The seconds for which processes may outlive the command, before they are scaled.
+        """
+        with contextlib.suppress(TimeoutError):
+            time_limits.wait_until(lambda: self._process.poll() is not None, "the job ends", timeout)
+        outcome = self.outcome(0.0, gone)
+        assert outcome.status is not None, f"killed at its time limit: {' '.join(self.args)}\n{outcome}"
+        assert not outcome.left, f"the job left processes behind: {outcome.left}\n{outcome}"
+        return outcome
+
+    def outcome(self, seconds: float, gone: float = GONE_SECONDS) -> Outcome:
+        """Wait for the end for at most `seconds`, and return the result; kill all processes of the job."""
+        try:
+            in_time = _wait(self._process, seconds)
+            took, ended = time.monotonic() - self._start, time.time()
+            left = self._survivors(time_limits.scaled(gone)) if in_time else []
+        finally:
+            self.kill()
+        status = self._process.wait() if in_time else None
+        shown = _BANNER.sub("", _text(self._stdout))
+        return Outcome(status, shown, _text(self._stderr), took, ended, tuple(left))
+
+    def kill(self) -> None:
+        """Kill all processes of the job: the command with SIGTERM first."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGTERM)
+            _wait(self._process, time_limits.scaled(_TERM_SECONDS))
+        # Launchers start ranks in new process groups and sessions, which survive a launcher that is killed.
+        for pid in _marked(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _survivors(self, seconds: float) -> list[str]:
+        """Return the command lines of the processes that are still running after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (pids := _marked(self._mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [f"{pid}: {_read(pid, 'cmdline')}" for pid in pids]
 
 
-def run_alone(
-    code_or_args: str | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = LIMIT
-) -> Outcome:
-    """Run Python in one process, without a launcher; arguments as for `run_ranks`."""
-    return run_command(python(code_or_args), env=env, timeout=timeout)
-
-
-def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = LIMIT) -> Outcome:
-    """Run a command; fail if it exceeds its time limit, or leaves processes behind."""
-    outcome = run_within(timeout, args, env=env)
-    assert outcome.status is not None, f"killed after {timeout:.0f} s: {' '.join(args)}\n{outcome}"
-    assert not outcome.left, f"the job left processes behind: {outcome.left}\n{outcome}"
-    return outcome
-
-
-def run_within(
-    seconds: float, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Outcome:
-    """Run a command, and kill all its processes after `seconds`."""
-    mark = uuid.uuid4().hex
-    # If a process of another job starts this job, the new job has the marks of both.
-    marks = f"{os.environ.get(_MARK, '')},{mark}"
-    environ = almost_empty_environment() | dict(env or {}) | {_MARK: marks}
+@contextlib.contextmanager
+def background_job(
+    args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[Job]:
+    """Start a command, and kill all its processes at the end of the block."""
+    environ = almost_empty_environment() | dict(env or {})
     with (
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,
@@ -129,19 +180,56 @@ def run_within(
     ):
         # mpirun of Open MPI cannot start if one with the same pid, which has been killed, left its session directory.
         environ.setdefault("PRTE_MCA_prte_local_tmpdir_base", sessions)
-        start = time.monotonic()
-        process = subprocess.Popen(
-            args, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
-        )
+        job = Job(args, environ, cwd, stdout, stderr)
         try:
-            in_time = _wait(process, seconds)
-            took, ended = time.monotonic() - start, time.time()
-            left = _survivors(mark) if in_time else []
+            yield job
         finally:
-            _kill_job(process, mark)
-        status = process.wait()
-        shown = _BANNER.sub("", _text(stdout))
-        return Outcome(status if in_time else None, shown, _text(stderr), took, ended, tuple(left))
+            job.kill()
+
+
+def run_ranks(
+    n: int,
+    code_or_args: str | Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = JOB_SECONDS,
+    mpiexec: str | None = None,
+) -> Outcome:
+    """Run Python on `n` ranks, like a user from a shell.
+
+    Args:
+        code_or_args: Code for `python -c`, or the arguments of Python.
+        env: Variables to add.
+        timeout: Seconds, before they are scaled, after which the job is killed; the test then fails with its output.
+        mpiexec: The launcher; by default that of the MPI library that this Python loads.
+    """
+    return run_command(ranks(n, code_or_args, mpiexec), env=env, timeout=timeout)
+
+
+def run_alone(
+    code_or_args: str | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = JOB_SECONDS
+) -> Outcome:
+    """Run Python in one process, without a launcher; arguments as for `run_ranks`."""
+    return run_command(python(code_or_args), env=env, timeout=timeout)
+
+
+def run_command(args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = JOB_SECONDS) -> Outcome:
+    """Run a command; fail if it exceeds its time limit, or leaves processes behind."""
+    with background_job(args, env=env) as job:
+        return job.finish(timeout)
+
+
+def run_within(
+    seconds: float, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Outcome:
+    """Run a command, and kill all its processes after `seconds`, which are not scaled."""
+    with background_job(args, env=env, cwd=cwd) as job:
+        return job.outcome(seconds)
+
+
+def ranks(n: int, code_or_args: str | Sequence[str], mpiexec: str | None = None) -> list[str]:
+    """Return the command that runs Python on `n` ranks."""
+    return [mpiexec or _own_mpiexec(), "-n", str(n), *python(code_or_args)]
 
 
 def python(code_or_args: str | Sequence[str]) -> list[str]:
@@ -159,7 +247,7 @@ def command_line(command: str) -> list[str]:
 def almost_empty_environment() -> dict[str, str]:
     """Return only the variables that a process needs to find its programs and this checkout."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **_MPICOMM}
+    return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **_MPICOMM, **time_limits.for_jobs()}
 
 
 def _own_mpiexec() -> str:
@@ -173,24 +261,6 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
-
-
-def _survivors(mark: str) -> list[str]:
-    """Return the command lines of the processes that are still running after `_GONE_SECONDS`."""
-    deadline = time.monotonic() + _GONE_SECONDS
-    while (pids := _marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [f"{pid}: {_read(pid, 'cmdline')}" for pid in pids]
-
-
-def _kill_job(process: subprocess.Popen[bytes], mark: str) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        _wait(process, _TERM_SECONDS)
-    # Launchers start ranks in new process groups and sessions, which survive a launcher that is killed.
-    for pid in _marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _marked(mark: str) -> list[int]:
@@ -207,5 +277,5 @@ def _read(pid: int, name: str) -> str:
 
 
 def _text(file: BinaryIO) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
+    # The processes share the position of the file, so it must not move while they write.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

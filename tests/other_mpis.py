@@ -41,5 +41,5 @@ def variable_of_size(path: str) -> str:
 
 @functools.cache
 def _is_open_mpis(path: str) -> bool:
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     return "Open MPI" in version or "OpenRTE" in version

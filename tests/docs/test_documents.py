@@ -39,7 +39,7 @@ def test_the_snippets_work_as_described(name: str, ranks: int, in_debug_mode: bo
     sections = document.with_snippets(ranks, in_debug_mode=in_debug_mode)
     steps = [step for section in sections for step in document.program(section)]
     env = {"MPICOMM_DEBUG": "1"} if in_debug_mode else {}
-    outcome = run_ranks(ranks, ["-m", "tests.docs.program", str(document.path)], env=env, timeout=120)
+    outcome = run_ranks(ranks, ["-m", "tests.docs.program", str(document.path)], env=env)
     assert outcome.status == 0, outcome
     shown = [line for step in steps if not step.raises for line in step.shown]
     assert sorted(outcome.stdout.splitlines()) == sorted(shown), outcome
@@ -64,7 +64,7 @@ def run(line: str) -> Outcome:
         words = words[1:]
     to_run = words.index("--") if "--" in words else len(words)  # the words after it are only written into a script
     words = [each for word in words[:to_run] for each in PROGRAMS.get(word, [word])] + words[to_run:]
-    return run_command(words, env=env, timeout=120)
+    return run_command(words, env=env)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def sessions() -> list[tuple[str, str, str]]:
 def run(command: str) -> Outcome:
     """Run a command of a docstring, with the programs and the files of this checkout."""
     for _ in range(TRIES if "before.py" in command else 1):
-        outcome = run_command(command_line(command), timeout=240)
+        outcome = run_command(command_line(command))
         if ABORTED not in outcome.stderr:
             break
     return outcome
@@ -160,14 +160,14 @@ def test_ddp_mentions_the_other_ways_to_start_it():
 )
 def test_ddp_fails_if_the_training_does(change, line):
     code = f"from mpicomm.examples import ddp\nddp.EPOCHS = 1\n{change}\nddp.main()"
-    outcome = run_ranks(2, code, timeout=120)
+    outcome = run_ranks(2, code)
     assert outcome.status != 0, outcome
     assert line in outcome.stdout, outcome
 
 
 def test_ddp_names_the_command_that_installs_scikit_learn():
     code = "import sys\nsys.modules['sklearn'] = None\nfrom mpicomm.examples import ddp\nddp.main()"
-    outcome = run_alone(code, timeout=120)
+    outcome = run_alone(code)
     assert outcome.status != 0, outcome
     assert "pip install scikit-learn" in outcome.stderr, outcome
 

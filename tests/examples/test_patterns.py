@@ -97,12 +97,12 @@ head_worker.main()
 
 @functools.cache
 def run_all(size: int) -> Outcome:
-    return run_ranks(size, ["-c", MAINS, "--tasks", "60"], timeout=240)
+    return run_ranks(size, ["-c", MAINS, "--tasks", "60"])
 
 
 @pytest.fixture(scope="module")
 def claims() -> Outcome:
-    return run_ranks(3, CLAIMS, timeout=180)
+    return run_ranks(3, CLAIMS)
 
 
 def lines(outcome: Outcome, pattern: str) -> int:
@@ -250,7 +250,7 @@ def test_no_tasks_are_reported(capsys):
 
 
 def test_a_worker_that_dies_ends_the_job_and_is_named():
-    outcome = run_ranks(3, DYING, timeout=120)
+    outcome = run_ranks(3, DYING)
     assert outcome.status != 0, outcome
     assert re.search(r"rank 2 of 3 on .* called os\._exit\(3\)", outcome.stderr), outcome
 
@@ -259,7 +259,7 @@ def test_a_worker_that_dies_ends_the_job_and_is_named():
 
 
 def test_spawn_starts_the_requested_number_of_ranks():
-    outcome = run_alone(["-m", "mpicomm.examples.spawn", "--processes", "2"], timeout=120)
+    outcome = run_alone(["-m", "mpicomm.examples.spawn", "--processes", "2"])
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2: cpu, gloo, sum 3" for rank in range(2)]
 

@@ -42,7 +42,7 @@ def test_char_lm_learns_and_a_second_start_reports_a_complete_run(tmp_path):
     assert "characters per second" in first.stdout, first
     assert written(first).startswith("def "), first
     assert any((tmp_path / "runs" / "char_lm").glob("step-*/COMPLETE"))
-    second = run_ranks(RANKS, command, timeout=240)
+    second = run_ranks(RANKS, command)
     assert second.status == 0, second
     assert "the run is complete: 2 epochs" in second.stdout, second
     assert "characters per second" not in second.stdout, second
@@ -52,10 +52,10 @@ def test_char_lm_learns_and_a_second_start_reports_a_complete_run(tmp_path):
 
 def test_char_lm_fails_if_it_has_not_learnt_and_resumes_with_more_epochs():
     command = ["-m", "mpicomm.examples.char_lm", "--characters", "10000", "--dir", "here", "--epochs"]
-    first = run_ranks(RANKS, [*command, "1"], timeout=240)
+    first = run_ranks(RANKS, [*command, "1"])
     assert first.status != 0, first
     assert held_out_loss(first) > 2.6, first
-    second = run_ranks(RANKS, [*command, "2"], timeout=240)
+    second = run_ranks(RANKS, [*command, "2"])
     assert "resuming from step 5: epoch 2" in second.stdout, second
     assert held_out_loss(second) < held_out_loss(first), second
 
@@ -65,7 +65,7 @@ def test_char_lm_fails_if_it_has_not_learnt_and_resumes_with_more_epochs():
 
 @pytest.mark.parametrize(("size", "numbers", "plot"), [(1, [1], []), (3, [1, 2, 3], ["--plot", "scaling.png"])])
 def test_scaling_measures_powers_of_two_and_all_ranks_and_draws(size, numbers, plot, tmp_path):
-    outcome = run_ranks(size, ["-c", SMALL, "--batch", "10", *plot], timeout=180)
+    outcome = run_ranks(size, ["-c", SMALL, "--batch", "10", *plot])
     assert outcome.status == 0, outcome
     rows = re.findall(r"^ +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$", outcome.stdout, re.MULTILINE)
     assert [int(row[0]) for row in rows] == 2 * numbers, outcome
@@ -86,7 +86,7 @@ def test_ideal_scaling_has_an_efficiency_of_one(kind, milliseconds):
 
 def test_scaling_names_the_command_that_installs_matplotlib():
     code = f"import sys\nsys.modules['matplotlib'] = None\n{SMALL}"
-    outcome = run_alone(["-c", code, "--plot", "scaling.png"], timeout=120)
+    outcome = run_alone(["-c", code, "--plot", "scaling.png"])
     assert outcome.status != 0, outcome
     assert "pip install matplotlib" in outcome.stderr, outcome
     assert "samples in all" not in outcome.stdout, outcome

@@ -110,7 +110,7 @@ hvd.allreduce(torch.ones(3), name="left_out")
 
 def test_a_stall_ends_the_job() -> None:
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    outcome = run_ranks(2, MISSING, env=env, timeout=120)
+    outcome = run_ranks(2, MISSING, env=env)
     assert outcome.status != 0, outcome
     assert "HorovodInternalError: allreduce.left_out: allreduce.left_out waited " in outcome.stderr, outcome
     assert " s for ranks 1.\n" in outcome.stderr, outcome

@@ -12,7 +12,6 @@ import pytest
 from tests.launching import Outcome, run_ranks
 
 PACKAGES = ("ray",)
-LIMIT = 300  # seconds; Ray starts a dozen processes
 COMMANDS = [
     "mpirun -n 2 python -m mpicomm.examples.integrations.ray_train",
     "torchrun --nproc-per-node 2 examples/integrations/ray_train.py",
@@ -120,25 +119,25 @@ def accuracy(outcome: Outcome) -> dict[str, float]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ray_train_learns_the_digits(run: Callable[..., Outcome], command: str) -> None:
-    outcome = run(command, finds=accuracy, timeout=LIMIT)
+    outcome = run(command, finds=accuracy)
     assert accuracy(outcome)["accuracy"] > 90, outcome
 
 
 def test_each_node_has_a_raylet() -> None:
-    outcome = run_ranks(4, TWO_NODES, timeout=LIMIT)
+    outcome = run_ranks(4, TWO_NODES)
     assert outcome.status == 0, outcome
     assert "passed" in outcome.stdout.splitlines(), outcome
 
 
 def test_ray_ends_with_a_killed_job() -> None:
-    outcome = run_ranks(2, KILLED, timeout=LIMIT)  # fails if it leaves processes behind
+    outcome = run_ranks(2, KILLED)  # fails if it leaves processes behind
     assert outcome.status != 0, outcome
     assert "Traceback" not in outcome.stderr, outcome
     assert "[mpicomm] rank 1 of 2" in outcome.stderr, outcome
 
 
 def test_an_exception_on_rank_0_ends_the_job() -> None:
-    outcome = run_ranks(2, RAISES, timeout=LIMIT)
+    outcome = run_ranks(2, RAISES)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("\nKeyError: 'left'") == 1, outcome
     assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
@@ -146,7 +145,7 @@ def test_an_exception_on_rank_0_ends_the_job() -> None:
 
 
 def test_errors_on_every_rank() -> None:
-    outcome = run_ranks(2, ERRORS, timeout=LIMIT)
+    outcome = run_ranks(2, ERRORS)
     assert outcome.status == 0, outcome
     lines = [re.sub(r"(rank \d+ on) [^:]+:", r"\1 HOST:", line) for line in outcome.stdout.splitlines()]
     for rank in range(2):

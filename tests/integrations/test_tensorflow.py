@@ -10,7 +10,6 @@ import pytest
 from tests.launching import Outcome, run_ranks
 
 PACKAGES = ("tensorflow-cpu",)
-LIMIT = 300
 COMMANDS = [
     ("mpirun -n 2 python -m mpicomm.examples.integrations.tensorflow_digits", 2),
     ("mpirun -n 4 python -m mpicomm.examples.integrations.tensorflow_digits", 4),
@@ -70,7 +69,7 @@ def accuracy(outcome: Outcome) -> dict[str, float]:
 
 @pytest.mark.parametrize(("command", "ranks"), COMMANDS)
 def test_the_strategy_learns_the_digits(run: Callable[..., Outcome], command: str, ranks: int) -> None:
-    outcome = run(command, finds=accuracy, timeout=LIMIT)
+    outcome = run(command, finds=accuracy)
     assert accuracy(outcome)["accuracy"] > 90, outcome
     lines = outcome.stdout.splitlines()
     assert f"{ranks} workers" in lines, outcome
@@ -78,13 +77,13 @@ def test_the_strategy_learns_the_digits(run: Callable[..., Outcome], command: st
 
 
 def test_the_ports_are_reserved_until_tensorflow_listens() -> None:
-    outcome = run_ranks(2, PORTS, timeout=LIMIT)
+    outcome = run_ranks(2, PORTS)
     assert outcome.status == 0, outcome
     assert "passed" in outcome.stdout.splitlines(), outcome
 
 
 def test_an_earlier_use_of_tensorflow_is_an_error() -> None:
-    outcome = run_ranks(2, EARLY, timeout=LIMIT)
+    outcome = run_ranks(2, EARLY)
     assert outcome.status != 0, outcome
     assert outcome.stdout.count("not initialised") == 2, outcome
     assert "cluster_resolver() must be called before any other use of TensorFlow" in outcome.stderr, outcome

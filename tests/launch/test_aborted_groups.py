@@ -75,7 +75,7 @@ IN_FLIGHT = ["message", "future_of_a_message", "collective", "queued_collectives
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return run_ranks(SIZE, ["-c", SCRIPT, *IN_FLIGHT], timeout=180)
+    return run_ranks(SIZE, ["-c", SCRIPT, *IN_FLIGHT])
 
 
 @pytest.mark.parametrize("case", IN_FLIGHT)
@@ -85,7 +85,7 @@ def test_a_group_that_is_aborted_with_something_in_flight(case: str, outcome: Ou
 
 
 def test_a_group_that_is_aborted_with_nothing_in_flight() -> None:
-    outcome = run_ranks(SIZE, ["-c", SCRIPT, "nothing"], timeout=120)
+    outcome = run_ranks(SIZE, ["-c", SCRIPT, "nothing"])
     check(outcome, "nothing", group=1)
     assert outcome.status == 0, outcome
 

@@ -55,7 +55,7 @@ bootstrap_together([1, 2])
 """
     program = tmp_path / "train.py"
     program.write_text(code)
-    outcome = run_ranks(4, [str(program)], env=SECONDS, timeout=100)
+    outcome = run_ranks(4, [str(program)], env=SECONDS)
     assert outcome.status != 0, outcome
     (notice,) = notices(outcome)
     assert re.fullmatch(
@@ -79,7 +79,7 @@ def test_a_program_on_standard_input_reaches_rank_0_alone(tmp_path: Path) -> Non
     script = f'case "{rank}" in 0) "$0" - < "$1";; *) "$0" - </dev/null && "$0" "$2";; esac'
     launcher = str(Path(sys.executable).parent / "mpiexec")
     command = [launcher, "-n", "2", "sh", "-c", script, sys.executable, str(program), str(elsewhere)]
-    outcome = run_command(command, env=SECONDS, timeout=100)
+    outcome = run_command(command, env=SECONDS)
     (notice,) = notices(outcome)
     assert notice.startswith("[mpicomm] rank 0 of 2 on "), outcome
     assert notice.endswith(
@@ -93,7 +93,7 @@ def test_torchrun_has_absent_ranks_too(tmp_path: Path) -> None:
     here = f"here = pathlib.Path({str(tmp_path)!r})"
     program.write_text(f"{RANKS}\n{here}\ntime.sleep(600) if rank == 0 else bootstrap_together([1], timeout=6)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    outcome = run_command(command, env=SECONDS, timeout=100)
+    outcome = run_command(command, env=SECONDS)
     (notice,) = notices(outcome)
     assert re.match(
         r"\[mpicomm\] rank 1 of 2 on (\S+) has waited 2 s in bootstrap\(\) \(rendezvous\) for other ranks\.\n"

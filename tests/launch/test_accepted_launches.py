@@ -12,7 +12,6 @@ from tests.launching import Outcome, run_alone, run_ranks
 
 SHOW = "import mpicomm; w = mpicomm.bootstrap(); import sys; sys.stdout.write(f'{w.rank} of {w.size}\\n')"
 
-LIMIT = 120  # seconds
 
 # Slurm's variables in a batch script, and in a step of mpirun's daemons with one daemon per node.
 SBATCH = {
@@ -51,7 +50,7 @@ def calls_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.each_mpi
 def test_mpirun_within_a_slurm_job() -> None:
-    outcome = run_ranks(2, SHOW, env=DAEMONS, timeout=LIMIT)
+    outcome = run_ranks(2, SHOW, env=DAEMONS)
     assert worlds(outcome) == one_world(2)
     assert outcome.stderr == "", outcome
 
@@ -60,25 +59,25 @@ def test_mpirun_within_a_slurm_job() -> None:
 @other_mpis.each_launcher
 def test_the_launcher_of_another_mpi_with_the_same_protocol(other: str) -> None:
     mpiexec = other_mpis.launcher(other, can_start=True)
-    assert worlds(run_ranks(2, SHOW, timeout=LIMIT, mpiexec=mpiexec)) == one_world(2)
+    assert worlds(run_ranks(2, SHOW, mpiexec=mpiexec)) == one_world(2)
 
 
 def test_plain_python_in_a_batch_script_is_warned() -> None:
-    outcome = run_alone(SHOW, env=SBATCH, timeout=LIMIT)
+    outcome = run_alone(SHOW, env=SBATCH)
     assert worlds(outcome) == one_world(1)
     assert "this Slurm job has 4 tasks" in outcome.stderr, outcome
     assert "mpicomm/runtime.py" not in outcome.stderr, f"the warning is to show the user's line, not ours\n{outcome}"
 
 
 def test_plain_python(calls_no_slurm: None) -> None:
-    outcome = run_alone(SHOW, timeout=LIMIT)
+    outcome = run_alone(SHOW)
     assert worlds(outcome) == one_world(1)
     assert outcome.stderr == "", outcome
 
 
 @pytest.mark.each_mpi
 def test_single_under_mpirun_is_a_world_each() -> None:
-    outcome = run_ranks(2, SHOW, env={"MPICOMM_LAUNCHER": "single"}, timeout=LIMIT)
+    outcome = run_ranks(2, SHOW, env={"MPICOMM_LAUNCHER": "single"})
     assert worlds(outcome) == one_world(1) * 2
 
 
@@ -87,4 +86,4 @@ def test_variables_that_agree_are_accepted(calls_no_slurm: None) -> None:
     """The launcher script has already exported the variables that bootstrap sets."""
     code = "import os; r = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']\n"
     code += f"os.environ.update(RANK=r, WORLD_SIZE='2', LOCAL_RANK=r)\n{SHOW}"
-    assert worlds(run_ranks(2, code, timeout=LIMIT)) == one_world(2)
+    assert worlds(run_ranks(2, code)) == one_world(2)

@@ -71,7 +71,7 @@ sys.stdout.write("done\\n")
 
 
 def test_drawn_arguments_of_one_process() -> None:
-    outcome = run_alone(PROGRAM + DRAWN, timeout=120)
+    outcome = run_alone(PROGRAM + DRAWN)
     assert outcome.status == 0, outcome
     assert outcome.stdout == "done\n", outcome
 

@@ -19,7 +19,7 @@ BENCH = ["-m", "mpicomm", "bench", "startup"]
 
 def test_starts_beside_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "startup.json"
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--json", str(file)], timeout=240)
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--json", str(file)])
     assert outcome.status == 0, outcome
     assert all(word in outcome.stdout for word in ("MPI_Init", "torchrun + Gloo", "import mpicomm: ")), outcome
     found = json.loads(file.read_text())
@@ -33,7 +33,7 @@ def test_starts_beside_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"}, timeout=150)
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"})
     assert outcome.status == 2, outcome
     assert "mpicomm bench startup: starting 2 ranks failed after" in outcome.stderr, outcome
     assert f"{LIBRARY.mpiexec} -n 2" in outcome.stderr, outcome
@@ -42,7 +42,7 @@ def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
 
 def test_a_start_that_takes_too_long_is_ended() -> None:
     """`run_alone` fails if a process of the benchmark is still running."""
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"], timeout=150)
+    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"])
     assert outcome.status == 2, outcome
     assert "starting 2 ranks failed after" in outcome.stderr, outcome
 
@@ -55,7 +55,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
     bench += ["--compare", str(old)]
     written = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])]
-    outcome = run_alone([*bench, *written], timeout=200)
+    outcome = run_alone([*bench, *written])
     assert outcome.status == 0, outcome
     assert "broadcast, float32, in place" in outcome.stdout, outcome
     headings = ["size", "backend", "us", "p99", "GB/s", "bus", "wrong", "- mpi4py us", "/ mpi", "/ before"]
@@ -76,10 +76,10 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
 
 def test_without_mpi_only_its_own_backends_are_measured() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mpicomm", "bench"]
-    outcome = run_alone([*torchrun, "--size", "4", "--rounds", "2"], timeout=200)
+    outcome = run_alone([*torchrun, "--size", "4", "--rounds", "2"])
     assert outcome.status == 0, outcome
     assert " gloo " in outcome.stdout, outcome
-    outcome = run_alone([*torchrun, "--backend", "mpi,gloo"], timeout=200)
+    outcome = run_alone([*torchrun, "--backend", "mpi,gloo"])
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("mpicomm bench: torchrun started the ranks without MPI") == 1, outcome
 
@@ -127,7 +127,7 @@ def test_invalid_arguments_are_reported_before_the_start(arguments: str, text: s
 @pytest.mark.parametrize(("option", "inputs"), [("", "rewritten before each call"), ("--reuse-inputs", "zeros, not")])
 def test_the_report_names_the_inputs_of_the_calls(option: str, inputs: str) -> None:
     bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4", "--backend", "mpi,mpi-async", "--rounds", "1"]
-    outcome = run_alone([*bench, *option.split()], timeout=200)
+    outcome = run_alone([*bench, *option.split()])
     assert outcome.status == 0, outcome
     assert f"inputs: {inputs}" in outcome.stdout, outcome
     assert " mpi-async " in outcome.stdout, outcome
@@ -136,7 +136,7 @@ def test_the_report_names_the_inputs_of_the_calls(option: str, inputs: str) -> N
 def test_decoding(tmp_path: Path) -> None:
     file = tmp_path / "decode.json"
     bench = [*BENCH[:-1], "decode", "-n", "2", "--model", "small", "--backend", "mpi,none", "--rounds", "1"]
-    outcome = run_alone([*bench, "--json", str(file)], timeout=200)
+    outcome = run_alone([*bench, "--json", str(file)])
     assert outcome.status == 0, outcome
     assert "tokens per second" in outcome.stdout, outcome
     rows = json.loads(file.read_text())["rows"]
@@ -147,7 +147,7 @@ def test_decoding(tmp_path: Path) -> None:
 def test_steps_of_training(tmp_path: Path) -> None:
     file = tmp_path / "ddp.json"
     bench = [*BENCH[:-1], "ddp", "-n", "2", "--model", "small", "--strategy", "ddp,fsdp", "--rounds", "2"]
-    outcome = run_alone([*bench, "--json", str(file)], timeout=200)
+    outcome = run_alone([*bench, "--json", str(file)])
     assert outcome.status == 0, outcome
     assert "milliseconds per step" in outcome.stdout, outcome
     rows = json.loads(file.read_text())["rows"]

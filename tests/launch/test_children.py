@@ -120,7 +120,7 @@ SQUARES = sum(index * index for index in range(8))
 def test_children_of_a_rank(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    outcome = run_ranks(SIZE, [str(script), how], timeout=180)
+    outcome = run_ranks(SIZE, [str(script), how])
     assert outcome.status == 0, outcome
     printed = outcome.stdout.split("\n")[:-1]
     assert printed.count(f"sum {SQUARES}") == SIZE, outcome

@@ -53,7 +53,7 @@ def test_a_test_that_ends_its_job_does_not_stop_the_others(tmp_path: Path) -> No
     outputs: list[str] = []
 
     def start() -> str:
-        outcome = run_ranks(2, command, env={suite.JOURNAL: str(journal.path)}, timeout=120)
+        outcome = run_ranks(2, command, env={suite.JOURNAL: str(journal.path)})
         outputs.append(outcome.stdout + outcome.stderr)
         return outputs[-1]
 

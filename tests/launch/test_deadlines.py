@@ -85,7 +85,7 @@ def cases(names: Sequence[str]) -> list[object]:
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return run_ranks(SIZE, ["-c", SCRIPT, *RAISES], timeout=180)
+    return run_ranks(SIZE, ["-c", SCRIPT, *RAISES])
 
 
 @pytest.mark.parametrize("case", cases(RAISES))
@@ -119,7 +119,7 @@ def test_the_status_after_an_exception_is_not_0(outcome: Outcome) -> None:
     ("case", "seconds"), [pytest.param("end-async", 1, marks=pytest.mark.each_mpi), ("end-own", 3)]
 )
 def test_elsewhere_the_job_ends_with_a_table(case: str, seconds: int) -> None:
-    outcome = run_ranks(SIZE, ["-c", SCRIPT, case], timeout=120)
+    outcome = run_ranks(SIZE, ["-c", SCRIPT, case])
     assert outcome.status != 0, outcome
     assert outcome.stdout == "", f"no call returns, and none raises an exception\n{outcome}"
     pattern = rf"^\[mpicomm\].* timed out after {seconds} s in .*; aborting the job"

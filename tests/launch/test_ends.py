@@ -63,7 +63,7 @@ except SystemExit:
     [pytest.param(FINALLY, id="finally"), pytest.param(STOPPED, id="stopped", marks=pytest.mark.each_mpi)],
 )
 def test_the_first_cause_is_reported(code: str) -> None:
-    outcome = run_ranks(3, IMPORTS + code, timeout=90)
+    outcome = run_ranks(3, IMPORTS + code)
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: the first cause") == 1, outcome
     assert causes(outcome) == ["[mpicomm] rank 1 of 3 on HOST failed; aborting the job:"], outcome

@@ -144,7 +144,7 @@ def installed(tmp_path: Path) -> Path:
 def alone(arguments: list[str], directory: Path) -> Outcome:
     """Run `python -m mpicomm.horovod` with a directory of modules."""
     path = os.pathsep.join([str(directory), str(ROOT)])
-    return run_alone(["-m", "mpicomm.horovod", *arguments], env={"PYTHONPATH": path}, timeout=120)
+    return run_alone(["-m", "mpicomm.horovod", *arguments], env={"PYTHONPATH": path})
 
 
 def test_an_installed_horovod_is_reported_and_not_used(tmp_path: Path, installed: Path) -> None:

@@ -80,7 +80,7 @@ def be_the_others(job: Any, ports: int) -> NoReturn:
 def test_a_thousand_ranks_connect_under_the_usual_limit() -> None:
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4 * SIZE:
         pytest.skip(f"the hard limit of open files is below {4 * SIZE}")
-    outcome = run_alone("from tests.launch import test_open_files as files; files.be_rank_0()", timeout=60)
+    outcome = run_alone("from tests.launch import test_open_files as files; files.be_rank_0()")
     assert outcome.status == 0, outcome
     assert json.loads(outcome.stdout) == [SIZE - 1, SIZE - 1], outcome
 
@@ -122,7 +122,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def test_a_limit_that_is_too_low_is_an_error_that_names_the_ranks_that_fit() -> None:
-    outcome = run_alone(TOO_MANY, timeout=60)
+    outcome = run_alone(TOO_MANY)
     first, second, soft = outcome.stdout.splitlines()
     assert first.startswith("200 ranks need 254 connections to rank 0 on "), outcome
     assert first.endswith("more files: its hard limit is 128."), outcome

@@ -64,6 +64,6 @@ def test_every_rank_reports_which_call_to_delete(program: Path, tmp_path: Path) 
 def test_ranks_of_torchrun_get_the_signals_of_the_command(program: Path, tmp_path: Path) -> None:
     program.write_text(OWN_GROUP + "mpicomm.bootstrap()\n")
     command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {SIZE} {program}"
-    outcome = run_command(shlex.split(f"{command} file://{tmp_path}/meeting"), timeout=120)
+    outcome = run_command(shlex.split(f"{command} file://{tmp_path}/meeting"))
     assert outcome.status != 0, outcome
     assert message(program, CALLS["auto"]).splitlines()[0] in outcome.stderr, outcome

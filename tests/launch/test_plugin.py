@@ -28,6 +28,6 @@ assert len(sys.meta_path) == finders - 1, sys.meta_path
 
 @pytest.mark.parametrize("order", [MPICOMM_FIRST, "import torch, mpicomm"], ids=["mpicomm first", "torch first"])
 def test_both_orders_of_import(order: str) -> None:
-    outcome = run_alone(f"{order}\n{GROUP}", timeout=120)
+    outcome = run_alone(f"{order}\n{GROUP}")
     assert outcome.status == 0, outcome
     assert "ended well" in outcome.stdout, outcome

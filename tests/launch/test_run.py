@@ -36,12 +36,12 @@ world.Barrier()
 """
 
 
-def run(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120) -> Outcome:
+def run(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Outcome:
     """Run `mpicomm run` without the variables with which other tests run MPI on any machine."""
     helps = [name for name in almost_empty_environment() if name.startswith(("OMPI_", "PRTE_", "OMP_"))]
     bare = [word for name in helps for word in ("-u", name)]
     added = [f"{name}={value}" for name, value in (env or {}).items()]
-    return run_command(["env", *bare, *added, sys.executable, "-m", "mpicomm", "run", *arguments], timeout=timeout)
+    return run_command(["env", *bare, *added, sys.executable, "-m", "mpicomm", "run", *arguments])
 
 
 @pytest.fixture(name="script")
@@ -238,7 +238,7 @@ def signalled(number: int, options: Sequence[str]) -> tuple[float, Outcome]:
         while ! [ -e up0 -a -e up1 ]; do kill -0 $pid || exit 99; sleep 0.05; done
         date +%s.%N > sent; kill -{number} $pid; wait $pid; exit $?
     """
-    outcome = run_command(["bash", "-c", line], timeout=180)
+    outcome = run_command(["bash", "-c", line])
     return outcome.ended - float(Path("sent").read_text()), outcome
 
 
@@ -348,7 +348,7 @@ def test_one_command_on_each_node_makes_one_world(tmp_path: Path, monkeypatch: p
         command = f"{sys.executable} -m mpicomm run --nnodes 2 --master-addr 127.0.0.1 --master-port {port} --node-rank"
         program = "-n 2 --log-dir logs world.py"
         line = f"{command} 1 {program} >second 2>&1 & {command} 0 {program}; status=$?; wait; exit $status"
-        outcome = run_command(["bash", "-c", line], timeout=180)
+        outcome = run_command(["bash", "-c", line])
     assert outcome.status == 0, outcome
     written = [path.read_text().splitlines()[-1] for path in sorted(Path("logs").iterdir())]
     total = sum(range(4))

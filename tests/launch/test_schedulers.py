@@ -90,7 +90,7 @@ def run_job(scheduler: str, stand_ins: Path, environ: dict[str, str], *arguments
     kept = {name: os.environ[name] for name in ("HOME", *filter(is_for_root, os.environ))}
     job = {"PATH": path, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""), **kept}
     words = [f"{name}={value}" for name, value in {**job, **environ}.items()]
-    return run_command(["env", "-i", *words, "/bin/bash", "job.sh"], timeout=180)
+    return run_command(["env", "-i", *words, "/bin/bash", "job.sh"])
 
 
 def is_for_root(name: str) -> bool:

@@ -52,7 +52,7 @@ def own_port_mpicomm():
 def children():
     mpicomm.bootstrap(None)
     child = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_world_size())"
-    ended = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
     yield ended.stdout.strip()
 
 def second_group():
@@ -108,7 +108,7 @@ def ports() -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def outcome(ports: list[int]) -> Outcome:
-    return run_ranks(SIZE, ["-c", PROGRAMS, *map(str, ports)], timeout=240)
+    return run_ranks(SIZE, ["-c", PROGRAMS, *map(str, ports)])
 
 
 def lines(outcome: Outcome, program: str) -> list[str]:

@@ -111,7 +111,7 @@ def signalled(program: str, options: str, kills: str) -> Outcome:
         while ! [ -e up0 -a -e up1 ]; do kill -0 $killed || exit 99; sleep 0.05; done
         pid=$(cat pid); {kills}; wait $killed
     """
-    return run_command(["bash", "-c", line], timeout=200)
+    return run_command(["bash", "-c", line])
 
 
 @pytest.mark.each_mpi
@@ -147,7 +147,7 @@ def test_a_closed_stderr_does_not_prevent_the_checkpoint(tmp_path: Path, monkeyp
         while ! [ -e begun ]; do kill -0 $pid || exit 99; sleep 0.05; done
         kill $reader; wait $reader; kill -TERM $pid; wait $pid
     """
-    outcome = run_command(["bash", "-c", line], timeout=200)
+    outcome = run_command(["bash", "-c", line])
     assert outcome.status == 85, outcome
     assert has_checkpoint(tmp_path), outcome
 

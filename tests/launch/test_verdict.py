@@ -22,11 +22,11 @@ comm = mpi.job_comm()
 def run_tests(tmp_path: Path):
     """Return a function that runs a test file on three ranks, with this project's conftest."""
 
-    def run(code: str, timeout: float = 60) -> Outcome:
+    def run(code: str) -> Outcome:
         (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
         (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nmarkers = mpi\n")
         (tmp_path / "test_it.py").write_text(HEADER + textwrap.dedent(code))
-        return run_ranks(3, ["-m", "pytest", "--with-mpi", "--color=no", str(tmp_path)], timeout=timeout)
+        return run_ranks(3, ["-m", "pytest", "--with-mpi", "--color=no", str(tmp_path)])
 
     return run
 

