@@ -112,6 +112,10 @@ class Job:
         """Return the output until now."""
         return _text(self._stdout)
 
+    def stderr(self) -> str:
+        """Return the messages until now."""
+        return _text(self._stderr)
+
     def wait_until(self, condition: Callable[[], T], what: str, seconds: float = EVENT_SECONDS) -> T:
         """Wait until a condition is true, as `time_limits.wait_until()`; fail with the output if the job ends first."""
         try:
@@ -203,7 +207,7 @@ def run_ranks(
         timeout: Seconds, before they are scaled, after which the job is killed; the test then fails with its output.
         mpiexec: The launcher; by default that of the MPI library that this Python loads.
     """
-    return run_command(ranks(n, code_or_args, mpiexec), env=env, timeout=timeout)
+    return run_command(on_ranks(n, code_or_args, mpiexec), env=env, timeout=timeout)
 
 
 def run_alone(
@@ -227,7 +231,7 @@ def run_within(
         return job.outcome(seconds)
 
 
-def ranks(n: int, code_or_args: str | Sequence[str], mpiexec: str | None = None) -> list[str]:
+def on_ranks(n: int, code_or_args: str | Sequence[str], mpiexec: str | None = None) -> list[str]:
     """Return the command that runs Python on `n` ranks."""
     return [mpiexec or _own_mpiexec(), "-n", str(n), *python(code_or_args)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,6 +75,15 @@ def wait_until(condition: Callable[[], T], what: str, seconds: float = EVENT_SEC
             raise TimeoutError(f"timed out after {passed:.0f} s, waiting until {what}")
         time.sleep(_PAUSE)
     return value
+
+
+def synchronise(folder: Path, name: object, names: Iterable[object]) -> None:
+    """Write the pid of this process to a file, and wait until all processes with these names have done so."""
+    written = folder / f"new-{name}"
+    written.write_text(str(os.getpid()))
+    written.rename(folder / str(name))
+    files = [folder / str(other) for other in names]
+    wait_until(lambda: all(file.exists() for file in files), f"all of {[file.name for file in files]} have arrived")
 
 
 def _work() -> float:

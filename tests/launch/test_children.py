@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import mpicomm
+from tests.time_limits import scaled
 
 
 class Squares(Dataset):
@@ -68,7 +69,7 @@ def main(how):
     queue = context.Queue()
     child = context.Process(target=try_bootstrap, args=(queue,))
     child.start()
-    say("child", queue.get(timeout=30).splitlines()[0])
+    say("child", queue.get(timeout=scaled(60)).splitlines()[0])
     child.join()
     tensor = torch.ones(1)
     torch.distributed.all_reduce(tensor)

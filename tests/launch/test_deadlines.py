@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.launching import Outcome, run_ranks
+from tests.time_limits import scaled
 
 pytestmark = pytest.mark.xdist_group("deadlines")  # the tests share the outcome of one job
 
@@ -16,10 +17,12 @@ SIZE = 3
 
 # For each case in turn, rank 0 calls an operation that the other ranks do not call in time.
 SCRIPT = """
-import datetime, json, os, sys, time
+import datetime, json, os, sys, threading, time
 import torch
 import torch.distributed as dist
 import mpicomm
+from mpicomm.watchdog import flight_recorder
+from tests.time_limits import wait_until
 
 def say(kind, text=""):
     sys.stdout.write(json.dumps([case, world.rank, kind, text]) + "\\n")
@@ -31,14 +34,15 @@ def attempt(call):
     except (TimeoutError, mpicomm.MpicommError) as error:
         say(type(error).__name__, str(error))
 
-def wait_until_unusable():
-    until = time.monotonic() + 15
-    while time.monotonic() < until:
-        try:
-            group._operations.executor._state.check_open()
-        except mpicomm.MpicommError:
-            return
-        time.sleep(0.05)
+def is_unusable():
+    try:
+        group._operations.executor._state.check_open()
+    except mpicomm.MpicommError:
+        return True
+
+def announce_the_barrier():
+    wait_until(flight_recorder.running, "this rank is in the barrier")
+    store.add(case, 1)
 
 CALLS = {
     "barrier": lambda: mpicomm.barrier(group, timeout=0.5),
@@ -50,7 +54,8 @@ CALLS = {
     "end-async": lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
     "end-own": lambda: group.allreduce([tensor], timeout=datetime.timedelta(seconds=3)).wait(),
 }
-world = mpicomm.bootstrap(timeout=40)
+world = mpicomm.bootstrap()
+store = dist.distributed_c10d._get_default_store()
 for case in sys.argv[1:]:
     # A group reads these variables when it is made.
     os.environ["MPICOMM_ON_TIMEOUT"] = "raise" if "raise" in case else "abort"
@@ -60,15 +65,16 @@ for case in sys.argv[1:]:
     dist.all_reduce(tensor, group=group)
     group.set_timeout(datetime.timedelta(seconds=1))
     if world.rank == 0:
-        time.sleep(0.5)  # the other ranks are then in the barrier
+        wait_until(lambda: store.add(case, 0) == world.size - 1, "the other ranks are in the barrier")
         attempt(CALLS[case])
         attempt(CALLS[case])
         if case == "async":  # the operation stays in MPI, beyond the timeout of its group, and must not end the job
             time.sleep(5)
         dist.barrier()
     else:
+        threading.Thread(target=announce_the_barrier).start()
         dist.barrier()
-        wait_until_unusable()
+        wait_until(is_unusable, "the group is refused")
         attempt(CALLS[case])
     say("end")
 sys.exit(3)
@@ -129,4 +135,4 @@ def test_elsewhere_the_job_ends_with_a_table(case: str, seconds: int) -> None:
     for row in (rf"rank 0 +in {rank_0}", r"ranks 1, 2 +in barrier #1, at <string>:\d+"):
         waited = re.findall(rf"\n  {row}, for (\d+) s", outcome.stderr)
         assert waited, f"no row {row}\n{outcome}"
-        assert max(map(int, waited)) < 30, outcome  # 40 s is the timeout of the group of all ranks
+        assert max(map(int, waited)) < scaled(30), outcome  # the group of all ranks has a timeout of 1800 s

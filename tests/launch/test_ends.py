@@ -13,10 +13,12 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import mpicomm
+from mpicomm.watchdog import flight_recorder, local_processes
+from tests.time_limits import wait_until
 """
 
 FINALLY = """
-mpicomm.bootstrap(timeout=60)
+mpicomm.bootstrap()
 try:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -28,18 +30,18 @@ finally:
 
 # Rank 0, which runs the store and the coordinator, is stopped when rank 1 fails.
 STOPPED = """
-world = mpicomm.bootstrap(timeout=60)
-dist.barrier()
+world = mpicomm.bootstrap()
+pids = world.comm.allgather(os.getpid())
 if world.rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(0.5)
+wait_until(lambda: local_processes.is_stopped(pids[0]), "rank 0 is stopped")
 if world.rank == 1:
     raise ValueError("the first cause")
 dist.all_reduce(torch.ones(1))
 """
 
 NEW_GROUP = """
-world = mpicomm.bootstrap(timeout=60)
+world = mpicomm.bootstrap()
 if world.rank == 1:
     sys.exit(3)
 dist.new_group(list(range(world.size)))
@@ -48,7 +50,7 @@ dist.new_group(list(range(world.size)))
 CAUGHT_EXIT = """
 from mpicomm.watchdog import operation_monitor
 operation_monitor.WAIT_LIMIT = 1.0
-world = mpicomm.bootstrap(timeout=60)
+world = mpicomm.bootstrap()
 if world.rank == 0:
     dist.all_reduce(torch.ones(1))
 try:
@@ -67,7 +69,6 @@ def test_the_first_cause_is_reported(code: str) -> None:
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: the first cause") == 1, outcome
     assert causes(outcome) == ["[mpicomm] rank 1 of 3 on HOST failed; aborting the job:"], outcome
-    assert outcome.seconds < 50, outcome  # before the timeout
 
 
 def test_a_rank_that_is_missing_from_a_new_group_is_named() -> None:
@@ -165,7 +166,7 @@ dist.all_reduce(torch.ones(1), group=group)
 # suspension.
 SUSPENDED_IN_WAITS = """
 from datetime import timedelta
-limit = timedelta(seconds=60)
+limit = timedelta(seconds=300)
 suspended, clock = 0.0, time.monotonic
 time.monotonic = lambda: clock() + suspended
 world = mpicomm.bootstrap()
@@ -198,7 +199,8 @@ dist.barrier()
 if world.rank == 1:
     for wait in waits:
         wait.start()
-time.sleep(2)
+    wait_until(lambda: len(flight_recorder.running()) == len(ways), "rank 1 waits in every operation")
+world.comm.Barrier()
 suspended = 1000.0
 time.sleep(2)
 if world.rank == 0:

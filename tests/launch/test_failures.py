@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.launching import Outcome, run_ranks
+from tests.time_limits import scaled
 
-# From the failure to the end of the job: enough for a busy machine, and less than the timeouts and the 600 s of sleep.
+# From the failure to the end of the job; even scaled, it is less than the timeouts and the 600 s of sleep.
 SECONDS = 30
 
 OWN_RANK = """
 import os, sys, threading, time
+from pathlib import Path
+from tests.time_limits import synchronise
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 def now():
     sys.stdout.write(f"failing at {time.time()}\\n")
@@ -91,7 +95,8 @@ MISSING = (
 if rank == 2:
     from mpi4py import MPI
     time.sleep(600)
-import mpicomm
+import mpicomm.runtime
+synchronise(Path("FOLDER"), rank, [0, 1])
 now()
 mpicomm.bootstrap(timeout=3)
 print("came through")
@@ -127,7 +132,7 @@ def test_one_rank_fails_in_training() -> None:
     assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
     assert outcome.stderr.count("ValueError: a bad batch") == 1, outcome
     assert outcome.stderr.count("rank 2 of 4") == 1, f"the rank is to be named once\n{outcome}"
-    assert seconds_to_end(outcome) < SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(SECONDS), outcome
 
 
 def test_one_rank_fails_in_a_group_of_its_program() -> None:
@@ -136,7 +141,7 @@ def test_one_rank_fails_in_a_group_of_its_program() -> None:
     assert outcome.status != 0, outcome
     assert outcome.stderr.count("ValueError: a bad batch") == 1, outcome
     assert outcome.stderr.count("rank 1 of 2") == 1, outcome
-    assert seconds_to_end(outcome) < SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(SECONDS), outcome
 
 
 @pytest.mark.each_mpi
@@ -147,7 +152,7 @@ def test_all_ranks_fail_at_once() -> None:
     match = re.search(r"rank (\d) of 4.*aborting the job:\n.*?the same on all, here on (\d)", outcome.stderr, re.DOTALL)
     assert match, outcome
     assert match[1] == match[2], outcome
-    assert seconds_to_end(outcome) < SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(SECONDS), outcome
 
 
 @pytest.mark.each_mpi
@@ -158,19 +163,19 @@ def test_ranks_refuse_to_continue_after_bootstrap(ranks: tuple[int, ...]) -> Non
     assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
     assert outcome.stderr.count("devices must be 2, got 3.\nPass devices=2.") == 1, outcome
     assert "died" not in outcome.stderr, outcome
-    assert seconds_to_end(outcome) < SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(SECONDS), outcome
 
 
 @pytest.mark.each_mpi
-def test_one_rank_is_missing() -> None:
-    outcome = run_ranks(3, MISSING)
+def test_one_rank_is_missing(tmp_path: Path) -> None:
+    outcome = run_ranks(3, MISSING.replace("FOLDER", str(tmp_path)))
     assert outcome.status != 0, outcome
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("RendezvousError: bootstrap(): timed out after 3 s: ") == 1, outcome
     assert " 3 s: 1 of 3 ranks did not arrive: rank 2" in outcome.stderr, outcome
     pattern = r"\[mpicomm\] rank 0 of 3 on \S+ has waited 1.5 s in bootstrap\(\) for rank 2 on "
     assert len(re.findall(pattern, outcome.stderr)) == 1, outcome
-    assert seconds_to_end(outcome) < 3 + SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(3 + SECONDS), outcome
 
 
 @pytest.mark.each_mpi
@@ -192,7 +197,7 @@ def test_one_rank_fails_within_bootstrap() -> None:
     assert "came through" not in outcome.stdout, outcome
     assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
     assert "rank 1 of 2" in outcome.stderr, outcome
-    assert seconds_to_end(outcome) < SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(SECONDS), outcome
 
 
 @pytest.mark.each_mpi
@@ -200,4 +205,4 @@ def test_one_rank_fails_within_bootstrap() -> None:
 def test_all_ranks_leave_with_a_status(ending: str) -> None:
     outcome = run_ranks(2, OWN_RANK + f"import mpicomm; mpicomm.bootstrap(); now(); {ending}")
     assert outcome.status == (3 if "3" in ending else 1), outcome
-    assert seconds_to_end(outcome) < SECONDS, outcome
+    assert seconds_to_end(outcome) < scaled(SECONDS), outcome

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.failures import ways
-from tests.launching import Outcome, run_ranks
+from tests.launching import Outcome, background_job, on_ranks, run_ranks
 
 SIZE, RANK = 3, 2
 OF_RANK_0 = ["exception", "sys.exit(3)", "SIGKILL", "SIGSTOP"]
@@ -70,7 +70,9 @@ sys.stdout.write(f"wrote {mpicomm.dump_flight_recorder(sys.argv[1])}\\n")
 @pytest.mark.each_mpi
 def test_a_rank_writes_its_last_operations(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
-    outcome = _run(tmp_path, DUMP, str(folder))
+    program = tmp_path / "train.py"  # a file, so that messages and stacks can name its lines
+    program.write_text(DUMP)
+    outcome = run_ranks(2, [str(program), str(folder)])
     assert outcome.status == 0, outcome
     wrote = [f"wrote {folder}/rank-{rank}.json" for rank in range(2)]
     assert sorted(outcome.stdout.splitlines()) == wrote, outcome
@@ -94,13 +96,14 @@ def _at(call: str, function: str = "") -> str:
 
 BEGINNING = """
 import os
-import time
+from pathlib import Path
 import torch
 import torch.distributed as dist
 import mpicomm
 from mpicomm import session
+from tests.time_limits import wait_until
 
-world = mpicomm.bootstrap(timeout=30)
+world = mpicomm.bootstrap()
 """
 LINK = """
 if world.rank == 0:
@@ -112,7 +115,7 @@ if world.rank == 0:
 ONE_WAITS = """
 dist.barrier()
 if world.rank == 1:
-    time.sleep(4)
+    wait_until(Path("REPORTED").exists, "the test has read the report")
 dist.all_reduce(torch.ones(4))
 """
 HANG = BEGINNING + ONE_WAITS
@@ -120,7 +123,7 @@ HANG = BEGINNING + ONE_WAITS
 
 def test_all_ranks_write_files_when_the_job_hangs(tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
-    outcome = _run(tmp_path, HANG, size=3, env={"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"})
+    outcome = _run_until_reported(tmp_path, HANG, 3, dumps, "flight recorder and stacks of every rank: ")
     assert outcome.status == 0, outcome
     assert outcome.stderr.count("[mpicomm] possible hang: rank ") == 1, outcome
     (folder,) = dumps.iterdir()
@@ -132,14 +135,13 @@ def test_all_ranks_write_files_when_the_job_hangs(tmp_path: Path) -> None:
     assert not _last(folder / "rank-0.json")["is_over"]
     assert _last(folder / "rank-1.json")["name"] == "barrier"
     stacks = (folder / "rank-1.stacks.txt").read_text()
-    assert f'train.py", line {_line(HANG, "time.sleep")} in <module>' in stacks, stacks
+    assert f'train.py", line {_line(HANG, "wait_until(")} in <module>' in stacks, stacks
 
 
 def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> None:
     """Every user exited_rank may write to the parent directory can predict the name of the job's directory."""
     dumps = tmp_path / "dumps"
-    env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
-    outcome = _run(tmp_path, BEGINNING + LINK + ONE_WAITS, size=2, env=env)
+    outcome = _run_until_reported(tmp_path, BEGINNING + LINK + ONE_WAITS, 2, dumps, "possible hang: rank 0 has waited")
     assert outcome.status == 0, outcome
     assert outcome.stderr.count(" cannot write its flight recorder and stacks: ") == 1, outcome
     assert outcome.stderr.count("is a symbolic link, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a ") == 1, (
@@ -149,11 +151,15 @@ def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> Non
     assert list((dumps / "victim").iterdir()) == []
 
 
-def _run(folder: Path, code: str, *args: str, size: int = 2, env: dict[str, str] | None = None) -> Outcome:
-    """Run a program from a file, so that messages and stacks can name its lines."""
-    program = folder / "train.py"
-    program.write_text(code)
-    return run_ranks(size, [str(program), *args], env=env)
+def _run_until_reported(folder: Path, code: str, size: int, dumps: Path, text: str) -> Outcome:
+    """Run a program whose rank 1 is late until the job has printed a text."""
+    program, reported = folder / "train.py", folder / "reported"
+    program.write_text(code.replace("REPORTED", str(reported)))
+    env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
+    with background_job(on_ranks(size, [str(program)]), env=env) as job:
+        job.wait_until(lambda: text in job.stderr(), "the job has reported the late rank")
+        reported.touch()
+        return job.finish()
 
 
 def _line(code: str, call: str) -> int:

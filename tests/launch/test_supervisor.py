@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import processes
+from mpicomm.watchdog import local_processes
+from tests import time_limits
 from tests.failures import ways
-from tests.killed_run import KILLS, LEFT, WARNINGS, send_signal
-from tests.launching import Outcome, run_command
+from tests.killed_run import KILLS, WARNINGS, send_signal
+from tests.launching import Job, Outcome, background_job, python, run_command
+from tests.time_limits import EVENT_SECONDS, JOB_SECONDS
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
 SLOW = "tests.slow_run"
-BEGUN_SECONDS = 150.0
+# Seconds for which the ranks may outlive `mpicomm run`: they notice its death within their timeout.
 GONE_SECONDS = 40.0
 
 
 def run_killed(folder: Path, name: str) -> Outcome:
     """Run a training that one signal ends."""
     folder.mkdir()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        command = [sys.executable, "-m", "tests.killed_run", str(folder / "pid"), f"{SLOW} {folder}", str(GONE_SECONDS)]
-        job = pool.submit(run_command, [*command, *RUN, "-n", "2", "-m", SLOW, str(folder)], timeout=300)
-        begun = folder / "begun"
-        processes.wait_until(lambda: begun.exists() or job.done(), BEGUN_SECONDS, "the training has begun")
-        assert not job.done(), job.result()
+    with background_job([*RUN, "-n", "2", "-m", SLOW, str(folder)]) as job:
+        job.wait_until((folder / "begun").exists, "the training has begun")
+        (folder / "pid").write_text(str(job.pid))
         send_signal(folder, name)
-        return job.result()
+        return job.finish(gone=GONE_SECONDS)
 
 
 @pytest.fixture(name="ends", scope="module")
@@ -53,7 +54,6 @@ def has_checkpoint(folder: Path) -> bool:
 @pytest.mark.parametrize("name", KILLS)
 def test_no_process_is_left(ends: dict[str, tuple[Path, Outcome]], name: str) -> None:
     _, outcome = ends[name]
-    assert LEFT not in outcome.stdout, outcome
     assert outcome.status != 0, outcome
     assert "came through" not in outcome.stdout, outcome
 
@@ -88,8 +88,7 @@ import mpicomm
 world = mpicomm.bootstrap()
 signal.signal(signal.SIGTERM, lambda number, frame: print("handled", flush=True))
 open(f"up{world.rank}", "w").close()
-until = time.monotonic() + 150
-while time.monotonic() < until:
+while True:
     time.sleep(0.1)
 """
 PLAIN = """
@@ -97,44 +96,44 @@ import time
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
 open(f"up{MPI.COMM_WORLD.rank}", "w").close()
-time.sleep(150)
+time.sleep(3600)
 """
 
 
-def signalled(program: str, options: str, kills: str) -> Outcome:
-    """Run a program, and run shell commands with the pid of `mpicomm run` as $pid once its ranks are up."""
-    path = Path("program.py").absolute()  # other tests run programs of the same name at the same time
+@contextlib.contextmanager
+def running(program: str, *options: str) -> Iterator[Job]:
+    """Run a program on two ranks, which create the files up0 and up1 in the working directory."""
+    path = Path("program.py")
     path.write_text(program)
-    command = f"exec {shlex.join(RUN)} -n 2 {options} {path}"
-    line = f"""
-        {sys.executable} -m tests.killed_run pid {path} 20 sh -c {shlex.quote(command)} & killed=$!
-        while ! [ -e up0 -a -e up1 ]; do kill -0 $killed || exit 99; sleep 0.05; done
-        pid=$(cat pid); {kills}; wait $killed
-    """
-    return run_command(["bash", "-c", line])
+    with background_job([*RUN, "-n", "2", *options, str(path)]) as job:
+        job.wait_until(lambda: all(Path(f"up{rank}").exists() for rank in range(2)), "both ranks are up")
+        yield job
 
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize(
-    ("program", "options", "kills", "status", "text"),
+    ("program", "options", "signals", "text"),
     [
-        (STUBBORN, "--grace-period 3", "kill -TERM $pid", 128 + signal.SIGTERM, "the grace period has passed"),
-        (STUBBORN, "", "kill -INT $pid; sleep 2; kill -INT $pid", 128 + signal.SIGINT, "second Ctrl-C"),
-        (PLAIN, "", "kill -TERM $pid", 128 + signal.SIGTERM, ""),
-        (PLAIN, "", "kill -INT $pid", 128 + signal.SIGINT, ""),
+        (STUBBORN, ["--grace-period", "3"], [signal.SIGTERM], "the grace period has passed"),
+        (STUBBORN, [], [signal.SIGINT, signal.SIGINT], "second Ctrl-C"),
+        (PLAIN, [], [signal.SIGTERM], ""),
+        (PLAIN, [], [signal.SIGINT], ""),
     ],
     ids=["grace period", "second Ctrl-C", "TERM without bootstrap", "INT without bootstrap"],
 )
 def test_a_signal_ends_a_program_that_does_not_exit(
-    program: str, options: str, kills: str, status: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, options: list[str], signals: list[int], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = signalled(program, options, kills)
-    assert outcome.status == status, outcome
+    with running(program, *options) as job:
+        os.kill(job.pid, signals[0])
+        for number in signals[1:]:
+            job.wait_until(lambda: "handled" in job.stdout(), "a rank has handled the first signal")
+            os.kill(job.pid, number)
+        outcome = job.finish(EVENT_SECONDS)
+    assert outcome.status == 128 + signals[0], outcome
     assert text in outcome.stderr, outcome
     assert ("handled" in outcome.stdout) == (program is STUBBORN), outcome
-    assert LEFT not in outcome.stdout, outcome
-    assert outcome.seconds < 120, f"the ranks ended by themselves\n{outcome}"
 
 
 def test_a_closed_stderr_does_not_prevent_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,29 +159,30 @@ with open(f"pid{MPI.COMM_WORLD.rank}", "w") as file:
     file.write(str(os.getpid()))
 MPI.COMM_WORLD.Barrier()
 open(f"up{MPI.COMM_WORLD.rank}", "w").close()
-time.sleep(150)
+time.sleep(3600)
 """
-STATES = "grep -h ^State: /proc/$(cat pid0)/status /proc/$(cat pid1)/status /proc/$pid/status"
 
 
 @pytest.mark.each_mpi
 def test_ctrl_z_stops_the_ranks_until_they_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    stopped = f"[ $({STATES} | grep -c T) = 3 ]"
-    running = f"[ $({STATES} | grep -c T) = 0 ]"
-    kills = (
-        f"kill -TSTP $pid; until {stopped}; do sleep 0.05; done; kill -CONT $pid; until {running}; do sleep 0.05; done"
-    )
-    outcome = signalled(PIDS, "", f"{kills}; kill -TERM $pid")
-    assert outcome.status == 128 + signal.SIGTERM, outcome
-    assert LEFT not in outcome.stdout, outcome
+    with running(PIDS) as job:
+        pids = [job.pid, *(int(Path(f"pid{rank}").read_text()) for rank in range(2))]
+        for number, is_stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
+            os.kill(job.pid, number)
+            job.wait_until(
+                lambda expected=is_stopped: all(local_processes.is_stopped(pid) == expected for pid in pids),
+                f"the processes are stopped: {is_stopped}",
+            )
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.finish().status == 128 + signal.SIGTERM
 
 
 LEAVING = """
 import os, subprocess, sys
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 0:
-    code = f"import time; time.sleep(150)  # leftover in {{os.getcwd()}}"
+    code = f"import time; time.sleep(3600)  # leftover in {{os.getcwd()}}"
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     subprocess.Popen([sys.executable, "-c", code], **streams, start_new_session=True)
 MPI.COMM_WORLD.Barrier()
@@ -197,21 +197,10 @@ def test_leftover_processes_of_a_failed_program_are_killed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("leaving.py").write_text(LEAVING.format(status=status))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.killed_run",
-        "pid",
-        f"# leftover in {tmp_path}",
-        "2",
-        *RUN,
-        "-n",
-        "2",
-        "leaving.py",
-    ]
-    outcome = run_command(command)
+    with background_job([*RUN, "-n", "2", "leaving.py"]) as job:
+        outcome = job.outcome(time_limits.scaled(JOB_SECONDS))
     assert outcome.status == status, outcome
-    assert (LEFT in outcome.stdout) == (status == 0), outcome
+    assert any(f"# leftover in {tmp_path}" in process for process in outcome.left) == (status == 0), outcome
 
 
 SUPERVISED = """
@@ -235,7 +224,7 @@ def test_an_error_of_mpicomm_run_ends_the_launcher() -> None:
 def fail(self):
     raise OSError("the error")
 Supervisor._check = fail
-supervisor = Supervisor("run", Start(("sleep", "150"), os.environ, True), 1.0)
+supervisor = Supervisor("run", Start(("sleep", "3600"), os.environ, True), 1.0)
 try:
     supervisor.run()
 finally:
@@ -345,8 +334,7 @@ received = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
 pathlib.Path("ready").touch()
-deadline = time.monotonic() + 60
-while len(received) < EXPECTED and time.monotonic() < deadline:
+while len(received) < EXPECTED:
     time.sleep(0.01)
 pathlib.Path("received").write_text(" ".join(received))
 raise SystemExit(1)
@@ -376,8 +364,8 @@ from mpicomm.launch.request import Start
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets commands in the background ignore it
 sys.exit(launch_plan.execute(Start(({str(launcher)!r},), dict(os.environ), True), "run").status)
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
-        processes.wait_until((tmp_path / "ready").exists, 60, "the launcher has started")
-        process.send_signal(sent)
-        assert process.wait(90) == 128 + sent
+    with background_job(python(code), cwd=tmp_path) as job:
+        job.wait_until((tmp_path / "ready").exists, "the launcher has started")
+        os.kill(job.pid, sent)
+        assert job.finish().status == 128 + sent
     assert (tmp_path / "received").read_text().split() == received

@@ -21,7 +21,7 @@ from tests.perfetto import processor
 
 SIZE = 4
 SHIFT = 5000  # seconds by which the clock of the last rank is ahead, in a time namespace
-LATE = 0.3  # seconds by which rank 1 is late
+LATE = 1.0  # seconds by which rank 1 is late
 
 PROGRAM = f"""
 import os, sys
@@ -33,12 +33,15 @@ import time
 import torch
 import torch.distributed as dist
 import mpicomm
+from mpicomm import session
+from tests.time_limits import wait_until
 world = mpicomm.bootstrap()
 rank, size = world.rank, world.size
 half = dist.new_group([0, 1])
 tensor = torch.ones(1024)
 for _ in range(3):
     dist.all_reduce(tensor)
+world.comm.Barrier()
 if rank == 1:
     time.sleep({LATE})
 dist.all_reduce(tensor)
@@ -58,7 +61,7 @@ works = [] if rank == 2 else [dist.all_reduce(tensor, async_op=True)]
 if rank == 3:
     works.append(dist.irecv(torch.empty(8), 0, tag=9))
 world.comm.Barrier()
-time.sleep(1.5)  # a watchdog measures its clock within a second
+wait_until(lambda: session.current().watch.clock_offset() is not None, "the watchdog has measured its clock")
 mpicomm.dump_flight_recorder(sys.argv[1])
 world.comm.Barrier()
 if rank == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -26,11 +25,11 @@ from mpicomm.cli.job_observer import JobObserver
 from mpicomm.watchdog import job_files
 from mpicomm.watchdog.job_files import ListedJob
 from mpicomm.watchdog.protocol import StatusRequest
-from tests.launching import Outcome, python, run_command, run_ranks
+from tests.launching import Job, Outcome, background_job, on_ranks, python
+from tests.time_limits import EVENT_SECONDS, scaled
 
 SIZE, ELEMENTS = 4, 1 << 14
 FAILED = 2
-SECONDS = 60.0  # time limit of each wait
 # The ranks exchange tensors until the last one finds the file `late`. Then it computes, while the others wait for it,
 # until it finds the file `stop`.
 PROGRAM = f"""
@@ -97,13 +96,9 @@ COMPUTE = f"program.py:{LINES.index('        time.sleep(0.01)') + 1} (compute)"
 class RunningJob:
     """A job that runs in the background, and `mpicomm top` for it."""
 
-    def __init__(self, folder: Path, launch: Callable[[list[str]], Outcome], code: str) -> None:
+    def __init__(self, folder: Path, job: Job) -> None:
         self.folder = folder
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        program = folder / "program.py"
-        program.write_text(code)
-        self._outcome = self._pool.submit(launch, [str(program), str(folder)])
-        self._pool.shutdown(wait=False)
+        self._job = job
 
     def listed(self) -> ListedJob:
         return self.wait(lambda: next(iter(self._found()), None))
@@ -112,12 +107,7 @@ class RunningJob:
         return [each for each in job_files.listed() if str(self.folder) in each.job.program]
 
     def wait(self, condition: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + SECONDS
-        while not (found := condition()):
-            assert not self._outcome.done(), self._outcome.result()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return found
+        return self._job.wait_until(condition, "mpicomm top shows the expected state")
 
     def signal(self, number: int, rank: int) -> None:
         os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
@@ -128,7 +118,7 @@ class RunningJob:
     def end(self) -> Outcome:
         self.make("late")
         self.make("stop")
-        return self._outcome.result()
+        return self._job.finish()
 
     def has_ended_well(self, size: int) -> None:
         outcome = self.end()
@@ -138,15 +128,11 @@ class RunningJob:
 
 
 @contextlib.contextmanager
-def running(folder: Path, launch: Callable[[list[str]], Outcome], code: str = PROGRAM) -> Iterator[RunningJob]:
-    job = RunningJob(folder, launch, code)
-    try:
-        yield job
-    finally:
-        for rank in range(SIZE):
-            with contextlib.suppress(OSError):
-                job.signal(signal.SIGCONT, rank)
-        job.end()
+def running(folder: Path, launcher: list[str], code: str = PROGRAM) -> Iterator[RunningJob]:
+    program = folder / "program.py"
+    program.write_text(code)
+    with background_job([*launcher, str(program), str(folder)]) as job:
+        yield RunningJob(folder, job)
 
 
 def top(job: RunningJob, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -161,7 +147,7 @@ def top(job: RunningJob, capsys: pytest.CaptureFixture[str]) -> list[dict[str, A
 def test_a_job_under_mpirun_shows_what_each_rank_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(tmp_path, lambda arguments: run_ranks(SIZE, arguments)) as job:
+    with running(tmp_path, on_ranks(SIZE, [])) as job:
         # 1. the throughput while they exchange tensors
         job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
         ranks = top(job, capsys)
@@ -221,7 +207,7 @@ def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
     try:
         before = termios.tcgetattr(ours)
         shown = bytearray()
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + scaled(EVENT_SECONDS)
         is_ready = False
         while time.monotonic() < deadline:
             if not is_ready and expected in shown and not termios.tcgetattr(ours)[3] & termios.ICANON:
@@ -246,7 +232,7 @@ def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
 
 def test_mpicomm_run_answers_for_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [sys.executable, "-m", "mpicomm", "run", "-n", "2", "--", *python([])]
-    with running(tmp_path, lambda arguments: run_command([*run, *arguments])) as job:
+    with running(tmp_path, run) as job:
         job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
         assert job.listed().job.pid not in {int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)}
         with contextlib.closing(JobObserver(job.listed())) as vanished:
@@ -269,7 +255,7 @@ def test_a_job_that_recovers_keeps_its_name(launcher: str, tmp_path: Path, capsy
     """Rank 0, to which `mpicomm top` connects under mpirun, is killed."""
     ours = [sys.executable, "-m", "mpicomm", "run", "--fault-tolerant"]
     run = ours if launcher == "mpicomm run" else ["mpirun", "--with-ft", "ulfm"]
-    with running(tmp_path, lambda arguments: run_command([*run, "-n", "3", *python(arguments)]), RECOVERING) as job:
+    with running(tmp_path, [*run, "-n", "3", *python([])], RECOVERING) as job:
         name = job.listed().job.name
         job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
         job.signal(signal.SIGKILL, 0)
