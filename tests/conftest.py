@@ -14,6 +14,7 @@ import pytest
 
 from mpicomm import mpi
 from mpicomm.launch import detect
+from tests.time_limits import scaled
 
 pytest_plugins = ["tests.worlds"]
 # Variables that other packages set: pytest; torch, when DDP first checks for its compiler and when the compiler runs
@@ -27,7 +28,7 @@ SET_BY_OTHERS = {
     "KMP_INIT_AT_FORK",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 }
-ENDING_SECONDS = 2.0
+ENDING_SECONDS = 3.0  # scaled
 LAUNCH = detect.detect(os.environ)
 
 
@@ -70,7 +71,7 @@ def without_leftovers() -> Iterator[None]:
     """Fail a test that does not remove its environment variables, threads, process groups and files."""
     before = _surroundings()
     yield
-    end = time.monotonic() + ENDING_SECONDS
+    end = time.monotonic() + scaled(ENDING_SECONDS)
     while (after := _surroundings()) != before and time.monotonic() < end:
         time.sleep(0.01)  # a queue's thread ends shortly after the queue was closed
     for what, left in after.items():

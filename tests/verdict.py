@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from mpicomm import mpi
+from tests.time_limits import scaled
 
-WAIT_LIMIT = 5.0  # seconds for which a failed rank waits for the others
+WAIT_LIMIT = 5.0  # seconds for which a failed rank waits for the others, scaled
 PASSED_HERE = "passed here, but failed"
 
 
@@ -65,7 +66,7 @@ class CollectiveVerdict:
         here = zlib.crc32(nodeid.encode())
         flags = array("q", [0, 0] * self.comm.size)  # for each rank: whether it failed, and the hash of its test
         request = self.comm.Iallgather(array("q", [has_failed, here]), flags)
-        deadline = time.monotonic() + WAIT_LIMIT
+        deadline = time.monotonic() + scaled(WAIT_LIMIT)
         while not request.Test():
             if has_failed and time.monotonic() > deadline:
                 self._abort(nodeid, error)

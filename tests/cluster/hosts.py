@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.cluster import processes
 from tests.cluster.layout import LOGIN, ROOT, ClusterError, Layout
+from tests.time_limits import scaled
 
 SWITCH = "switch"
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
@@ -205,7 +206,7 @@ def _connect(layout: Layout, name: str, pid: int) -> None:
 def _unplug(switch: int, name: str) -> None:
     """Remove the link of a host that has ended: by itself, the kernel takes seconds to remove it."""
     command = ["nsenter", f"--target={switch}", "--net", "ip", "link", "delete", name]
-    subprocess.run(command, capture_output=True, check=False, timeout=30)  # fails if the link does not exist
+    subprocess.run(command, capture_output=True, check=False, timeout=scaled(30))  # fails if the link does not exist
 
 
 def _set_cable(layout: Layout, name: str, state: str) -> None:
@@ -218,7 +219,9 @@ def _set_cable(layout: Layout, name: str, state: str) -> None:
 def _ip(*lines: str, within: int | None = None) -> None:
     """Run commands of `ip` in the network namespace of process `within`, by default in the machine's."""
     command = ["ip", "-batch", "-"] if within is None else ["nsenter", f"--target={within}", "--net", "ip", "-b", "-"]
-    done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, check=False, timeout=30)
+    done = subprocess.run(
+        command, input="\n".join(lines), text=True, capture_output=True, check=False, timeout=scaled(30)
+    )
     if done.returncode:
         raise ClusterError(f"ip cannot do `{'; '.join(lines)}`: {done.stderr.strip()}")
 

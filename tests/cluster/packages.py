@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from tests.cluster.layout import ClusterError
+from tests.time_limits import scaled
 
 # No other package depends on libpmix2: Slurm's pmix plugin loads it on demand.
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2", "iproute2", "util-linux", "openssh-server")
@@ -51,7 +52,7 @@ def install() -> None:
 def _problem_with_namespaces() -> str | None:
     attempt = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "--"]
     attempt += ["ip", "link", "add", "br0", "type", "bridge"]
-    done = subprocess.run(attempt, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(attempt, capture_output=True, text=True, check=False, timeout=scaled(30))
     return f"no namespaces with a network of their own here: {done.stderr.strip()}" if done.returncode else None
 
 

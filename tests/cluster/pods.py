@@ -18,6 +18,7 @@ from tests.cluster import hosts, processes
 from tests.cluster.layout import ROOT, Layout
 from tests.cluster.pod import PORT
 from tests.launching import Outcome, run_command
+from tests.time_limits import scaled
 
 LAUNCHER = "pi-launcher"
 _WORKERS = 3
@@ -118,7 +119,7 @@ class Pods:
         keys.mkdir()
         files.mkdir()
         command = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", str(keys / "id_rsa")]
-        subprocess.run(command, check=True, timeout=30)
+        subprocess.run(command, check=True, timeout=scaled(30))
         (keys / "authorized_keys").write_text((keys / "id_rsa.pub").read_text())
         form = "{}.{} slots={}\n" if self.vendor == "Open MPI" else "{}.{}:{}\n"
         lines = [form.format(name, _DOMAIN, self.slots) for name in self.names]
@@ -136,4 +137,4 @@ class Pods:
 
     def _listens(self, name: str) -> bool:
         words = [*hosts.enter(self.layout, self._host(name)), "bash", "-c", f"</dev/tcp/127.0.0.1/{PORT}"]
-        return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode == 0
+        return subprocess.run(words, capture_output=True, check=False, timeout=scaled(30)).returncode == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests import time_limits
 from tests.cluster.layout import ClusterError, Layout
-
-_PAUSE = 0.02
 
 
 def record(layout: Layout, name: str, pid: int) -> None:
@@ -74,16 +72,15 @@ def wait_for_answer(layout: Layout, name: str, answers: Callable[[], object], se
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait until a condition is true.
+    """Wait until a condition is true, as `time_limits.wait_until()`.
 
     Raises:
-        ClusterError: If the condition is still false after `seconds`.
+        ClusterError: If the condition is still false after `seconds`, which are scaled.
     """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise ClusterError(f"waited {seconds:.0f} s in vain until {what}.")
-        time.sleep(_PAUSE)
+    try:
+        time_limits.wait_until(condition, what, seconds)
+    except TimeoutError as error:
+        raise ClusterError(f"{error}.") from None
 
 
 def _stat(pid: int) -> list[str] | None:

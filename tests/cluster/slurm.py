@@ -10,6 +10,7 @@ import subprocess
 
 from tests.cluster import hosts, processes
 from tests.cluster.layout import LOGIN, ClusterError, Layout
+from tests.time_limits import scaled
 
 CONTROLLER, MUNGE = "slurmctld", "munged"
 _START_SECONDS = 30.0
@@ -87,7 +88,7 @@ def start_slurmd(layout: Layout, name: str) -> None:
     spool = layout.directory / "spool" / name
     spool.mkdir(parents=True, exist_ok=True)
     command = hosts.log_in(layout, name, [f"SLURM_CONF={layout.slurm_conf}", "slurmd"])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=scaled(_COMMAND_SECONDS))
     with hosts.explained_by(layout.directory / "log" / f"slurmd-{name}.log"):
         if done.returncode:
             raise ClusterError(f"slurmd does not start on {name}. {done.stdout}{done.stderr}")
@@ -105,7 +106,9 @@ def _states(layout: Layout) -> list[str]:
 def _query(layout: Layout, *command: str) -> str:
     """Return the output of a Slurm command; an empty string if it fails."""
     environ = {**os.environ, "SLURM_CONF": str(layout.slurm_conf)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False, timeout=scaled(_COMMAND_SECONDS)
+    )
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -161,4 +164,4 @@ def _start_munge(layout: Layout) -> None:
 
 
 def _succeeds(command: list[str]) -> bool:
-    return subprocess.run(command, capture_output=True, check=False, timeout=_COMMAND_SECONDS).returncode == 0
+    return subprocess.run(command, capture_output=True, check=False, timeout=scaled(_COMMAND_SECONDS)).returncode == 0

@@ -18,6 +18,7 @@ import mpicomm
 from mpicomm import durations
 from mpicomm.durations import Deadline
 from tests.collective_ops.kinds import same
+from tests.time_limits import scaled
 
 
 def test_starting_does_not_wait_for_other_ranks(world: mpicomm.World) -> None:
@@ -135,7 +136,7 @@ def test_a_timeout_leaves_a_message_on_its_way(world: mpicomm.World) -> None:
         with pytest.raises(TimeoutError, match=r"irecv from test_handles.py:\d+ .* timed out after 0.05 s"):
             handle.wait(0.05)
         dist.barrier()
-        assert handle.wait(10) == 4
+        assert handle.wait(scaled(10)) == 4
     else:
         dist.barrier()
         if world.rank == 1:
@@ -213,7 +214,7 @@ def test_operations_on_another_backend(world: mpicomm.World) -> None:
         mpicomm.reduce_scatter(torch.ones(world.size), group=gloo, async_op=True),
     ]
     total = sum(range(world.size))
-    results = [handle.wait(20) for handle in handles]
+    results = [handle.wait(scaled(20)) for handle in handles]
     assert results[0]["n"] == total
     assert results[0]["a"].tolist() == [total] * 3
     assert results[1]["n"] == total / world.size
@@ -223,18 +224,18 @@ def test_operations_on_another_backend(world: mpicomm.World) -> None:
     if world.size > 1:
         sending = mpicomm.isend(data, after, group=gloo)
         pending = mpicomm.irecv(before, group=gloo)
-        assert next(mpicomm.as_completed([pending])).wait(20)["n"] == before
-        sending.wait(20)
+        assert next(mpicomm.as_completed([pending])).wait(scaled(20))["n"] == before
+        sending.wait(scaled(20))
     of_each = [torch.arange(float(each)) for each in range(world.size)]  # of different lengths
-    got = mpicomm.gather(of_each[world.rank], group=gloo, async_op=True).wait(20)
+    got = mpicomm.gather(of_each[world.rank], group=gloo, async_op=True).wait(scaled(20))
     assert same(got, of_each if world.rank == 0 else None)
     assert same(mpicomm.all_gather(of_each[world.rank], group=gloo), of_each)
-    got = mpicomm.scatter(of_each if world.rank == 0 else None, group=gloo, async_op=True).wait(20)
+    got = mpicomm.scatter(of_each if world.rank == 0 else None, group=gloo, async_op=True).wait(scaled(20))
     assert same(got, of_each[world.rank])
     items = [torch.full((world.rank,), each) for each in range(world.size)]
-    got = mpicomm.all_to_all(items, group=gloo, async_op=True).wait(20)
+    got = mpicomm.all_to_all(items, group=gloo, async_op=True).wait(scaled(20))
     assert same(got, [torch.full((each,), world.rank) for each in range(world.size)])
-    got = mpicomm.reduce(world.rank, world.size - 1, group=gloo, async_op=True).wait(20)
+    got = mpicomm.reduce(world.rank, world.size - 1, group=gloo, async_op=True).wait(scaled(20))
     assert got == (total if world.rank == world.size - 1 else None)
     below = torch.tensor([world.rank - 2 * world.size])
     mpicomm.all_reduce(below, "mean", group=gloo, inplace=True)

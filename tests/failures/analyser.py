@@ -18,6 +18,7 @@ from mpicomm.watchdog import hang_report
 from tests.failures import ways
 from tests.failures.ways import Way
 from tests.launching import ROOT, run_within
+from tests.time_limits import scaled
 
 RESULTS = ROOT / "docs" / "results"
 PATTERN = "torchfrtrace-*.json"
@@ -67,7 +68,7 @@ def analyse(folder: Path) -> Verdict:
     if not dumped:
         return Verdict([], _NO_DUMPS, [], "")
     command = str(ways.programs_of(None) / "torchfrtrace")
-    outcome = run_within(_LIMIT, [command, str(folder)])
+    outcome = run_within(scaled(_LIMIT), [command, str(folder)])
     if missing := _NO_FILE.search(outcome.stderr):
         ranks = _ranks(missing[1])
         return Verdict(ranks, "no dump file", dumped, outcome.stderr)

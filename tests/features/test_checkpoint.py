@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 import mpicomm
+from tests.time_limits import scaled
 
 FEATURES, BATCH = 6, 3
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # flattens the optimizer state as well: one name per value
@@ -94,7 +95,7 @@ def assert_identical(state: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def result_of(future: Future) -> Any:
     """Wait for an asynchronous save and for its thread."""
-    result = future.result(timeout=60)
+    result = future.result(timeout=scaled(60))
     for thread in threading.enumerate():
         if thread.name.startswith("AsyncCheckpointExecutor"):
             thread.join()
@@ -145,7 +146,7 @@ class PatientWriter(dcp.FileSystemWriter):
         self.may_write = threading.Event()
 
     def write_data(self, *arguments: Any) -> Any:
-        assert self.may_write.wait(timeout=60)
+        assert self.may_write.wait(timeout=scaled(60))
         return super().write_data(*arguments)
 
 

@@ -11,6 +11,7 @@ import torch
 import mpicomm.horovod as hvd
 from mpicomm.horovod.process_sets import registry
 from tests.horovod import random_order
+from tests.time_limits import wait_until
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("started")]
 
@@ -142,10 +143,7 @@ def test_ranks_that_wait_need_not_wait_for_the_same_name() -> None:
 
 def test_an_operation_completes_without_a_thread_that_waits() -> None:
     handle = hvd.allreduce_async(torch.ones(2), name="polled", op=hvd.Sum)
-    end = time.monotonic() + 60
-    while not hvd.poll(handle):
-        assert time.monotonic() < end, "the operation did not complete"
-        time.sleep(1e-3)
+    wait_until(lambda: hvd.poll(handle), "the operation has completed")
     assert handle.result[0].tolist() == [hvd.size()] * 2
 
 

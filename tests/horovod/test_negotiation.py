@@ -13,6 +13,7 @@ import torch
 
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.submission import ALLGATHER, ALLREDUCE, BARRIER, JOIN, Layout, Signature, Submission
+from tests.time_limits import scaled
 
 RANKS = (1, 4, 6)  # in the job
 SIZE = len(RANKS)
@@ -23,7 +24,7 @@ class MemoryExchange:
     """Exchanges values between the threads."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=scaled(60))
         self._values: list[Any] = [None] * size
         self.num_texts = 0
 
@@ -75,7 +76,7 @@ def on_ranks(run: Callable[[int, Negotiation], Any], capacity: int = 8) -> tuple
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(scaled(120))
         assert not thread.is_alive(), "the ranks did not end"
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):

@@ -24,6 +24,7 @@ from mpicomm import mpi
 from tests.conformance import verdicts
 from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
+from tests.time_limits import scaled
 
 LABEL = "horovod"
 _WAIT_SECONDS = 15.0  # for which a rank that failed waits for the others
@@ -99,7 +100,7 @@ class _Ranks:
         """Return the combined verdict, after all ranks have finished the test."""
         arrival = self._comm.Ibarrier()
         has_failed = mine.outcome == verdicts.FAIL
-        if not mpi.poll(arrival.Test, _WAIT_SECONDS if has_failed else self._limit):
+        if not mpi.poll(arrival.Test, scaled(_WAIT_SECONDS) if has_failed else self._limit):
             reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks wait)"
             self._journal.end(LABEL, name, Verdict(verdicts.FAIL, reason))
             self._comm.Abort(1)

@@ -32,7 +32,7 @@ class Model(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-world = mpicomm.bootstrap(timeout=60)
+world = mpicomm.bootstrap()
 trainer = lightning.Trainer(
     accelerator="cpu", devices=world.local_size, strategy="ddp", plugins=[WorldEnvironment()], max_epochs=9,
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -68,7 +68,6 @@ def test_an_exception_in_a_step_of_one_rank_ends_the_job():
     outcome = run_ranks(2, FAILING)
     assert outcome.status != 0, outcome
     assert "ArithmeticError: the loss is infinite" in outcome.stderr, outcome
-    assert outcome.seconds < 60, outcome  # the timeout of operations
 
 
 # -- the environment, in this process --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.work import QueuedWork
 from mpicomm.backend.worker_thread import Worker
 from mpicomm.watchdog import flight_recorder
+from tests.time_limits import scaled
 from tests.torches import all_gather_single
 from tests.worlds import Group, on_groups
 
@@ -347,7 +348,7 @@ def test_threads_do_not_wait_for_each_others_callbacks(world: mpicomm.World) -> 
     for index in (1, 0) if world.rank % 2 else (0, 1):
         threads[index].start()
         time.sleep(0.2)
-    assert mpi.poll(lambda: not any(each.is_alive() for each in threads), 20)
+    assert mpi.poll(lambda: not any(each.is_alive() for each in threads), scaled(20))
     assert [each[0].item() for each in tensors] == [world.size * 10**power for power in range(4)]
     for each in groups:
         dist.destroy_process_group(each)

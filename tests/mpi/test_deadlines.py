@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm.watchdog import flight_recorder
+from tests.time_limits import scaled, wait_until
 
 SECONDS = 2.5  # the watchdog checks in the second half, and has nothing to report
 
@@ -42,13 +43,16 @@ def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
 def test_the_watchdog_has_no_deadline_for_a_barrier(world: mpicomm.World) -> None:
     """The barrier raises TimeoutError itself, also if a stopped rank delays the list of missing ranks."""
     limits: list[float | None] = []
+    store = dist.distributed_c10d._get_default_store()
 
     def observe() -> None:
-        time.sleep(0.1)
-        limits.extend(each.limit for each in flight_recorder.running())
+        running = wait_until(flight_recorder.running, "this rank is in the barrier")
+        limits.extend(operation.limit for operation in running)
+        store.add("in the barrier without a limit", 1)
 
     if world.rank == 0:
-        time.sleep(0.4)
+        others = world.size - 1
+        wait_until(lambda: store.add("in the barrier without a limit", 0) == others, "the others are in the barrier")
         mpicomm.barrier(timeout=20)
         return
     thread = threading.Thread(target=observe)
@@ -69,7 +73,7 @@ def test_a_receive_raises_when_it_is_awaited(world: mpicomm.World, raising: dist
         with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s"):
             work.wait(datetime.timedelta(seconds=0.05))
         dist.barrier()
-        work.wait(datetime.timedelta(seconds=20))
+        work.wait(datetime.timedelta(seconds=scaled(20)))
         assert torch.equal(tensor, torch.ones(2))
     else:
         dist.barrier()

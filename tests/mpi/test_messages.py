@@ -19,6 +19,7 @@ from mpicomm import mpi
 from mpicomm.backend import mpi_calls
 from mpicomm.backend.work import MessageWork
 from tests.mpi.sweep import sweep
+from tests.time_limits import scaled
 from tests.worlds import Group, on_groups
 
 pytestmark = pytest.mark.each_torch("p2p")
@@ -174,7 +175,7 @@ def test_a_future_completes_without_a_wait(world: mpicomm.World) -> None:
 
         work.get_future().add_done_callback(note)
         dist.barrier()
-        assert done.wait(30)
+        assert done.wait(scaled(30))
         assert work.wait()
         assert threads[0].startswith("mpicomm-poller")
 
@@ -292,7 +293,7 @@ def test_a_group_destroyed_with_a_message_on_its_way(world: mpicomm.World) -> No
         dist.send(torch.ones(BIG), 1, group=next_group)
     elif world.rank == 1:
         received = torch.empty(BIG)
-        dist.irecv(received, 0, group=next_group).wait(datetime.timedelta(seconds=30))
+        dist.irecv(received, 0, group=next_group).wait(datetime.timedelta(seconds=scaled(30)))
         assert torch.equal(received, torch.ones(BIG))
     if world.rank < 2:
         dist.destroy_process_group(next_group)
@@ -323,7 +324,7 @@ def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpico
     start = [lambda: dist.isend(tensor, 1), lambda: dist.irecv(tensor, 0)]
     if world.rank == busy:
         poller = dist.group.WORLD._operations.executor.messages._get_poller()
-        assert mpi.poll(lambda: poller.is_idle, 30)
+        assert mpi.poll(lambda: poller.is_idle, scaled(30))
         work = start[busy]()
         store.set(started, "")
         store.get(arrived)
@@ -331,7 +332,7 @@ def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpico
     elif world.rank == 1 - busy:
         store.get(started)
         try:
-            start[world.rank]().wait(datetime.timedelta(seconds=30))
+            start[world.rank]().wait(datetime.timedelta(seconds=scaled(30)))
         finally:
             store.set(arrived, "")
     if world.rank == 1:
@@ -351,7 +352,7 @@ def test_the_progress_thread_sleeps_without_messages(world: mpicomm.World) -> No
             for work in works:
                 work.wait()
             poller = group._operations.executor.messages._poller
-            assert mpi.poll(functools.partial(getattr, poller, "is_idle"), 10, longest_pause=0.01)
+            assert mpi.poll(functools.partial(getattr, poller, "is_idle"), scaled(10), longest_pause=0.01)
     dist.destroy_process_group(group)
     assert poller is None or not poller._thread.is_alive()
 

@@ -16,6 +16,7 @@ from tests.mpi import test_collectives
 from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
 from tests.mpi.test_collectives import MOVED, WHEN, finish
+from tests.time_limits import scaled
 from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import MAIN_KINDS, Group, on_groups
 
@@ -311,7 +312,7 @@ def test_a_timeout_of_the_group_set_later(world: mpicomm.World, monkeypatch: pyt
         with pytest.raises(TimeoutError, match=r"timed out after 0\.2 s"):
             work.wait()
         dist.barrier()
-        work.wait(datetime.timedelta(seconds=20))
+        work.wait(datetime.timedelta(seconds=scaled(20)))
     else:
         dist.barrier()
     if world.rank == 1:
@@ -326,7 +327,7 @@ def test_a_timeout_of_the_group_set_later(world: mpicomm.World, monkeypatch: pyt
 @pytest.mark.parametrize("names_all", [False, True])
 def test_the_monitored_barrier_names_the_missing_ranks(world: mpicomm.World, names_all: bool) -> None:
     group = dist.new_group(list(range(world.size)))
-    short, long = datetime.timedelta(seconds=0.3), datetime.timedelta(seconds=20)
+    short, long = datetime.timedelta(seconds=scaled(0.5)), datetime.timedelta(seconds=scaled(20))
     group.monitored_barrier(long)
     for missing in ([1, world.size - 1], [1]):  # a late arrival at the first barrier must not count for the second
         if world.rank == 0:

@@ -19,7 +19,9 @@ from mpicomm import mpi
 from mpicomm.shm import segment, slots
 from mpicomm.shm.interface import OrderedSum
 from mpicomm.shm.slots import NativeSlots, TorchSlots
+from mpicomm.watchdog import flight_recorder
 from tests import nodes
+from tests.time_limits import wait_until
 from tests.torches import all_gather_single, reduce_scatter_single
 
 KIB = 2**10
@@ -348,26 +350,26 @@ def test_mpi_progresses_while_a_rank_waits(make: Make, world: mpicomm.World) -> 
 
 
 def test_a_wait_releases_the_gil(make: Make, world: mpicomm.World) -> None:
-    handle = make()
+    """Rank 0 arrives after the other ranks, while they wait, have run Python code on another thread."""
+    handle, store = make(), dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(16 * KIB), group=handle)
-    counted, is_over = 0, threading.Event()
 
-    def count() -> None:
-        nonlocal counted
-        while not is_over.wait(0.001):
-            counted += 1
+    def take_the_gil() -> None:
+        wait_until(flight_recorder.running, "this rank waits for rank 0")
+        for _ in range(20):
+            time.sleep(0.001)
+        store.add("have taken the GIL", 1)
 
-    thread = threading.Thread(target=count)
-    thread.start()
+    thread = threading.Thread(target=take_the_gil)
     if world.rank == 0:
-        time.sleep(0.5)
-    before, tensor = counted, torch.ones(16 * KIB)
+        wait_until(lambda: store.add("have taken the GIL", 0) == world.size - 1, "the other ranks have taken the GIL")
+    else:
+        thread.start()
+    tensor = torch.ones(16 * KIB)
     dist.all_reduce(tensor, group=handle)
-    during = counted - before
-    is_over.set()
-    thread.join()
     assert bool((tensor == world.size).all())
-    assert world.rank == 0 or during > 20
+    if world.rank != 0:
+        thread.join()
 
 
 def test_a_group_that_breaks_ends_a_wait(make: Make, world: mpicomm.World) -> None:

@@ -9,16 +9,17 @@ from tests.programs import threads
 from tests.programs.both import Both
 from tests.programs.drawn import DrawnProgram
 from tests.programs.written import PROGRAMS
+from tests.time_limits import scaled
 from tests.worlds import Group
 
-SECONDS = 60.0  # limit of one program on a busy machine
+SECONDS = 60.0  # limit of one program, scaled
 SEED, DRAWN = 20, 8
 OPERATIONS = 50  # on each thread; `python -m tests.programs threads 1000` calls more
 
 
 @pytest.fixture(scope="session")
 def both(groups: dict[str, Group]) -> Both:
-    return Both(SECONDS)
+    return Both(scaled(SECONDS))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.launching import Outcome, python, run_within
 from tests.recovery.killed_runs import RANKS
+from tests.time_limits import scaled
 
 KILLS = 10
 STEPS = 144  # of the example on four ranks
@@ -41,7 +42,7 @@ def _launched(directory: Path, spares: int, arguments: Sequence[str]) -> Outcome
     more = ["--spares", str(spares)] if spares else ["--fault-tolerant"]
     program = ["-m", "mpicomm.examples.trainer", "--dir", str(directory), *arguments]
     command = ["-m", "mpicomm", "run", "-n", str(RANKS + spares), *more, *python(program)]
-    return run_within(LIMIT, python(command))
+    return run_within(scaled(LIMIT), python(command))
 
 
 def _last_checkpoint(directory: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from tests.launching import Outcome, python, run_within
 from tests.recovery import kill_plan
 from tests.recovery.kill_plan import RECOVERING, Kill
+from tests.time_limits import scaled
 from tests.training.job import SAMPLES
 
 RANKS = 4
@@ -65,7 +66,7 @@ def run(case: Case, directory: Path) -> Result:
         left = sorted(path.name for path in Path(segments).iterdir())
     result = Result(case, directory, outcome.seconds, [], [], [])
     if outcome.status is None:
-        result.problems.append(f"did not end within {LIMIT:.0f} s")
+        result.problems.append(f"timed out after {outcome.seconds:.0f} s")
     elif outcome.status:
         result.problems.append(f"ended with status {outcome.status}")
     if outcome.left:
@@ -90,9 +91,9 @@ def launched(ranks: int, spares: int, arguments: Sequence[str], segments: str = 
     more = ["--spares", str(spares)] if spares else ["--fault-tolerant"]
     more += ["--env", f"OMPI_MCA_btl_sm_backing_directory={segments}"]
     command = ["-m", "mpicomm", "run", "-n", str(ranks + spares), *more, *python(["-m", _MODULE, *arguments])]
-    outcome = run_within(LIMIT, python(command))
+    outcome = run_within(scaled(LIMIT), python(command))
     if _NOT_STARTED in outcome.stderr:
-        outcome = run_within(LIMIT, python(command))
+        outcome = run_within(scaled(LIMIT), python(command))
     return outcome
 
 

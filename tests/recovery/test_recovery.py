@@ -71,7 +71,7 @@ def interrupted(opened):
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        opened.failures.has_any.wait(30)
+        opened.failures.has_any.wait()
         raise opened.failures.error()
     make_group(opened)
 
@@ -129,7 +129,7 @@ if world.rank == KILLED:
 try:
     with serving.until_rank_0_leaves(world):
         if world.rank == 0:  # its cluster may need no operation of mpicomm
-            rank_failures.current().has_any.wait(60)
+            rank_failures.current().has_any.wait()
             time.sleep(3)
     if world.rank == 0:
         mpicomm.barrier()
@@ -172,6 +172,7 @@ BARRIER_PENDING = """
 import os, signal, time
 import torch.distributed as dist
 import mpicomm
+from mpicomm.watchdog import rank_failures
 
 world = mpicomm.bootstrap(on_failure="recover")
 first = dist.group.WORLD
@@ -181,7 +182,7 @@ if world.rank == 2:
 try:
     mpicomm.barrier(timeout=1)
 except (TimeoutError, mpicomm.MpicommError):  # the second one on a rank that learns first that the other one timed out
-    time.sleep(5)
+    rank_failures.current().has_any.wait()
 world = mpicomm.recover()
 print(f"rank {world.rank} of {world.size} continues")
 """

@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    mpicomm.bootstrap("mpi", timeout=60, on_failure="recover")
+    mpicomm.bootstrap("mpi", on_failure="recover")
     if not arguments.starts:
         train(arguments.directory, arguments)
         return

@@ -106,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    world = mpicomm.bootstrap("mpi", timeout=60)
+    world = mpicomm.bootstrap("mpi")
     pids = mpicomm.all_gather_object(os.getpid())
     if arguments.kill:
         point, _, number = arguments.kill.partition(":")

@@ -9,17 +9,12 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.launching import almost_empty_environment, python
+from tests.launching import Job, background_job, on_ranks, run_command
 from tests.training.job import POINTS
-
-LIMIT = 120.0  # seconds for one start
-_START = "pids "
 
 
 @dataclasses.dataclass
@@ -37,29 +32,14 @@ def newest(directory: Path) -> int:
     return json.loads(marks[-1].read_text())["step"] if marks else 0
 
 
-def start(directory: Path, ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    launcher = Path(sys.executable).parent / "mpiexec"
-    command = [str(launcher), "-n", str(ranks), *python(["-m", "tests.training.job", str(directory), *arguments])]
-    return subprocess.Popen(
-        command,
-        env=almost_empty_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+def command(directory: Path, ranks: int, *arguments: str) -> list[str]:
+    return on_ranks(ranks, ["-m", "tests.training.job", str(directory), *arguments])
 
 
-def finish(job: subprocess.Popen[str]) -> str:
-    """Wait for the job to exit, and return its output."""
-    try:
-        output, _ = job.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.communicate()
-        raise
-    return output
+def pids(job: Job) -> list[int]:
+    """Wait until the ranks have printed their pids, at the start of the training, and return them."""
+    line = job.wait_until(lambda: re.search(r"pids (.*)\n", job.stdout()), "the ranks have printed their pids")
+    return [int(pid) for pid in re.findall(r"\d+", line[1])]
 
 
 def starts(directory: Path) -> list[int]:
@@ -80,9 +60,8 @@ def final(directory: Path) -> list[str]:
 
 
 def run_to_the_end(directory: Path, ranks: int, *arguments: str) -> None:
-    job = start(directory, ranks, *arguments)
-    finish(job)
-    assert job.returncode == 0, f"ended with {job.returncode}"
+    outcome = run_command(command(directory, ranks, *arguments))
+    assert outcome.status == 0, outcome
 
 
 def at_a_point(point: str) -> Callable[[Path, int, random.Random], None]:
@@ -91,25 +70,20 @@ def at_a_point(point: str) -> Callable[[Path, int, random.Random], None]:
     def kill(directory: Path, ranks: int, chance: random.Random) -> None:
         # The marker of an old checkpoint is removed only if there are more checkpoints than `keep_checkpoints`.
         number = chance.randint(3, 4) if point == "removing" else chance.randint(1, 3)
-        job = start(directory, ranks, "--kill", f"{point}:{number}")
-        finish(job)
-        assert job.returncode != 0, "was not killed"
+        outcome = run_command(command(directory, ranks, "--kill", f"{point}:{number}"))
+        assert outcome.status != 0, "was not killed"
 
     return kill
 
 
 def at_a_moment(directory: Path, ranks: int, chance: random.Random) -> None:
     """Start a run, and kill it at a random moment of its training."""
-    job = start(directory, ranks, "--pause", "0.02")
-    assert job.stdout is not None
-    line = job.stdout.readline()
-    while line and _START not in line:
-        line = job.stdout.readline()
-    pids = [int(each) for each in re.findall(r"\d+", line.partition(_START)[2])]
-    time.sleep(chance.uniform(0.0, 1.6))
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    finish(job)
+    with background_job(command(directory, ranks, "--pause", "0.02")) as job:
+        started = pids(job)
+        time.sleep(chance.uniform(0.0, 1.6))
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+        job.finish()
 
 
 def chains(folder: str, each: int, moments: int, ranks: int, seed: int) -> Iterator[Chain]:

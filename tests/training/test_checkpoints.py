@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -11,8 +12,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import nn
 
 import mpicomm
 from mpicomm.training.trainer import Trainer
+from tests.launching import background_job, python
 from tests.training.job import Samples, digest, make_model
 
 pytestmark = [pytest.mark.mpi, pytest.mark.each_torch("trainer")]
@@ -240,11 +240,11 @@ def test_a_directory_that_cannot_be_is_refused(world: mpicomm.World, directory: 
 
 
 HOLD = """
-import fcntl, sys
+import fcntl, signal, sys
 file = open(sys.argv[1], "w")
 fcntl.lockf(file, fcntl.LOCK_EX)
 print("locked", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
@@ -252,18 +252,16 @@ def test_a_directory_that_another_job_uses_is_refused(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mpicomm.training.checkpoint._LOCK_SECONDS", 0.2)
-    job = None
+    holder = contextlib.nullcontext()
     if world.rank == 0:
         directory.mkdir()
-        command = [sys.executable, "-S", "-c", HOLD, str(directory / ".lock")]
-        job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert job.stdout is not None
-        assert job.stdout.readline() == "locked\n"
-    mpicomm.barrier()
-    with pytest.raises(mpicomm.CheckpointError, match=r"checkpoint_dir .* is locked by another running job"):
-        fit(make_trainer(directory), 1)
-    if job is not None:
-        job.communicate(timeout=30)
+        holder = background_job(python(["-S", "-c", HOLD, str(directory / ".lock")]))
+    with holder as job:
+        if job is not None:
+            job.wait_until(lambda: job.stdout() == "locked\n", "the lock is held")
+        mpicomm.barrier()
+        with pytest.raises(mpicomm.CheckpointError, match=r"checkpoint_dir .* is locked by another running job"):
+            fit(make_trainer(directory), 1)
     fit(make_trainer(directory), 1)
     assert len(complete(directory)) == 1
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launching import run_ranks
+from tests.launching import background_job, run_ranks
 from tests.training import kills
 from tests.training.job import EPOCHS, POINTS, SAMPLES, Samples, make_model
 
@@ -53,21 +53,16 @@ def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
 )
 def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals, slow: int) -> None:
     """All ranks exit with status 85, also while others wait in a collective for that rank, or it waits for another."""
-    job = kills.start(
-        tmp_path, 4, "--pause", "0.3" if slow >= 0 else "0.05", "--pause-on", str(slow), "--progress", "lines"
-    )
-    assert job.stdout is not None
-    while "pids" not in (line := job.stdout.readline()):
-        assert line, "ended before it began"
-    pids = [int(each) for each in re.findall(r"\d+", line.partition("pids")[2])]
-    while not (tmp_path / "metrics.jsonl").exists():
-        assert job.poll() is None, "ended before its first step"
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.kill(pids[2], number)
-    output = kills.finish(job)
-    assert job.returncode == 85, output
-    assert f"{number.name} on rank 2: stopped at step {kills.newest(tmp_path)} after saving a checkpoint" in output
+    pause = ["--pause", "0.3" if slow >= 0 else "0.05", "--pause-on", str(slow), "--progress", "lines"]
+    with background_job(kills.command(tmp_path, 4, *pause)) as job:
+        pids = kills.pids(job)
+        job.wait_until((tmp_path / "metrics.jsonl").exists, "the first step begins")
+        time.sleep(0.5)  # to any moment of a step
+        os.kill(pids[2], number)
+        outcome = job.finish()
+    assert outcome.status == 85, outcome
+    saved = f"{number.name} on rank 2: stopped at step {kills.newest(tmp_path)} after saving a checkpoint"
+    assert saved in outcome.stdout, outcome
     entries = [json.loads(line) for line in kills.whole_lines(tmp_path / "metrics.jsonl")]
     assert entries[-1]["event"] == "preempted"
     assert entries[-1]["why"] == f"{number.name} on rank 2"
@@ -95,7 +90,7 @@ from tests.training.job import Samples, make_model
 from torch import nn
 from torch.utils.data import TensorDataset
 strategy, before, after = sys.argv[1:]
-world = mpicomm.bootstrap("mpi", timeout=60)
+world = mpicomm.bootstrap("mpi")
 torch.manual_seed(world.rank)
 model = make_model()
 trainer = mpicomm.Trainer(
@@ -135,7 +130,7 @@ import sys, time, torch, mpicomm
 from torch import nn
 from torch.utils.data import TensorDataset
 from mpicomm.training.checkpoint import Checkpoints
-world = mpicomm.bootstrap("mpi", timeout=60)
+world = mpicomm.bootstrap("mpi")
 store = Checkpoints._store
 Checkpoints._store = lambda *args: time.sleep(0.3) or store(*args)  # a save is in progress when the next step fails
 x = torch.ones(64, 4)
@@ -196,7 +191,7 @@ for name in NAMES + ("all_gather_single",):
     setattr(Recording, name, recorded(name))
 
 dist.Backend.register_backend("recording", Recording, devices=["cpu"])
-world = mpicomm.bootstrap(None, timeout=60)
+world = mpicomm.bootstrap(None)
 dist.init_process_group("recording")
 model = torch.nn.Linear(2, 1)
 data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))

@@ -20,6 +20,7 @@ import mpicomm
 from mpicomm.training import preemption
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
+from tests.time_limits import wait_until
 from tests.training import test_steps
 from tests.training.test_checkpoints import complete
 from tests.training.test_steps import FEATURES, assert_close, make_model, samples
@@ -192,7 +193,7 @@ def test_all_ranks_raise_the_error_of_a_failed_checkpoint_at_the_next_step(
 
     def after_the_failure(*arguments: Any) -> torch.Tensor:
         if world.rank == 0:
-            concurrent.futures.wait([each for each in running if each is not None], timeout=60)
+            concurrent.futures.wait([each for each in running if each is not None])
         return inner(*arguments)
 
     trainer.loss_fn = after_the_failure
@@ -233,10 +234,7 @@ def test_a_signal_to_all_processes_does_not_end_those_that_load(world: mpicomm.W
         trainer.fit(Slow(samples(2 * world.size * 50)), 1)
     assert complete(directory) == [f"step-{trainer.position.step:09d}"]
     assert ignored == [True] * len(preemption.SIGNALS)
-    end = time.monotonic() + 10
-    while children() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not children()
+    wait_until(lambda: not children(), "the workers have ended")
 
 
 def children() -> list[int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mpicomm import agreement
 from mpicomm.errors import DeviceError, LaunchError, MpicommError
+from tests.time_limits import scaled
 
 SIZE = 3
 WORDS = st.integers(-(2**63) + 1, 2**63 - 1)
@@ -43,7 +44,7 @@ class Comm:
 
 def on_ranks(function: Callable[[Any], object]) -> list[object]:
     """Return what the function returns or raises on every rank."""
-    barrier, shared = threading.Barrier(SIZE, timeout=10), {}
+    barrier, shared = threading.Barrier(SIZE, timeout=scaled(10)), {}
 
     def run(rank: int) -> object:
         try:

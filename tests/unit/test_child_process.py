@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.cli import child_process
+from tests.time_limits import scaled
 
 
 def test_a_pid_whose_session_directory_was_left_over_is_not_used(
@@ -25,5 +26,5 @@ def test_a_pid_whose_session_directory_was_left_over_is_not_used(
 
     monkeypatch.setattr(child_process, "_has_leftover", record)
     process = child_process.start(["true"], os.environ)
-    assert process.wait(60) == 0
+    assert process.wait(scaled(60)) == 0
     assert [int(pid) for pid in tried.read_text().split()][3:] == [process.pid]

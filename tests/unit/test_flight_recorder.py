@@ -21,6 +21,7 @@ import torch
 import mpicomm
 from mpicomm.watchdog import dump, flight_recorder
 from mpicomm.watchdog.flight_recorder import RING, Group, Operation, StreamQueue
+from tests.time_limits import scaled
 
 HERE = Path(__file__).name
 
@@ -402,12 +403,12 @@ def test_a_thread_that_calls_operations_is_noticed() -> None:
     def call() -> None:
         note(group).finish()
         is_noted.set()
-        may_end.wait(10)
+        may_end.wait(scaled(10))
 
     note(group).finish()
     thread = threading.Thread(target=call)
     thread.start()
-    assert is_noted.wait(10)
+    assert is_noted.wait(scaled(10))
     assert flight_recorder.is_used_by_a_thread()
     may_end.set()
     thread.join()

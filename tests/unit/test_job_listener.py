@@ -22,6 +22,7 @@ from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
 from mpicomm.watchdog.protocol import JobFailed, JobStarted, Message, RankFinished, StopAnswered
+from tests.time_limits import scaled, wait_until
 
 HOST_TIMEOUT = 7  # seconds
 HOSTS = {"node1": "0, 1", "node2": "2, 3"}
@@ -141,7 +142,7 @@ def test_a_connection_that_does_not_authenticate_is_closed(
 ) -> None:
     monkeypatch.setattr(authentication, "_SECONDS", 0.0)
     parent = listener[0].parent
-    with socket.create_connection((parent.addresses[0], parent.port), timeout=30.0) as stranger:
+    with socket.create_connection((parent.addresses[0], parent.port), timeout=scaled(30.0)) as stranger:
         while len(listener[1].get_map()) < 2:
             handle(listener)
         time.sleep(0.01)
@@ -165,11 +166,8 @@ def test_the_end_of_a_rank_before_rank_0_is_connected_is_reported(
     watch.leave(0, is_stuck=False)
     watch.attach_parent(connection)
     watch.start()
-    until = time.monotonic() + 20.0
-    while not (listener[0].jobs and listener[0].jobs[0].is_finished) and time.monotonic() < until:
-        handle(listener)
+    wait_until(lambda: handle(listener) or [job.is_finished for job in listener[0].jobs] == [True], "it is reported")
     watch.stop()
-    assert [job.is_finished for job in listener[0].jobs] == [True]
 
 
 def test_only_the_first_reader_finds_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import pytest
 from mpicomm.training import preemption, time_left
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.time_left import seconds_of_flux, seconds_of_lsf, seconds_of_pbs, seconds_of_slurm
+from tests.launching import run_alone
+from tests.time_limits import wait_until
 
 
 @pytest.mark.parametrize(
@@ -123,25 +124,34 @@ def test_the_scheduler_is_queried(squeue: Path) -> None:
     assert time_left.clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None, "the command is looked for as ever"
 
 
+def wait_until_queried_again(squeue: Path) -> None:
+    def queries() -> int:
+        asked = squeue.parent / "asked"
+        return len(asked.read_text().splitlines()) if asked.exists() else 0
+
+    former = queries()
+    wait_until(lambda: queries() >= former + 2, "the scheduler has been queried, and the answer has been read")
+
+
 def test_a_rank_requests_a_stop_before_the_end_of_the_allocation(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.05)
     squeue.write_text("5:00\n")
     stop_request = StopRequest()
     with stop_request.handling_signals(120.0, polls_scheduler=True):
-        time.sleep(0.3)
+        wait_until_queried_again(squeue)
         assert stop_request.why is None
         squeue.write_text("1:59\n")
-        wait_until(lambda: stop_request.why is not None)
+        wait_until(lambda: stop_request.why, "a stop is requested")
         assert stop_request.why == "119 s remaining in the allocation"
     stop_request.reset()
     squeue.write_text("1:00\n")
     with stop_request.handling_signals(
         120.0, polls_scheduler=True
     ):  # limited to half of 60 s: each run of a short job progresses
-        time.sleep(0.3)
+        wait_until_queried_again(squeue)
         assert stop_request.why is None
         squeue.write_text("0:29\n")
-        wait_until(lambda: stop_request.why is not None)
+        wait_until(lambda: stop_request.why, "a stop is requested")
         assert stop_request.why == "29 s remaining in the allocation"
     stop_request.reset()
     squeue.write_text("0:10\n")
@@ -149,7 +159,7 @@ def test_a_rank_requests_a_stop_before_the_end_of_the_allocation(squeue: Path, m
         with stop_request.handling_signals(stop_margin, polls_scheduler=asks):
             time.sleep(0.2)
             assert stop_request.why is None
-    wait_until_threads_end()
+    wait_until(lambda: "mpicomm-time-left" not in [thread.name for thread in threading.enumerate()], "the thread ends")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -191,8 +201,8 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_warning_after_the_run_ends_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "done\n"), done
+    outcome = run_alone(LATE)
+    assert (outcome.status, outcome.stdout) == (-signal.SIGTERM, "done\n"), outcome
 
 
 TWICE = """
@@ -208,17 +218,5 @@ print("not reached")
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGUSR1, ""), done
-
-
-def wait_until(is_so: object) -> None:
-    end = time.monotonic() + 20
-    while not is_so() and time.monotonic() < end:  # type: ignore[operator]
-        time.sleep(0.01)
-
-
-def wait_until_threads_end() -> None:
-    import threading
-
-    wait_until(lambda: all(each.name != "mpicomm-time-left" for each in threading.enumerate()))
+    outcome = run_alone(TWICE)
+    assert (outcome.status, outcome.stdout) == (-signal.SIGUSR1, ""), outcome

@@ -14,11 +14,12 @@ import pytest
 
 from mpicomm.watchdog import local_processes
 from mpicomm.watchdog.protocol import LocalProcess
+from tests.time_limits import EVENT_SECONDS, scaled, wait_until
 
 
 @pytest.fixture(name="process")
 def _process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "3600"]) as process:
         yield process
         process.kill()
 
@@ -32,7 +33,7 @@ def test_a_process_is_killed(process: subprocess.Popen[bytes], is_stopped: bool)
     if is_stopped:
         process.send_signal(signal.SIGSTOP)
     local_processes.kill(introduced(process))
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(scaled(EVENT_SECONDS)) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_another_process_with_its_pid_is_not(process: subprocess.Popen[bytes], s
 def test_one_that_has_ended_is_not(process: subprocess.Popen[bytes]) -> None:
     was = introduced(process)
     process.kill()
-    process.wait(10)
+    process.wait(scaled(EVENT_SECONDS))
     local_processes.kill(was)
     assert local_processes.start_time_of(process.pid) == ""
     assert local_processes.state_of(process.pid) == ""
@@ -66,9 +67,7 @@ def test_births_differ(process: subprocess.Popen[bytes]) -> None:
 
 def test_a_stopped_process_is_reported_as_stopped(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    end = time.monotonic() + 10
-    while not local_processes.is_stopped(process.pid) and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: local_processes.is_stopped(process.pid), "the process is stopped")
     assert local_processes.state_of(process.pid) == (
         f"process {process.pid} is stopped by a signal (SIGSTOP); resume it with SIGCONT"
     )

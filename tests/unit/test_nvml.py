@@ -10,6 +10,7 @@ import pytest
 
 from mpicomm.watchdog import nvml
 from mpicomm.watchdog.nvml import GPUReader, GPUReading
+from tests.time_limits import scaled
 
 UUID = "11111111-2222-3333-4444-555555555555"
 HANDLE = 4711
@@ -27,7 +28,7 @@ class Driver:
 
     def nvmlInit_v2(self) -> int:  # noqa: N802
         self.starts += 1
-        self.is_ready.wait(30)
+        self.is_ready.wait(scaled(30))
         return 0
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:  # noqa: N802
@@ -85,6 +86,6 @@ def test_a_driver_that_hangs_does_not_block_the_caller(driver: Driver, monkeypat
     assert driver.starts == 1  # no thread per reading
     driver.is_ready.set()
     assert reader._thread is not None
-    reader._thread.join(30)
-    monkeypatch.setattr(nvml, "_SECONDS", 30)
+    reader._thread.join(scaled(30))
+    monkeypatch.setattr(nvml, "_SECONDS", scaled(30))
     assert reader.read() == GPUReading(30, 80, 97)

@@ -22,10 +22,11 @@ from mpicomm.watchdog import authentication, job_files, observers
 from mpicomm.watchdog.job_files import ListedJob
 from mpicomm.watchdog.observers import MAX_OBSERVERS, Observers
 from mpicomm.watchdog.protocol import NotResponding, StatusComplete, StatusRefused, StatusReport, StatusRequest
+from tests.time_limits import scaled
 
 NAME = "20261121-102043-33575"
 SIZE = 4
-SECONDS = 20.0  # time limit of each wait in these tests
+SECONDS = scaled(20.0)  # time limit of each wait in these tests
 LARGE = 1 << 19  # bytes of a report; eight do not fit into a socket's buffers
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -77,15 +73,6 @@ def test_steps_are_whole_where_the_last_is_dropped(
     whole = batch_size * grad_accum_steps * size
     bounds = list(EpochPartition(length, batch_size, grad_accum_steps, size, drop_last=True).bounds(0))
     assert bounds == [(start, start + whole) for start in range(0, length - whole + 1, whole)]
-
-
-@pytest.fixture(autouse=True)
-def workers_have_ended() -> Iterator[None]:
-    """Wait for the threads that feed workers: they end shortly after the workers."""
-    yield
-    end = time.monotonic() + 5
-    while any(each.name == "QueueFeederThread" for each in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def numbers(length: int) -> TensorDataset:

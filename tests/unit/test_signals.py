@@ -17,6 +17,7 @@ from mpicomm.watchdog import agent, signals
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from tests.launching import run_alone
+from tests.time_limits import wait_until
 
 TERM = bytes([signal.SIGTERM])
 USR1 = bytes([signal.SIGUSR1])
@@ -231,8 +232,7 @@ def test_a_process_that_unwatched_on_another_thread_still_ends_by_sigterm() -> N
         "signals.watch(end.fileno())\n"
         "thread = threading.Thread(target=signals.unwatch)\n"
         "thread.start()\nthread.join()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(20)",
-        timeout=30,
+        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(3600)",
     )
     assert outcome.status == -signal.SIGTERM
 
@@ -270,8 +270,7 @@ def test_a_process_is_ended_as_sigterm_does(thread: bool) -> None:
     outcome = run_alone(
         "import signal, threading, time\n"
         "from mpicomm.watchdog import signals\n"
-        f"signal.signal(signal.SIGTERM, lambda *_: None)\n{call}\ntime.sleep(20)",
-        timeout=30,
+        f"signal.signal(signal.SIGTERM, lambda *_: None)\n{call}\ntime.sleep(3600)",
     )
     assert outcome.status == -signal.SIGTERM
 
@@ -318,7 +317,7 @@ def test_a_forked_childs_signals_do_not_reach_the_parent(
         watch._thread.join(0.3)
         assert calls == []
         os.kill(os.getpid(), signal.SIGTERM)  # a signal of the parent's own reaches it
-        watch._thread.join(0.3)
+        wait_until(lambda: calls, "the signal is delivered")
         assert len(calls) == 1
     finally:
         watch.stop()
