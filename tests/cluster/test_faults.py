@@ -21,6 +21,7 @@ from tests.cluster.layout import Layout
 from tests.cluster.running import SECONDS, Cluster, Flavour
 from tests.failures import ways
 from tests.launching import Outcome
+from tests.time_limits import scaled
 
 DEADLINE = 60.0  # seconds from the fault to the end of the job
 LEFT = "node1"
@@ -76,7 +77,7 @@ def ranks(cluster: Cluster) -> list[str]:
 def test_a_host_is_cut_off(ends: dict[tuple[Fault, str], End], cluster: Cluster, vendor: str) -> None:
     outcome, seconds = ends[hosts.cut, vendor]
     assert outcome.status != 0, outcome
-    assert seconds < DEADLINE, outcome
+    assert seconds < scaled(DEADLINE), outcome
     assert re.search(rf"rank 0 of 2 on {LEFT} timed out after \d+ s in all_reduce", outcome.stderr), outcome
     silent = [line for line in outcome.stderr.splitlines() if "rank 1  not responding" in line]
     assert silent, outcome
@@ -87,7 +88,7 @@ def test_a_host_is_cut_off(ends: dict[tuple[Fault, str], End], cluster: Cluster,
 def test_a_host_dies(ends: dict[tuple[Fault, str], End], cluster: Cluster, vendor: str) -> None:
     outcome, seconds = ends[hosts.kill, vendor]
     assert outcome.status != 0, outcome
-    assert seconds < DEADLINE, outcome
+    assert seconds < scaled(DEADLINE), outcome
     assert f"rank 1 of 2 on {LOST[hosts.kill]} died" in outcome.stderr, outcome
 
 
@@ -121,7 +122,7 @@ def test_a_host_dies_under_mpirun(cluster: Cluster, flavour: Flavour) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         injection = pool.submit(inject, cluster, hosts.kill, "node4", [begun])
         outcome = train(cluster, begun, *launcher)
-        assert outcome.ended - injection.result() < DEADLINE, outcome
+        assert outcome.ended - injection.result() < scaled(DEADLINE), outcome
     assert "came through" not in outcome.stdout, outcome
     if flavour.vendor == "Open MPI":  # its launcher exits with status 0
         pattern = r"Remote (host: +|daemon: .* on node )node4"
