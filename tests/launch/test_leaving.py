@@ -141,7 +141,8 @@ def test_all_ranks_write_files_when_the_job_hangs(tmp_path: Path) -> None:
 def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> None:
     """Every user exited_rank may write to the parent directory can predict the name of the job's directory."""
     dumps = tmp_path / "dumps"
-    outcome = _run_until_reported(tmp_path, BEGINNING + LINK + ONE_WAITS, 2, dumps, "possible hang: rank 0 has waited")
+    program = BEGINNING + LINK + ONE_WAITS
+    outcome = _run_until_reported(tmp_path, program, 2, dumps, "possible hang: rank 0 has waited", " cannot write its")
     assert outcome.status == 0, outcome
     assert outcome.stderr.count(" cannot write its flight recorder and stacks: ") == 1, outcome
     assert outcome.stderr.count("is a symbolic link, and mpicomm did not create it. Set MPICOMM_DUMP_DIR to a ") == 1, (
@@ -151,13 +152,13 @@ def test_a_link_in_the_place_of_the_files_is_refused_once(tmp_path: Path) -> Non
     assert list((dumps / "victim").iterdir()) == []
 
 
-def _run_until_reported(folder: Path, code: str, size: int, dumps: Path, text: str) -> Outcome:
-    """Run a program whose rank 1 is late until the job has printed a text."""
+def _run_until_reported(folder: Path, code: str, size: int, dumps: Path, *texts: str) -> Outcome:
+    """Run a program whose rank 1 is late until the job has printed the texts."""
     program, reported = folder / "train.py", folder / "reported"
     program.write_text(code.replace("REPORTED", str(reported)))
     env = {"MPICOMM_DUMP_DIR": str(dumps), "MPICOMM_HANG_SECONDS": "1.5"}
     with background_job(on_ranks(size, [str(program)]), env=env) as job:
-        job.wait_until(lambda: text in job.stderr(), "the job has reported the late rank")
+        job.wait_until(lambda: all(text in job.stderr() for text in texts), "the job has reported the late rank")
         reported.touch()
         return job.finish()
 
