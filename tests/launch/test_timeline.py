@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import mpicomm
 from mpicomm import session
+from mpicomm.watchdog import flight_recorder
 from tests.time_limits import wait_until
 world = mpicomm.bootstrap()
 rank, size = world.rank, world.size
@@ -62,6 +63,11 @@ if rank == 3:
     works.append(dist.irecv(torch.empty(8), 0, tag=9))
 world.comm.Barrier()
 wait_until(lambda: session.current().watch.clock_offset() is not None, "the watchdog has measured its clock")
+pending = [["all_reduce"], ["all_reduce"], [], ["all_reduce", "recv"]][rank]
+wait_until(
+    lambda: sorted(operation.name for operation in flight_recorder.recorded() if operation.end is None) == pending,
+    "all other operations are over",
+)
 mpicomm.dump_flight_recorder(sys.argv[1])
 world.comm.Barrier()
 if rank == 2:
