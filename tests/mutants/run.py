@@ -16,7 +16,7 @@ from tests.mutants.mutant import Mutant
 
 _LONGEST = 600.0  # seconds for tests without a fault
 _AT_LEAST, _FACTOR = 30.0, 4.0  # the time limit with a fault, in seconds and as a multiple of the time without it
-_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
 # Lines of pytest's summary, also of ranks other than 0, and of a rank that fails while others wait (tests/verdict.py).
 _FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+\.py(?:::\S+)?)|(tests/\S+) failed here while others wait")
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
@@ -41,7 +41,7 @@ class Copy:
     def __init__(self, directory: Path) -> None:
         """Copy the files that the tests need to a new directory."""
         self._root = directory
-        shutil.copytree(ROOT, self._root, symlinks=True, ignore=_LEFT_OUT)
+        shutil.copytree(ROOT, self._root, symlinks=True, ignore=LEFT_OUT)
         self._package = read_sources(self._root)
         self._seconds: dict[tuple[str, int], float | None] = {}
 
@@ -56,11 +56,11 @@ class Copy:
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
         source = faulty.path.read_text()
-        _replace(faulty.path, faulty.source)
+        write_module(faulty.path, faulty.source)
         try:
             return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
         finally:
-            _replace(faulty.path, source)
+            write_module(faulty.path, source)
 
     def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
@@ -100,7 +100,7 @@ def read_sources(root: Path) -> list[syntax.Module]:
     return [module for folder in ("mpicomm", "benchmarks") for module in syntax.read_package(root / folder)]
 
 
-def _replace(path: Path, source: str) -> None:
+def write_module(path: Path, source: str) -> None:
     """Replace a module and remove its bytecode: Python takes it for current if the size and the second are the same."""
     path.write_text(source)
     Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
