@@ -59,7 +59,9 @@ class MemoryExchange:
         self._barrier.abort()
 
 
-def on_ranks(run: Callable[[int, Negotiation], Any], capacity: int = 8) -> tuple[list[Any], MemoryExchange]:
+def on_ranks(
+    run: Callable[[int, Negotiation], Any], capacity: int = 8, describe_after: float = 0.0
+) -> tuple[list[Any], MemoryExchange]:
     """Return the results of a function on all ranks."""
     exchange = MemoryExchange(SIZE)
     results: list[Any] = [None] * SIZE
@@ -67,7 +69,7 @@ def on_ranks(run: Callable[[int, Negotiation], Any], capacity: int = 8) -> tuple
 
     def run_rank(rank: int) -> None:
         try:
-            results[rank] = run(rank, Negotiation(exchange.of_rank(rank), rank, RANKS, capacity, describe_after=0.0))
+            results[rank] = run(rank, Negotiation(exchange.of_rank(rank), rank, RANKS, capacity, describe_after))
         except Exception as error:  # noqa: BLE001  raised below
             errors.append(error)
             exchange.abort()
@@ -122,6 +124,44 @@ def test_the_missing_ranks_are_known_on_all_ranks() -> None:
         return negotiation.missing(negotiation.announced["a"])
 
     assert on_ranks(run)[0] == [[RANKS[1]]] * SIZE
+
+
+@pytest.mark.parametrize("age", [0.0, 100.0])
+def test_the_missing_ranks_of_a_cached_operation_are_known_after_some_time(age: float) -> None:
+    def run(rank: int, negotiation: Negotiation) -> tuple[list[list[str]], list[list[int]], float]:
+        names = rounds(negotiation, [submission("a"), submission("b")])
+        first, second = submission("a"), submission("b")
+        first.start -= age
+        names += rounds(negotiation, [] if rank == 1 else [first, second])
+        missing = [negotiation.missing(announcement) for announcement in negotiation.announced.values()]
+        start = min((announcement.start for announcement in negotiation.announced.values()), default=first.start)
+        names += rounds(negotiation, [submission("b"), submission("a")] if rank == 1 else [])
+        return names, missing, abs(start - first.start)
+
+    results, exchange = on_ranks(run, describe_after=60.0)
+    for names, missing, error in results:
+        assert names == [["a", "b"], [], ["a", "b"]]
+        assert missing == ([[4], [4]] if age else [])
+        assert error < 50.0
+    assert exchange.num_texts == (3 if age else 1)
+
+
+def test_the_name_that_was_ready_least_recently_leaves_a_full_cache() -> None:
+    def run(_: int, negotiation: Negotiation) -> list[list[str]]:
+        return rounds(negotiation, *[[submission(name)] for name in "abacab"])
+
+    results, exchange = on_ranks(run, capacity=2)
+    assert results == [[["a"], ["b"], ["a"], ["c"], ["a"], ["b"]]] * SIZE
+    assert exchange.num_texts == 4  # of a, b and c, and again of b, which c has replaced
+
+
+def test_a_submission_that_is_not_cacheable_is_described_each_time() -> None:
+    def run(_: int, negotiation: Negotiation) -> list[list[str]]:
+        return rounds(negotiation, *[[Submission("a", Signature(ALLREDUCE), is_cacheable=False)] for _ in range(3)])
+
+    results, exchange = on_ranks(run)
+    assert results == [[["a"]] * 3] * SIZE
+    assert exchange.num_texts == 3
 
 
 def test_a_closing_rank_is_known_on_all_ranks() -> None:

@@ -377,6 +377,14 @@ def test_a_rank_that_left_while_others_wait_for_it_is_named(exit_first: bool) ->
     assert court.hands.aborts == [1]
 
 
+def test_a_coordinator_that_will_check_the_exited_ranks_is_busy() -> None:
+    court = Court()
+    court.leave(2)
+    assert not court.coordinator.is_busy
+    court.wait_in(0)
+    assert court.coordinator.is_busy
+
+
 def test_several_exited_ranks_are_named_together() -> None:
     court = Court(nodes=TWO_NODES)
     court.leave(2)
@@ -652,6 +660,17 @@ def test_a_deadline_ends_the_job(timeout: float) -> None:
     assert court.hands.to_all[-1] == JobEnding(files=True)
     court.tick(DUMP)
     assert court.hands.aborts == [1]
+
+
+def test_ranks_that_do_not_respond_are_named_with_the_timeout() -> None:
+    court = Court(nodes=TWO_NODES)
+    court.deadline(1, 31.0, 30.0)
+    court.answer(0, 1, 2)
+    court.tick(COLLECT_SECONDS)
+    cause = "rank 1 of 4 on node0 timed out after 30 s in all_reduce #42, float32[1024]"
+    cause += "; not responding: rank 3 of 4 on node1"
+    assert court.hands.to_parent == [protocol.JobFailed(cause)]
+    assert court.hands.printed[0].startswith(f"[mpicomm] {cause}; aborting the job\n")
 
 
 def test_a_timeout_is_received_during_the_report_of_a_hang() -> None:
