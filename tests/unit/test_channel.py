@@ -382,6 +382,25 @@ def test_messages_arrive_as_they_were_sent() -> None:
         assert protocol.decode(protocol.encode(answer)) == answer
 
 
+def test_default_values_are_valid() -> None:
+    """The receiver drops a message with a field of another type."""
+    process = protocol.LocalProcess(7)
+    usage = protocol.Usage(1.5, 2**30)
+    died, started, finished = protocol.RankDied(1, "killed"), protocol.JobStarted({}), protocol.RankFinished(1)
+    collect = CollectStatus(1, files=True)
+    for message in (process, usage, protocol.RankStatus([], None, "", {}), died, started, finished, collect):
+        assert protocol.decode(protocol.encode(message)) == message
+    assert (usage.gpu_memory, usage.gpu_memory_total, usage.gpu_utilization) == (None, None, None)
+    assert (process.start_time, started.name) == ("", "")
+    assert not any([died.is_host_lost, started.recovers, finished.has_failed, collect.usage])
+
+
+def test_a_text_that_is_not_an_object_is_an_error() -> None:
+    for text in (b"7", b"[]", b'"CollectStatus"', b"{"):
+        with pytest.raises(ValueError):  # noqa: PT011  of json, whose text varies
+            protocol.decode(text)
+
+
 # -- hubs and children -----------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ def _run_pytest(root: str, arguments: list[str]) -> None:
         del sys.modules[name]
     sys.path.insert(0, root)
     os.environ |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "MPICOMM_DUMP_DIR": "none"}
+    sys.dont_write_bytecode = False  # compiling the tests and the package takes longer than most tests
     importlib.invalidate_caches()
 
     import hypothesis
