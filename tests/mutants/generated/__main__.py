@@ -25,7 +25,7 @@ from mpicomm import job_info
 from mpicomm.reports import result_files
 from tests.launching import ROOT
 from tests.mutants.generated import forked_pytest, mutations
-from tests.mutants.generated.mutations import Mutation
+from tests.mutants.generated.mutations import Candidate, Mutation
 from tests.mutants.run import LEFT_OUT, write_module
 
 MODULES = {
@@ -118,9 +118,10 @@ def main() -> None:
 
 
 def _run_module(module: str, copy: Path, state: State, end: float) -> dict[str, Any]:
-    all_mutants = list(_mutants(module, copy))
+    candidates = list(_candidates(module, copy))
     equivalent = json.loads(_EQUIVALENT.read_text())
-    mutants = mutations.sample(all_mutants, _MOST)
+    sampled = mutations.sample(candidates, _MOST)
+    mutants = [Mutant(file, mutation) for file, candidate in sampled if (mutation := candidate.apply())]
     to_run = [mutant for mutant in mutants if not mutant.is_in(equivalent)]
     tests = _hash("".join((copy / path.partition("::")[0]).read_text() for path in MODULES[module]))
     missing = [mutant for mutant in to_run if state.is_killed(mutant, tests) is None]
@@ -141,8 +142,8 @@ def _run_module(module: str, copy: Path, state: State, end: float) -> dict[str, 
     survivors = [mutant.description() for mutant, is_killed in zip(to_run, results, strict=True) if is_killed is False]
     row = {
         "module": module,
-        "generated": len(all_mutants),
-        "selected": len(mutants),
+        "candidates": len(candidates),
+        "mutants": len(mutants),
         "equivalent": len(mutants) - len(to_run),
         "killed": results.count(True),
         "survived": len(survivors),
@@ -152,11 +153,11 @@ def _run_module(module: str, copy: Path, state: State, end: float) -> dict[str, 
     return {**row, "survivors": survivors}
 
 
-def _mutants(module: str, root: Path) -> Iterator[Mutant]:
+def _candidates(module: str, root: Path) -> Iterator[tuple[str, Candidate]]:
     path = root / "mpicomm" / module.replace(".", "/")
     for file in sorted(path.glob("*.py")) or [path.with_suffix(".py")]:
-        for mutation in mutations.generate(file.read_text()):
-            yield Mutant(str(file.relative_to(root)), mutation)
+        for candidate in mutations.generate(file.read_text()):
+            yield str(file.relative_to(root)), candidate
 
 
 def _hash(text: str) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import libcst as cst
 from mutmut.mutation import mutators
@@ -21,6 +21,7 @@ _Operator: TypeAlias = Callable[[Any], Iterable[cst.CSTNode]]
 _SKIPPED = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom)
 _SKIPPED_CALLS = ("len", "isinstance")  # any change of their arguments raises an exception
 _SEED = 0
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,31 +38,54 @@ class Mutation:
     """The module with the change."""
 
 
-def generate(source: str) -> list[Mutation]:
-    """Return the mutations of a module in the order of its lines."""
-    wrapper = cst.MetadataWrapper(cst.parse_module(source))
-    spans = wrapper.resolve(cst.metadata.ByteSpanPositionProvider)
-    original = ast.dump(ast.parse(source))
-    mutations = {}
-    for function, old, new in _replacements(wrapper.module, ""):
-        mutated = _replaced(wrapper.module, old, new, spans[old].start)
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A change that may have no effect or be invalid, which is known only when it is applied."""
+
+    module: cst.Module
+    function: str
+    old: cst.CSTNode
+    new: cst.CSTNode
+    start: int
+    """The first byte of the node to replace, without preceding space."""
+
+    def apply(self) -> Mutation | None:
+        """Return None if the result is not Python, or has the same syntax tree as before."""
+        source, mutated = self.module.code, self._replaced()
         try:
-            is_equal = ast.dump(ast.parse(mutated)) == original
+            if ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source)):
+                return None
         except SyntaxError:
-            continue
-        if not is_equal:
-            change = _change(source.splitlines(), mutated.splitlines())
-            mutations.setdefault(mutated, Mutation(function, change, mutated))
-    return list(mutations.values())
+            return None
+        return Mutation(self.function, _change(source.splitlines(), mutated.splitlines()), mutated)
+
+    def _replaced(self) -> str:
+        code, text = self.module.bytes, self.module.code_for_node(self.old).encode()
+        start = self.start - (len(text) - len(text.lstrip()))
+        if code[start : start + len(text)] == text:
+            return (code[:start] + self.module.code_for_node(self.new).encode() + code[start + len(text) :]).decode()
+        replaced = self.module.deep_replace(self.old, self.new)  # slower; for indented statements of several lines
+        assert isinstance(replaced, cst.Module)
+        return replaced.code
 
 
-def sample(mutations: list[Mutation], most: int) -> list[Mutation]:
-    """Return at most `most` mutations, the same ones in each run: one of each of as many intervals of equal length."""
-    if len(mutations) <= most:
-        return mutations
+def generate(source: str) -> list[Candidate]:
+    """Return the changes of a module in the order of its lines."""
+    wrapper = cst.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+    spans = wrapper.resolve(cst.metadata.ByteSpanPositionProvider)
+    return [
+        Candidate(wrapper.module, function, old, new, spans[old].start)
+        for function, old, new in _replacements(wrapper.module, "")
+    ]
+
+
+def sample(candidates: list[_T], most: int) -> list[_T]:
+    """Return at most `most` elements, the same ones in each run: one of each of as many intervals of equal length."""
+    if len(candidates) <= most:
+        return candidates
     randomness = random.Random(_SEED)
-    bounds = [index * len(mutations) // most for index in range(most + 1)]
-    return [mutations[randomness.randrange(start, end)] for start, end in itertools.pairwise(bounds)]
+    bounds = [index * len(candidates) // most for index in range(most + 1)]
+    return [candidates[randomness.randrange(start, end)] for start, end in itertools.pairwise(bounds)]
 
 
 def _replacements(node: cst.CSTNode, scope: str) -> Iterator[tuple[str, cst.CSTNode, cst.CSTNode]]:
@@ -79,17 +103,6 @@ def _replacements(node: cst.CSTNode, scope: str) -> Iterator[tuple[str, cst.CSTN
         yield scope, node.test, _negated(node.test)  # mutmut negates the others
     for child in node.children:
         yield from _replacements(child, scope)
-
-
-def _replaced(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode, start: int) -> str:
-    """Return the code with a node replaced; `start` is its first byte, without preceding space."""
-    code, text = module.bytes, module.code_for_node(old).encode()
-    start -= len(text) - len(text.lstrip())
-    if code[start : start + len(text)] == text:
-        return (code[:start] + module.code_for_node(new).encode() + code[start + len(text) :]).decode()
-    replaced = module.deep_replace(old, new)  # takes a multiple of the time; for indented statements of several lines
-    assert isinstance(replaced, cst.Module)
-    return replaced.code
 
 
 def _is_skipped(node: cst.CSTNode) -> bool:
