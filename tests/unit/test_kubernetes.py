@@ -70,6 +70,12 @@ def test_every_text_is_read_back() -> None:
     assert list(yaml.safe_load_all(manifest.text([written, {"b": False}]))) == [written, {"b": False}]
 
 
+def test_only_texts_that_need_quotes_have_them() -> None:
+    values = {"image": "registry/train", "path": "/data/x-1_2", "number": "1e3", "word": "No", "nothing": "null"}
+    lines = ["image: registry/train", "path: /data/x-1_2", 'number: "1e3"', 'word: "No"', 'nothing: "null"']
+    assert manifest.text([values]).splitlines() == lines
+
+
 def test_the_header_has_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my job.yaml"
     line = ["job", "kubernetes", "--image", IMAGE, "-o", str(path), "--", *COMMAND]
