@@ -178,6 +178,7 @@ def test_ranks_that_have_joined_take_part_without_a_submission() -> None:
         for number in range(4):
             new = [join] if number == rank else [submission("a")] if number < rank else []
             ready += negotiation.run_round(new, is_closing=False)[0]
+        assert [each.error for each in ready] == [""] * 3
         return [(each.name, each.submission is not None, each.last_joined) for each in ready]
 
     results, _ = on_ranks(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,45 @@ def test_every_mutant_can_be_applied() -> None:
     package = read_sources(ROOT)
     assert [problem for mutant in MUTANTS if (problem := _problem(mutant, package))] == []
     assert len({(mutant.place, mutant.fault) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_equivalent_mutation_changes_code_that_exists() -> None:
+    for entry in json.loads((ROOT / "tests/mutants/generated/equivalent.json").read_text()):
+        path = ROOT / "mpicomm" / f"{entry['module'].replace('.', '/')}.py"
+        text = " ".join(map(str.strip, path.read_text().splitlines()))
+        assert entry["change"] == "*" or entry["change"].partition(" -> ")[0] in text, entry
+        assert entry["reason"]
+
+
+SOURCE_OF_MUTATIONS = """
+LEAST: int = 1
+
+@decorated(1)
+def call(x):
+    if x:
+        print("é")
+    return f(x, len("a"))
+"""
+
+
+def test_mutations_are_generated_for_the_whole_module() -> None:
+    mutations = pytest.importorskip("tests.mutants.generated.mutations", reason="mpicomm[mutants] is not installed")
+    candidates = mutations.generate(SOURCE_OF_MUTATIONS)
+    changes = {(mutation.function, mutation.change) for each in candidates if (mutation := each.apply())}
+    assert changes == {
+        ("", "LEAST: int = 1 -> LEAST: int = None"),
+        ("", "LEAST: int = 1 -> LEAST: int = 2"),
+        ("call", "if x: -> if not (x):"),
+        ("call", 'print("é") -> pass'),
+        ("call", 'print("é") -> print(None)'),
+        ("call", 'print("é") -> print("XXéXX")'),
+        ("call", 'return f(x, len("a")) -> return None'),
+        ("call", 'return f(x, len("a")) -> return f(None, len("a"))'),
+        ("call", 'return f(x, len("a")) -> return f(x, None)'),
+        ("call", 'return f(x, len("a")) -> return f(len("a"))'),
+        ("call", 'return f(x, len("a")) -> return f(x, )'),
+    }
+    assert len(mutations.sample(candidates, 4)) == 4
 
 
 @pytest.fixture
