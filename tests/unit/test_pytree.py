@@ -171,8 +171,38 @@ def test_the_numbers_of_a_head_are_within_their_bounds(number: int, length: int)
 
 @given(st.binary(min_size=512, max_size=512))
 def test_a_header_without_the_magic_number_is_refused(raw: bytes) -> None:
-    with pytest.raises(MpicommError, match="its header has no magic number"):
+    with pytest.raises(MpicommError, match=r"mpicomm: its header has no magic number\.\n"):
         messages._read(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+
+def test_a_header_is_read_back() -> None:
+    assert wire_format.head(b"ab", 258) == b"mpicomm1\2\1\0\0\0\0\0\0\2\0\0\0\0\0\0\0ab".ljust(512, b"\0")
+    for raw in (b"", b"abc", bytes(range(256)) * 2):
+        head = wire_format.to_tensor(wire_format.head(raw, 2**40 + 7), torch.device("cpu"))
+        assert head.numel() == 512
+        assert wire_format.read_head(head) == (2**40 + 7, len(raw), raw[:488].ljust(488, b"\0"))
+
+
+def test_the_error_of_the_sender_is_raised() -> None:
+    raw = wire_format.encode(ValueError("too large"))
+    with pytest.raises(MpicommError, match=r"^rank 3 could not send its data: too large$"):
+        wire_format.decode(raw, "rank 3")
+
+
+def test_every_leaf_starts_at_a_multiple_of_16_bytes() -> None:
+    assert [wire_format.aligned(size) for size in (0, 1, 15, 16, 17)] == [0, 16, 16, 16, 32]
+    description = pytree.take([torch.ones(3), torch.ones(2, dtype=torch.int64)], "send").description
+    (content,) = wire_format.output_buffers(description, "rank 3").values()
+    assert (content.numel(), content.dtype, content.device.type) == (32, torch.uint8, "cpu")
+
+
+def test_data_for_a_gpu_are_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    structure, leaf = json.loads(wire_format.encode(pytree.take(torch.ones(2), "send")))
+    assert leaf == [["tensor", "float32", [2], "cpu", False]]
+    description = wire_format.decode(json.dumps([structure, [["tensor", "float32", [2], "cuda", False]]]).encode())
+    with pytest.raises(MpicommError, match=r"^the data of rank 3 are on a GPU, but this rank has no GPU\.\n"):
+        wire_format.output_buffers(description, "rank 3")
 
 
 def test_a_class_that_is_none_is_not_made() -> None:

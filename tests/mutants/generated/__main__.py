@@ -88,6 +88,10 @@ class State:
         result = self._results.get(mutant.key())
         return {"killed": True, tests: False}.get(result or "")
 
+    def has_run(self, mutant: Mutant) -> bool:
+        """Return whether it has run, perhaps with other tests."""
+        return mutant.key() in self._results
+
     def add(self, mutant: Mutant, tests: str, *, is_killed: bool) -> None:
         self._results[mutant.key()] = "killed" if is_killed else tests
         _STATE.parent.mkdir(exist_ok=True)
@@ -125,7 +129,8 @@ def _run_module(module: str, copy: Path, state: State, end: float) -> dict[str, 
     to_run = [mutant for mutant in mutants if not mutant.is_in(equivalent)]
     tests = _hash("".join((copy / path.partition("::")[0]).read_text() for path in MODULES[module]))
     missing = [mutant for mutant in to_run if state.is_killed(mutant, tests) is None]
-    missing.sort(key=Mutant.key)  # random, so that an interrupted run has changes of all parts of the module
+    # Earlier survivors first. The keys are random, so that an interrupted run has changes of all parts of the module.
+    missing.sort(key=lambda mutant: (not state.has_run(mutant), mutant.key()))
     if missing and time.monotonic() < end:
         has_passed, seconds = forked_pytest.run(copy, MODULES[module], _LONGEST)
         if not has_passed:
