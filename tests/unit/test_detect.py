@@ -283,6 +283,14 @@ def test_more_local_ranks_than_ranks_are_a_contradiction() -> None:
     assert problem(environ, 0, SIZE - 1) is not None
 
 
+def test_only_a_process_without_any_launcher_is_plain() -> None:
+    assert detect.detect({}).is_plain
+    assert detect.detect({}, "mpi").is_plain
+    assert not detect.detect({}, "single").is_plain
+    for environ in (environ_of(MPIRUN), environ_of(SLURM) | {"SLURM_STEP_ID": "0"}):
+        assert not detect.detect(environ).is_plain
+
+
 # -- b) reported before MPI_Init ---------------------------------------------------------------------------------------
 
 
@@ -296,6 +304,7 @@ def test_mpich_under_mpirun_is_an_error_before_it_aborts() -> None:
     assert MPIRUN.title in message
     assert MPICH.title in message
     assert f"  {MPICH.mpiexec} -n {SIZE} {COMMAND}\n" in message
+    assert f"\n  library:  {MPICH.title}, built without PMIx\n" in message
 
 
 def test_mpich_under_srun_with_pmix_is_an_error_with_the_right_type() -> None:
@@ -449,7 +458,9 @@ def test_the_remedy_under_flux_is_its_plugin_for_open_mpi(library: Library) -> N
     assert message is not None
     plugin = " -o pmi=pmix" if library is OPEN_MPI else ""
     assert f"  flux run{plugin} -n {SIZE} {COMMAND}\n" in message
-    assert ("Install flux-pmix" in message) == (library is OPEN_MPI)
+    needed = "\nFlux connects this library only by its plugin flux-pmix. Install flux-pmix, then start with\n"
+    assert (needed in message) == (library is OPEN_MPI)
+    assert ("\nStart with\n" in message) == (library is MPICH)
     assert (before(environ | environ_of(PMI, rank=0), library) is not None) == (library is OPEN_MPI)
 
 
