@@ -213,6 +213,22 @@ def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -
     assert court.hands.to_all[1:] == [JobEnding(files=True)]
 
 
+def test_failed_ranks_are_reported_again_to_mpicomm_run() -> None:
+    court = Court(recovers=True)
+    court.lose(1)
+    court.hands.to_parent.clear()
+    court.coordinator.repeat_reports_to_parent()
+    assert court.hands.to_parent == [protocol.RankFinished(1, has_failed=True)]
+
+
+def test_a_job_that_recovers_continues_without_a_rank_that_got_sigterm() -> None:
+    court = Court(recovers=True)
+    court.receive(protocol.RankTerminated(2))
+    court.lose(2)
+    reason = "it was terminated by SIGTERM, which rank 0 did not receive"
+    assert court.hands.to_all == [protocol.RanksFailed({"2": reason})]
+
+
 def test_the_launcher_may_end_the_job_first() -> None:
     court = Court()
     court.lose(2)
@@ -395,6 +411,18 @@ def test_several_exited_ranks_are_named_together() -> None:
     court.tick()
     (text,) = court.hands.printed
     assert text.startswith("[mpicomm] ranks 1, 2 of 4 on node0, node1 have exited, but other ranks wait for them; ")
+
+
+def test_exited_ranks_of_collectives_and_of_messages_are_named_together() -> None:
+    court = Court()
+    court.leave(1, sequence=99)
+    court.leave(2)
+    court.wait_in(0, sequence=None, needs="1")
+    court.wait_in(3)
+    court.tick(TRANSIT)
+    court.answer(*range(SIZE))
+    court.tick()
+    assert court.hands.printed[0].startswith("[mpicomm] ranks 1, 2 of 4 on node0 have exited, but other ranks wait")
 
 
 @pytest.mark.parametrize(("left_with", "ends_with"), [(None, 1), (0, 1), (3, 3)])
@@ -762,6 +790,14 @@ def test_files_are_written_at_the_first_hang_and_at_the_end() -> None:
     ]
 
 
+def test_the_first_failure_to_write_files_is_printed() -> None:
+    court = Court(nodes=TWO_NODES)
+    for rank in (2, 1):
+        court.receive(protocol.DumpFailed(rank, "no space left"))
+    text = "[mpicomm] rank 2 on node1 cannot write its flight recorder and stacks: no space left"
+    assert court.hands.printed == [text]
+
+
 # -- status of all ranks ---------------------------------------------------------------------------------------------
 
 
@@ -1000,3 +1036,19 @@ def test_a_spare_does_not_count_as_a_rank() -> None:
     coordinator.receive(StatusReport(0, 1, status_of()), 0.0)
     coordinator.tick(0.0)
     assert len(hands.observed[0]) == SIZE + 1  # with StatusComplete
+
+
+def test_many_ranks_are_observed_less_often() -> None:
+    size, hands = 1000, Hands()
+    pause = size * coordinators._OBSERVATION_SECONDS_PER_RANK
+    coordinator = Coordinator(["node0"] * size, [0] * size, HANG_SECONDS, hands)
+    coordinator.observe(0.0)
+    coordinator.tick(0.0)
+    for rank in range(size):
+        coordinator.receive(StatusReport(rank, 1, status_of()), 0.0)
+    coordinator.tick(0.0)
+    coordinator.observe(0.0)
+    coordinator.tick(0.99 * pause)
+    assert hands.kinds() == [CollectStatus]
+    coordinator.tick(pause)
+    assert hands.kinds() == [CollectStatus, CollectStatus]
