@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, script
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, script, shell
 
 PROGRAM = ("python", "train.py")
 each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -276,6 +276,11 @@ def test_other_numbers_of_gpus_are_explained(scheduler: str, ranks: int, gpus: i
     written = script(job(scheduler, ranks_per_node=ranks, gpus_per_node=gpus))
     assert text in written
     assert ("share" in written, "idle" in written) == ("share" in text, " of " in text)
+
+
+def test_words_are_quoted_on_one_line() -> None:
+    assert shell.quoted("a\nb'\\é\x85") == r"$'a\012b\'\\é\302\205'"
+    assert shell.joined(["a b", "c", "x$INDEX.y z"], "INDEX") == """'a b' c x"$INDEX"'.y z'"""
 
 
 @each_scheduler
