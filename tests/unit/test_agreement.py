@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm import agreement
+from mpicomm import agreement, mpi
 from mpicomm.errors import DeviceError, LaunchError, MpicommError
 from tests.time_limits import scaled
 
@@ -40,6 +41,10 @@ class Comm:
 
     def bcast(self, mine: object) -> Any:
         return self.allgather(mine)[0]
+
+    def Allreduce(self, in_place: object, values: array[int], operation: object) -> None:  # noqa: N802
+        assert (in_place, operation) == (mpi.api().IN_PLACE, mpi.api().MIN)
+        values[:] = array("q", map(min, zip(*self.allgather(values.tolist()), strict=True)))
 
 
 def on_ranks(function: Callable[[Any], object]) -> list[object]:
@@ -104,6 +109,11 @@ def test_an_error_explains_the_first_failure() -> None:
 
     raised = on_ranks(lambda comm: agreement.run_on_all_ranks(comm.allgather, lambda: act(comm), OSError, explain))
     assert raised == [(MpicommError, "rank 1 cannot write: full", True)] * SIZE
+
+
+def test_a_condition_is_true_if_it_is_on_all_ranks() -> None:
+    assert on_ranks(lambda comm: agreement.all_true(comm, comm.rank != 1)) == [False] * SIZE
+    assert on_ranks(lambda comm: agreement.all_true(comm, comm.rank < SIZE)) == [True] * SIZE
 
 
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))

@@ -355,9 +355,11 @@ INVALID = {
     "a field too many": b'{"$class": "CollectStatus", "number": 1, "files": true, "more": 1}',
     "a field of another type": b'{"$class": "CollectStatus", "number": "1", "files": true}',
     "a status of another type": b'{"$class": "StatusReport", "number": 1, "rank": 1, "status": {}}',
-    "a list of another type": b'{"$class": "RankStatus", "running": [7], "last": null, "main": "", "sequences": {}}',
+    "a list of another type": (
+        b'{"$class": "RankStatus", "running": [7], "last": null, "main": "", "sequences": {}, "usage": null}'
+    ),
     "an object of another type": (
-        b'{"$class": "RankStatus", "running": [], "last": null, "main": "", "sequences": {"0": "7"}}'
+        b'{"$class": "RankStatus", "running": [], "last": null, "main": "", "sequences": {"0": "7"}, "usage": null}'
     ),
 }
 
@@ -448,6 +450,15 @@ def test_nothing_is_sent_to_an_absent_rank() -> None:
         alone.send_to(7, MESSAGE)
         alone.send_down(MESSAGE)
         assert alone.poll(0) == []
+
+
+def test_the_parent_forwards_answers_to_observers(pair: tuple[Connection, Connection]) -> None:
+    """`mpicomm run` has the observers of the jobs that it starts."""
+    answers = [protocol.StatusReport(0, 1, protocol.NotResponding(4.0, "")), protocol.StatusComplete({"node0": "0"})]
+    with contextlib.closing(Channel(0, TOKEN)) as alone:
+        alone.attach_parent(pair[0])
+        alone.answer_observers(answers)
+        assert receive_all(*pair, 2) == (answers, "")
 
 
 def test_a_child_that_does_not_read_blocks_no_other_rank() -> None:

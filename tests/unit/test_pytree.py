@@ -82,6 +82,16 @@ def test_objects(thing: object) -> None:
     assert sent(pytree.pickled(thing, "send_object")) == thing
 
 
+def test_conjugated_and_negated_tensors() -> None:
+    """Their memory does not contain their values."""
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    data = [tensor.conj(), tensor.conj().imag]
+    assert data[0].is_conj()
+    assert data[1].is_neg()
+    assert same(sent(pytree.take(data, "send")), data)
+    assert same(sent(pytree.take(data[:1], "send")), data[:1])
+
+
 @settings(max_examples=200)
 @given(CONTAINERS)
 def test_every_leaf_has_a_place(data: Any) -> None:
@@ -150,6 +160,13 @@ def with_a_change(plain: Any, draws: st.DataObject) -> Any:
         return draws.draw(JSON | st.integers(2**60, 2**64))
     index = draws.draw(st.integers(0, len(plain) - 1))
     return [*plain[:index], with_a_change(plain[index], draws), *plain[index + 1 :]]
+
+
+def test_data_on_a_gpu_are_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    description = wire_format.decode(json.dumps(["leaf", [["tensor", "float32", [3], "cuda", False]]]).encode())
+    with pytest.raises(MpicommError, match=r"the data of rank 3 are on a GPU, but this rank has no GPU\.\nSend CPU"):
+        wire_format.output_buffers(description, "rank 3")
 
 
 NEAR = st.integers(-2, 2)
