@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import mpicomm
 from benchmarks import ratios
 from benchmarks.ratios import Ratio
+from mpicomm import terminal
 from mpicomm.cli.main import main
 from mpicomm.metrics_file import NAME
 from tests.launching import ROOT, run_alone
@@ -53,6 +55,12 @@ def test_a_report_as_json_is_the_same_for_one_run_and_for_several(
 def test_the_table_of_many_runs_breaks_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *[a_run(tmp_path / f"a-run-with-a-long-name-{n}") for n in range(12)]]) == 0
     assert capsys.readouterr().out.count("\n") < 25
+
+
+def test_text_in_brackets_is_shown_in_a_table() -> None:
+    output = io.StringIO()
+    terminal.console(output, width=40).print(terminal.table(("line",), [("model[bold](x)",)]))
+    assert "model[bold](x)" in output.getvalue()
 
 
 def test_a_plot_is_written_in_addition_to_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,22 @@ def test_a_name_must_be_that_of_one_job(publish: Publish, capsys: pytest.Capture
     assert "no running job whose name contains other of user " in capsys.readouterr().err
 
 
+def test_the_whole_name_of_a_job_is_not_that_of_another(
+    publish: Publish, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish("run-1")
+    publish("run-10")
+    chosen: list[str] = []
+
+    def observer(listed: job_files.ListedJob) -> None:
+        chosen.append(listed.job.name)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(top, "JobObserver", observer)
+    assert main.main(["top", "run-1"]) == FAILED
+    assert (chosen, capsys.readouterr().err) == (["run-1"], "mpicomm top: no answer\n")
+
+
 def test_no_job_is_an_error_with_the_places(publish: Publish, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["top"]) == FAILED
     error = capsys.readouterr().err
