@@ -162,6 +162,13 @@ def with_a_change(plain: Any, draws: st.DataObject) -> Any:
     return [*plain[:index], with_a_change(plain[index], draws), *plain[index + 1 :]]
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_description_with_another_number_of_leaves_is_refused(count: int) -> None:
+    structure, leaves = json.loads(wire_format.encode(pytree.take([1, 2], "send")))
+    with pytest.raises(MpicommError, match=r"its description cannot be read \(leaves are missing\)"):
+        wire_format.decode(json.dumps([structure, (2 * leaves)[:count]]).encode())
+
+
 def test_data_on_a_gpu_are_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     description = wire_format.decode(json.dumps(["leaf", [["tensor", "float32", [3], "cuda", False]]]).encode())
