@@ -89,6 +89,14 @@ def test_hooks_are_called_in_order_on_all_ranks(world: mpicomm.World, directory:
     assert gathered == [recorder.events] * world.size
 
 
+def test_several_callbacks_of_one_class_are_called(world: mpicomm.World) -> None:
+    recorders = [Recorder(), Recorder()]
+    data = samples(4 * world.size)
+    make_trainer(None, make_model(), batch_size=4, callbacks=recorders).fit(data, 1, data)
+    assert recorders[0].events
+    assert recorders[0].events == recorders[1].events
+
+
 class Failing(mpicomm.Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         raise LookupError(f"step {trainer.position.step}")
@@ -246,7 +254,7 @@ class Figures:
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_the_best_checkpoint_is_kept(world: mpicomm.World, directory: Path, mode: str) -> None:
-    figure = Figures(*(each if mode == "max" else -each for each in (1.0, 3.0, 2.0, 3.0, float("nan"), 0.0)))
+    figure = Figures(*(each if mode == "max" else -each for each in (float("nan"), 3.0, 2.0, 3.0, float("nan"), 0.0)))
     best = mpicomm.BestCheckpoint("figure", mode)
     options = {"batch_size": 4, "keep_checkpoints": 1, "save_every": 100}
     at_best: list[torch.Tensor] = []

@@ -160,7 +160,8 @@ def test_a_signal_to_one_rank_makes_all_leave(world: mpicomm.World, directory: P
     assert digest(again) == digest(whole)
 
 
-def test_a_stop_request_during_the_evaluation(world: mpicomm.World, directory: Path) -> None:
+@pytest.mark.parametrize("continues_in", ["another trainer", "the same trainer"])
+def test_a_stop_request_during_the_evaluation(world: mpicomm.World, directory: Path, continues_in: str) -> None:
     expected = fit(make_trainer(None))
     trainer = make_trainer(directory)
     inner = trainer.loss_fn
@@ -174,7 +175,8 @@ def test_a_stop_request_during_the_evaluation(world: mpicomm.World, directory: P
     with pytest.raises(mpicomm.Preempted):
         fit(trainer)
     assert not trainer.position.is_evaluated
-    assert fit(make_trainer(directory)) == expected
+    trainer.loss_fn = inner
+    assert fit(trainer if continues_in == "the same trainer" else make_trainer(directory)) == expected
 
 
 def test_another_model_is_refused_by_name(world: mpicomm.World, directory: Path) -> None:

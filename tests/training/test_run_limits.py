@@ -55,6 +55,17 @@ def test_max_time_of_one_rank_ends_all_ranks_in_one_step(world: mpicomm.World, d
     assert complete(directory) == ["step-000000003"]
 
 
+def test_a_callback_on_one_rank_stops_all_ranks_after_an_epoch(world: mpicomm.World) -> None:
+    class Stop(mpicomm.Callback):
+        def on_epoch_end(self, trainer: Trainer) -> None:
+            if trainer.world.rank == trainer.world.size - 1:
+                trainer.stop("enough")
+
+    trainer = make(None, callbacks=[Stop()])
+    assert len(trainer.fit(samples(4 * 2 * world.size), 3)) == 1
+    assert mpicomm.all_gather_object(trainer.position.step) == [2] * world.size
+
+
 def test_a_callback_on_one_rank_stops_all_ranks(world: mpicomm.World) -> None:
     entries: list[dict[str, Any]] = []
 

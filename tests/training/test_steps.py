@@ -280,11 +280,19 @@ def test_parameters_that_differ_between_ranks_are_detected(world: mpicomm.World,
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True requires GPUs .*, got the device cpu"),
         ({"rank_logs": True}, "rank_logs=True requires a checkpoint_dir"),
+        ({"replicate_shards": True}, "replicate_shards=True requires strategy='fsdp' and on_failure='recover', got"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(world: mpicomm.World, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mpicomm.Trainer(*_parts(), **options)
+
+
+def test_recovery_without_a_job_that_continues_is_refused(world: mpicomm.World) -> None:
+    with pytest.raises(
+        mpicomm.MpicommError, match=r"requires a job that continues after a failure\.\nCall mpicomm\.boo"
+    ):
+        mpicomm.Trainer(*_parts(), on_failure="recover")
 
 
 def _parts() -> tuple[Any, ...]:
