@@ -14,6 +14,7 @@ from tests.mutants import (
     recovery,
     rpc_adapter,
     shm_and_collective_ops,
+    startup_and_messages,
     trainer_output,
     training,
 )
@@ -30,6 +31,7 @@ MUTANTS = [
     *lightning.MUTANTS,
     *recovery.MUTANTS,
     *rpc_adapter.MUTANTS,
+    *startup_and_messages.MUTANTS,
     *training.MUTANTS,
     *trainer_output.MUTANTS,
 ]
