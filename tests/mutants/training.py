@@ -649,8 +649,8 @@ synchronize()
         "Trainer._evaluation_options",
         old="dataclasses.replace(self._options.loader, grad_accum_steps=1, shuffle=False)",
         new="dataclasses.replace(self._options.loader, grad_accum_steps=1)",
-        fault="predict() returns the outputs in the shuffled order of training.",
-        tests="tests/training/test_predictions.py -k '37 and ddp'",
+        fault="With limit_batches, an evaluation takes other samples than the first ones of the data.",
+        tests="tests/training/test_run_limits.py -k limit_batches",
         ranks=2,
     ),
     Mutant(

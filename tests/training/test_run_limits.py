@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 import mpicomm
 from mpicomm.training.run_limits import RunLimits
@@ -91,6 +92,8 @@ def test_limit_batches_limits_epochs_and_evaluations(world: mpicomm.World, grad_
     assert [each["step"] for each in history] == [steps, 2 * steps]
     assert [each["samples"] for each in history] == [steps * grad_accum_steps * 4 * world.size] * 2
     assert [each["eval_samples"] for each in history] == [3 * 4 * world.size] * 2
+    first = trainer.evaluate(Subset(data, range(3 * 4 * world.size)))
+    assert history[-1]["eval_loss"] == pytest.approx(first["loss"], rel=1e-5), "the evaluation takes the first batches"
 
 
 def test_eval_every_evaluates_within_epochs(world: mpicomm.World) -> None:
