@@ -64,7 +64,9 @@ def api() -> types.ModuleType:
     Raises:
         MPINotFoundError: If mpi4py is not installed, is too old, or cannot find an MPI library.
     """
-    if (loaded := sys.modules.get("mpi4py.MPI")) is not None:
+    loaded = sys.modules.get("mpi4py.MPI")
+    # While another thread imports it, its names are missing: the import below waits for that thread.
+    if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
         return loaded
     try:
         import mpi4py

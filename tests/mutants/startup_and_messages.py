@@ -5,6 +5,14 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "mpi.api",
+        old='loaded is not None and not getattr(loaded.__spec__, "_initializing", False)',
+        new="loaded is not None",
+        fault="A thread gets the module mpi4py.MPI while another imports it, and fails since a name is missing.",
+        tests="tests/unit/test_mpi.py",
+        ranks=0,
+    ),
     # -- the out-of-band channel ----------------------------------------------------------------------------
     Mutant(
         "Channel.poll",
