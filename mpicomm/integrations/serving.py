@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from mpicomm import agreement, session
+from mpicomm import agreement, mpi, session
 from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.errors import MpicommError
 from mpicomm.session import Session, World
@@ -25,6 +25,7 @@ _PAUSE_GROWTH = 1.2
 _START_SECONDS = 300.0
 _START_SHARE = 0.8  # of the timeout of operations: the other ranks wait for the start in one
 _REPORT_SECONDS = 10.0  # for rank 0 to print its exception and to abort the job
+_READ_SECONDS = 3.0  # for the other ranks to read the exception of rank 0: longer than their time between two queries
 _SHOWN = 400  # the most characters of a message
 _LEFT = ""  # otherwise rank 0's exception
 _ENDED = "its process has ended"
@@ -85,6 +86,7 @@ def until_rank_0_leaves(world: World) -> Iterator[None]:
     except BaseException as error:
         if world.rank == 0:
             store.set(key, _with_causes(error))
+            _wait_for_readers(current, key)
         raise
     if world.rank == 0:
         store.set(key, _LEFT)
@@ -92,6 +94,13 @@ def until_rank_0_leaves(world: World) -> Iterator[None]:
         time.sleep(_REPORT_SECONDS)
         rank_failures.check(None)
         raise MpicommError(f"rank 0 has not completed the block of cluster(), see its output: {problem}")
+
+
+def _wait_for_readers(current: Session, key: str) -> None:
+    """Wait until the other ranks have read the exception: torch prints a stack if a query gets no answer."""
+    readers = current.world.size - 1
+    with contextlib.suppress(dist.DistError):  # must not replace the exception
+        mpi.poll(lambda: current.job.store.add(f"{key}/readers", 0) >= readers, _READ_SECONDS, longest_pause=_PAUSES[0])
 
 
 def _wait_for_rank_0(current: Session, key: str) -> str:
@@ -103,7 +112,9 @@ def _wait_for_rank_0(current: Session, key: str) -> str:
         while not (watch is not None and watch.has_lost_rank_0):
             rank_failures.check(None)
             if store.check([key]):
-                return store.get(key).decode()
+                problem = store.get(key).decode()
+                store.add(f"{key}/readers", 1)
+                return problem
             time.sleep(pause)
             pause = min(longest, pause * _PAUSE_GROWTH)
     except dist.DistError:
