@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 _MIB = 2**20
@@ -49,7 +50,7 @@ class Variables:
         """Read and validate the settings; an empty variable counts as unset.
 
         Raises:
-            ValueError: If a value is not a number of at least 0.
+            ValueError: If a value is not a finite number of at least 0.
         """
 
         def number(name: str, default: float) -> float:
@@ -58,8 +59,8 @@ class Variables:
                 value = float(text) if text else default
             except ValueError:
                 value = -1.0
-            if value < 0:
-                raise ValueError(f"{name} must be a number of at least 0, got {text}.\nCorrect it, or unset it.")
+            if not 0 <= value < math.inf:  # also false for NaN
+                raise ValueError(f"{name} must be a finite number of at least 0, got {text}.\nCorrect it, or unset it.")
             return value
 
         def flag(name: str) -> bool:

@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "Variables.from_environ",
-        old="value < 0",
+        old="not 0 <= value < math.inf",
         new="False",
         fault="A variable HOROVOD_* that is not a number is taken for -1.",
         tests="tests/unit/test_horovod_variables.py",
