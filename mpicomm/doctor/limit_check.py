@@ -71,7 +71,7 @@ def _check_files(facts: LimitFacts) -> Finding:
             "Raise the hard limit (`ulimit -Hn` shows it): nofile in /etc/security/limits.conf, LimitNOFILE of the "
             "daemon that starts the ranks, `docker run --ulimit nofile=65536`.",
         )
-    if hard == facts.soft_files == _USUAL_FILES:
+    if hard == _USUAL_FILES:
         return warning(
             "open files",
             f"a process may open {hard} files (hard limit): at most {fit} ranks fit on a node",

@@ -211,6 +211,7 @@ def test_the_memory_of_another_process_is_read() -> None:
         ({"soft_files": 64, "hard_files": 64}, [("open files", "problem")], "at most 10 ranks fit on a node"),
         ({"soft_files": 64}, [], "mpicomm raises up to the hard limit, 1048576"),
         ({"hard_files": 1024}, [("open files", "warning")], "at most 490 ranks"),
+        ({"soft_files": 512, "hard_files": 1024}, [("open files", "warning")], "at most 490 ranks"),
         ({"hard_files": resource.RLIM_INFINITY}, [], "no limit"),
         ({"rdma_devices": ("mlx5_0",)}, [("locked memory", "problem")], "64 KiB"),
         ({"rdma_devices": ("mlx5_0",), "locked": resource.RLIM_INFINITY}, [], ""),
