@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs import documents
 from tests.docs.documents import REFERENCE
-from tests.examples.test_examples import run, sessions
+from tests.examples.test_examples import run
 from tests.examples.test_quick_start import COMMANDS as OF_THE_QUICK_START
 from tests.launching import ROOT
 
@@ -17,24 +16,10 @@ README = ROOT / "README.md"
 COMMANDS = [command.line for path in (README, REFERENCE) for command in documents.read(path).commands()]
 # `.ci/run` itself runs these, before or around this test.
 DONE_BY_CI = {"make demo", "make test"}
-# test_examples.py runs the commands of docstrings, and compares their output.
-OF_DOCSTRINGS = {command for _, command, _ in sessions()}
+OTHERS = [command for command in COMMANDS if command not in DONE_BY_CI | set(OF_THE_QUICK_START)]
 
 
-def by_mpirun(command: str) -> str:
-    """Return the command in the form used in docstrings; `mpicomm run` has separate tests."""
-    command = re.sub(r"^mpicomm run -n (\d+) -m ", r"mpirun -n \1 python -m ", command)
-    return re.sub(r"^mpicomm run -n (\d+) (\S+\.py)", r"mpirun -n \1 python \2", command)
-
-
-LEFT = [
-    each
-    for each in COMMANDS
-    if each not in DONE_BY_CI | set(OF_THE_QUICK_START) and by_mpirun(each) not in OF_DOCSTRINGS
-]
-
-
-@pytest.mark.parametrize("command", LEFT)
+@pytest.mark.parametrize("command", OTHERS)
 def test_a_command_works(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = run(command)
