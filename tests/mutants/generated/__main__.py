@@ -47,7 +47,7 @@ MODULES = {
 """The tests of each module or package."""
 
 _RESULTS = ROOT / "docs" / "results" / "generated-mutants.json"
-_STATE = ROOT / "build" / "generated-mutants.json"
+_STATE = ROOT / "docs" / "results" / "generated-mutants-state.json"
 _EQUIVALENT = Path(__file__).parent / "equivalent.json"
 _MOST = 150  # mutants of a module
 _LONGEST = 300.0  # seconds for tests without a fault
@@ -94,7 +94,6 @@ class State:
 
     def add(self, mutant: Mutant, tests: str, *, is_killed: bool) -> None:
         self._results[mutant.key()] = "killed" if is_killed else tests
-        _STATE.parent.mkdir(exist_ok=True)
         result_files.write(_STATE, self._results)
 
 
