@@ -16,7 +16,7 @@ from mpicomm import mpi
 from mpicomm.launch import detect
 from tests.time_limits import scaled
 
-pytest_plugins = ["tests.worlds"]
+pytest_plugins = ["tests.worlds", "tests.scenarios", "tests.quarantine"]
 # Variables that other packages set: pytest; torch, when DDP first checks for its compiler and when the compiler runs
 # (also in a CUDA build); scikit-learn and Lightning, at import.
 SET_BY_OTHERS = {

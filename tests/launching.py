@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from mpicomm import mpi
 from tests import time_limits
+from tests.mutants.marks import TEST, current_test
 from tests.time_limits import EVENT_SECONDS, JOB_SECONDS, T
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,7 +96,7 @@ class Job:
         self._start = time.monotonic()
         self._process = subprocess.Popen(
             args,
-            env={**environ, _MARK: marks},
+            env={**environ, _MARK: marks, TEST: current_test()},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=stdout,

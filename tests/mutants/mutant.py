@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 from tests.mutants import syntax
 
@@ -31,6 +32,16 @@ class Mutant:
 
     equivalent: str = dataclasses.field(default="", kw_only=True)
     """The reason if no test can detect the fault; such a mutant is listed, but not run."""
+
+    @property
+    def name(self) -> str:
+        """The place and the fault."""
+        return f"{self.place}: {self.fault}"
+
+    @property
+    def files(self) -> list[str]:
+        """The test files or directories among the arguments of pytest."""
+        return [word.partition("::")[0] for word in shlex.split(self.tests) if word.startswith("tests")]
 
     def applied_to(self, package: list[syntax.Module]) -> syntax.Replacement:
         """Return the module with the fault.

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import json
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tests.launching import OTHER_MPI_ENV, ROOT, run_within
-from tests.mutants import syntax
+from tests.mutants import marks, syntax
 from tests.mutants.mutant import Mutant
 
+JOB = "a job"
+"""The name of the mark of tests that start jobs."""
+
+_LONGEST_RUN = 3000.0  # seconds for some files of tests
 _LONGEST = 600.0  # seconds for tests without a fault
 _AT_LEAST, _FACTOR = 30.0, 4.0  # the time limit with a fault, in seconds and as a multiple of the time without it
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
@@ -35,6 +43,22 @@ class Verdict:
     seconds: float = 0.0
 
 
+@dataclasses.dataclass
+class Test:
+    """A test that has run."""
+
+    name: str
+    has_failed: bool = False
+    seconds: float = 0.0
+    fixtures: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The fixtures that it shares with other tests, and the duration of each in seconds."""
+
+    @property
+    def total_seconds(self) -> float:
+        """The duration, as if no other test used the fixtures."""
+        return self.seconds + sum(self.fixtures.values())
+
+
 class Copy:
     """A copy of the checkout, in which faults are applied and removed."""
 
@@ -43,6 +67,7 @@ class Copy:
         self._root = directory
         shutil.copytree(ROOT, self._root, symlinks=True, ignore=LEFT_OUT)
         self._package = read_sources(self._root)
+        self._marks: list[str] = []
         self._seconds: dict[tuple[str, int], float | None] = {}
 
     def run(self, mutant: Mutant) -> Verdict:
@@ -55,12 +80,53 @@ class Copy:
         usual = self._usual_seconds(mutant)
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
-        source = faulty.path.read_text()
-        write_module(faulty.path, faulty.source)
-        try:
+        with _replaced(faulty):
             return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
-        finally:
-            write_module(faulty.path, source)
+
+    def fault(self, mutant: Mutant) -> AbstractContextManager[None]:
+        """Apply a fault in a `with` block.
+
+        Raises:
+            ValueError: If the code to replace does not occur exactly once.
+        """
+        return _replaced(mutant.applied_to(self._package))
+
+    def outcomes(self, arguments: list[str], limit: float = _LONGEST_RUN) -> list[Test]:
+        """Run pytest, and return the tests that ended within the limit."""
+        file = self._root / "outcomes"
+        file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.marks", *arguments]
+        run_within(limit, command, env=self._environment() | {marks.RESULTS: str(file)}, cwd=self._root)
+        tests: dict[str, Test] = {}
+        for line in file.read_text().splitlines() if file.exists() else []:
+            name, phase, outcome, seconds, shared = json.loads(line)
+            test = tests.setdefault(name, Test(name))
+            test.has_failed |= outcome == "failed"
+            test.fixtures |= shared
+            test.seconds += seconds if phase == "call" else 0.0
+        return list(tests.values())
+
+    def add_marks(self, mutants: list[Mutant]) -> None:
+        """Let each test record which of the mutants it executes, and whether it starts a job; see `hits`."""
+        package = [*self._package, *syntax.read_package(self._root / "tests")]
+        positions = [(JOB, syntax.statement(package, "launching.Job.__init__", "self._mark = uuid.uuid4().hex", ""))]
+        positions += [
+            (mutant.name, syntax.statement(package, mutant.place, mutant.old, mutant.new)) for mutant in mutants
+        ]
+        for name, position in sorted(positions, key=lambda item: item[1] or (), reverse=True):
+            if position is not None:  # from the last line of a file to the first
+                path, line, column = position
+                lines = path.read_text().split("\n")
+                call = f'__import__("tests.mutants.marks").mutants.marks.hit({len(self._marks)})'
+                lines.insert(line - 1, " " * column + call)
+                self._marks.append(name)
+                write_module(path, "\n".join(lines))
+
+    def hits(self, test: Test) -> set[str]:
+        """Return the names of the mutants that a test has executed, and JOB if it has started a job."""
+        folders = [marks.folder_of(name).name for name in (test.name, *test.fixtures)]
+        root = self._root / "tests" / "mutants" / "hits"
+        return {self._marks[int(path.name)] for folder in folders for path in (root / folder).glob("*")}
 
     def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
@@ -98,6 +164,16 @@ class Copy:
 def read_sources(root: Path) -> list[syntax.Module]:
     """Read the modules of a checkout in which mutants are."""
     return [module for folder in ("mpicomm", "benchmarks") for module in syntax.read_package(root / folder)]
+
+
+@contextlib.contextmanager
+def _replaced(faulty: syntax.Replacement) -> Iterator[None]:
+    source = faulty.path.read_text()
+    write_module(faulty.path, faulty.source)
+    try:
+        yield
+    finally:
+        write_module(faulty.path, source)
 
 
 def write_module(path: Path, source: str) -> None:

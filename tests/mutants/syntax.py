@@ -17,15 +17,17 @@ from typing import Any
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 # Expressions that cannot be read in another way beside an operator.
 _WITHOUT_PARENTHESES = (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SCOPES = (*_FUNCTIONS, ast.ClassDef)
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A module, and the scopes in it by full name; a property and its setter have the same name."""
+    """A module, its syntax tree, and the scopes in it by full name; a property and its setter have the same name."""
 
     path: Path
     source: str
+    tree: ast.Module
     scopes: dict[str, list[ast.AST]]
 
 
@@ -54,6 +56,39 @@ def replace(package: list[Module], place: str, old: str, new: str) -> Replacemen
     Raises:
         ValueError: If the code is not found exactly once.
     """
+    module, span = _find(package, place, old, new)
+    return Replacement(module.path, _replaced(module.source, span, textwrap.dedent(new).strip()))
+
+
+def statement(package: list[Module], place: str, old: str, new: str) -> tuple[Path, int, int] | None:
+    """Return where the innermost statement of a function that contains this code begins: file, line and column.
+
+    The code can be executed only after a statement that is inserted there. None outside of functions. Arguments and
+    errors as for `replace`.
+    """
+    module, (node, *_) = _find(package, place, old, new)
+    if isinstance(node, _FUNCTIONS):
+        line, column = _start(node.body[0])
+        return module.path, line + 1, column
+    around = [
+        part
+        for function in ast.walk(module.tree)
+        if isinstance(function, _FUNCTIONS)
+        for block in _blocks(function)
+        for part in block
+        if isinstance(part, ast.stmt) and any(child is node for child in ast.walk(part)) and not _is_elif(part, module)
+    ]
+    if not around:
+        return None
+    line, column = _start(max(around, key=_start))
+    return module.path, line + 1, column
+
+
+def _is_elif(node: Any, module: Module) -> bool:
+    return module.source.encode().split(b"\n")[node.lineno - 1][node.col_offset :].startswith(b"elif")
+
+
+def _find(package: list[Module], place: str, old: str, new: str) -> tuple[Module, list[Any]]:
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()
     spans = {
         id(span[0]): (module, span)  # once, if a module and a function in it have the same name
@@ -65,8 +100,7 @@ def replace(package: list[Module], place: str, old: str, new: str) -> Replacemen
     }
     if len(spans) != 1:
         raise ValueError(f"{place}: expected this code once, found it {len(spans)} times:\n{old}\nUpdate the mutant.")
-    module, span = next(iter(spans.values()))
-    return Replacement(module.path, _replaced(module.source, span, new))
+    return next(iter(spans.values()))
 
 
 def _read(path: Path, root: Path) -> Module:
@@ -75,7 +109,7 @@ def _read(path: Path, root: Path) -> Module:
     name = ".".join(part for part in path.relative_to(root.parent).with_suffix("").parts if part != "__init__")
     scopes: dict[str, list[ast.AST]] = {name: [tree]}
     _add_scopes(tree, name, scopes)
-    return Module(path, source, scopes)
+    return Module(path, source, tree, scopes)
 
 
 def _add_scopes(node: ast.AST, name: str, scopes: dict[str, list[ast.AST]]) -> None:

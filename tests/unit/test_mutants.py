@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT
-from tests.mutants import syntax
+from tests.mutants import scenarios, syntax
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import read_sources
 from tests.mutants.table import MUTANTS
@@ -134,3 +134,31 @@ def test_code_that_does_not_occur_once_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=rf"{place}: expected this code once, found it {count} times"):
         syntax.replace(package, place, old, "")
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "line"),
+    [
+        ("call", "x > 0", 4),
+        ("call", "x.field = 1", 9),
+        ("call", "elif x:", 4),  # a statement cannot be inserted between `if` and `elif`
+        ("call", "except (OSError, ValueError) as error:", 10),
+        ("call", "def call(x):", 4),
+    ],
+)
+def test_a_mark_precedes_the_statement_with_the_code(
+    place: str, old: str, line: int, package: list[syntax.Module]
+) -> None:
+    position = syntax.statement(package, place, old, "x")
+    assert position is not None
+    assert position[1] == line
+
+
+def test_code_outside_of_functions_is_executed_by_every_test(package: list[syntax.Module]) -> None:
+    assert syntax.statement(package, "Call", "property", "staticmethod") is None
+
+
+def test_the_choice_detects_every_mutant_in_little_time() -> None:
+    detects = {"slow": {"a", "b", "c"}, "fast": {"a", "b"}, "last": {"c"}, "kept": {"d"}, "unused": {"a"}}
+    seconds = {"slow": 100.0, "fast": 1.0, "last": 2.0, "kept": 50.0, "unused": 1.0}
+    assert scenarios.cover(detects, seconds, kept=["kept"]) == ["kept", "fast", "last"]

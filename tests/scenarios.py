@@ -1,0 +1,65 @@
+"""A plugin of pytest: `--scenarios chosen` deselects the tests that start jobs and are not chosen for `make test`.
+
+tests/scenarios.json has the choice, which `python -m tests.mutants.scenarios choose` writes. A test that is not in
+that file runs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpicomm.reports import result_files
+
+_FILE = Path(__file__).with_name("scenarios.json")
+
+KEPT = {
+    "tests/examples/test_readme.py": "every command of the README is run",
+    "tests/examples/test_quick_start.py": "every command of the README is run",
+    "tests/cluster/test_slurm.py": "srun starts the ranks, with PMIx and PMI-2",
+    "tests/cluster/test_hierarchical.py": "collectives between nodes",
+    "tests/cluster/test_mpirun.py": "mpirun starts ranks on several hosts, with different networks",
+}
+"""Scenarios that are chosen whatever they detect, by the beginning of their ID, and the reason."""
+
+_LEFT_OUT = (
+    "tests/cluster/",
+    # These use the jobs of other tests, and start them if those do not run.
+    "tests/examples/test_examples.py::test_a_script_for_horovod",
+    "tests/examples/test_examples.py::test_ddp_",
+    "tests/examples/test_examples.py::test_existing_script",
+    "tests/examples/test_examples.py::test_fsdp_",
+    "tests/examples/test_trainers.py",
+)
+"""The beginnings of the IDs of scenarios that are not in the file, and are not chosen unless `KEPT` has them."""
+
+
+def reason_to_keep(test: str) -> str | None:
+    """Return why a scenario is chosen whatever it detects."""
+    return next((reason for start, reason in KEPT.items() if test.startswith(start)), None)
+
+
+def write(chosen: list[str], others: list[str]) -> None:
+    """Write the choice."""
+    result_files.write(_FILE, {"chosen": chosen, "others": others})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--scenarios", choices=["all", "chosen"], default="all", help="which tests that start jobs run (default: all)"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--scenarios") == "all":
+        return
+    others = set(json.loads(_FILE.read_text())["others"])
+    left_out = {item for item in items if _is_left_out(item.nodeid, others)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is_left_out(test: str, others: set[str]) -> bool:
+    return test in others or (test.startswith(_LEFT_OUT) and not reason_to_keep(test))
