@@ -31,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants lint docs clean
+.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -39,34 +39,50 @@ help: ## list the targets
 env: $(ENVS) ## create .venv (Open MPI) and .venv-mpich
 	@echo "To enter: . .venv/bin/activate"
 
+check: ## run after each edit (2 min): style, types, unit tests that start no job, the core of the tests on four ranks
+	tests/parts.sh "make lint" "make check-unit" "make check-4"
+
+check-unit: .venv/.ready ## run unit tests that start no job
+	$(openmpi) $(limited) pytest tests/unit -n 2
+
+check-4: .venv/.ready ## run the core of the tests of operations on four ranks
+	$(openmpi) $(limited) mpirun -n 4 pytest --with-mpi -m each_torch tests/mpi tests/collective_ops
+
 demo: .venv/.ready ## run two examples on four ranks
 	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.p2p
 	$(openmpi) $(limited) mpirun -n 4 python -m mpicomm.examples.ddp
 
-test: $(ENVS) ## run single-process tests, then tests on four ranks with both MPIs
+test: $(ENVS) ## run single-process tests and the chosen scenarios, then tests on four ranks, with both MPIs
 	tests/parts.sh "make test-alone" "make test-alone-mpich" "make test-4"
 
-test-full: test test-1 test-2 test-3 features-4 limits many-ranks ## run `test`, then other numbers of ranks, then long tests
+test-full: $(ENVS) ## run all scenarios with both MPIs, other numbers of ranks, the cluster, the oldest torch, long tests
+	tests/parts.sh "make test-alone SCENARIOS=all" "make test-alone-mpich SCENARIOS=all" \
+		"make test-1" "make test-2" "make test-3" "make test-4" "make features-4" \
+		"make test-cluster SCENARIOS=all" "make conformance-4" "make conformance-mpich-4" "make compat TORCH=oldest MPI=mpich REMOVE=1" \
+		"make limits" "make many-ranks"
 
-side_by_side := -n $(JOBS) --dist loadfile
+# Tests that start jobs are scenarios; tests/scenarios.json has those that find faults which no other test finds.
+SCENARIOS ?= chosen
+single_process := --scenarios $(SCENARIOS) -n $(JOBS) --dist loadfile
 
-test-alone: $(ENVS) ## run single-process tests, with Open MPI
-	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) tests/run_twice.sh -m "not mpi" $(side_by_side)
+test-alone: $(ENVS) ## run single-process tests, with Open MPI; SCENARIOS=all for all that start jobs
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi" $(single_process)
 
 test-alone-mpich: $(ENVS) ## run single-process tests that depend on the MPI library, with MPICH
-	$(mpich) OTHER_MPI_ENV=.venv $(limited) tests/run_twice.sh -m "each_mpi and not mpi" $(side_by_side)
+	$(mpich) OTHER_MPI_ENV=.venv $(limited) pytest -m "each_mpi and not mpi" $(single_process)
 
 test-cluster: $(ENVS) ## run tests with Slurm, on virtual hosts (namespaces); installs Slurm (root, apt)
 	-$(openmpi) python -m tests.cluster install
-	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) tests/run_twice.sh tests/cluster -n 2 --dist loadfile --no-loadscope-reorder
+	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest tests/cluster --scenarios $(SCENARIOS) -n 2 --dist loadfile \
+		--no-loadscope-reorder
 
 many-ranks: $(ENVS) ## run a test with 48 ranks on four hosts (16 GiB)
 	$(openmpi) RANKS=48 $(limited) pytest tests/cluster/test_with_many_ranks.py
 
 # Tests of torch's features and the trainer hardly depend on the MPI library: features-N runs them with MPICH.
 test-%: $(ENVS) ## run tests on N ranks with Open MPI, and those that depend on the MPI library with MPICH
-	$(openmpi) tests/ranks_twice.sh $*
-	$(mpich) tests/ranks_twice.sh $* tests/mpi tests/collective_ops tests/programs tests/horovod
+	$(openmpi) $(limited) mpirun -n $* pytest --with-mpi
+	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/mpi tests/collective_ops tests/programs tests/horovod
 
 features-%: $(ENVS) ## run tests of torch's features and the trainer on N ranks, with MPICH
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features tests/training tests/bench tests/gpu
@@ -101,8 +117,10 @@ conformance: $(ENVS) ## run PyTorch's own tests, also with Gloo for comparison, 
 	$(openmpi) $(limited) python -m tests.conformance --at-least 100 --write
 	$(mpich) $(limited) python -m tests.conformance --at-least 100 --write
 
-conformance-%: $(ENVS) ## run PyTorch's own tests on N ranks, with both MPIs
+conformance-%: .venv/.ready ## run PyTorch's own tests on N ranks, with Open MPI
 	$(openmpi) $(limited) python -m tests.conformance --ranks $* --at-least 100
+
+conformance-mpich-%: .venv-mpich/.ready ## run them with MPICH
 	$(mpich) $(limited) python -m tests.conformance --ranks $* --at-least 100
 
 pytorch-files: .venv/.ready ## run test files of PyTorch's repository with mpicomm and Gloo: FILES="DIR/test_functional_api.py ..."
