@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpicomm import mpi
-from tests import time_limits
-from tests.mutants.marks import TEST, current_test
+from tests import job_origin, time_limits
 from tests.time_limits import EVENT_SECONDS, JOB_SECONDS, T
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +95,7 @@ class Job:
         self._start = time.monotonic()
         self._process = subprocess.Popen(
             args,
-            env={**environ, _MARK: marks, TEST: current_test()},
+            env={**environ, _MARK: marks, job_origin.VARIABLE: job_origin.name()},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=stdout,

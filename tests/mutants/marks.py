@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-TEST = "TESTS_NAME"
-"""The variable with the ID of the test, or of the fixture, that has started a job."""
+from tests import job_origin
 
 RESULTS = "TESTS_RESULTS"
 """The variable with the file to which the plugin appends a line for each phase of a test."""
@@ -29,18 +28,12 @@ _seen: set[tuple[str, int]] = set()
 
 def hit(mark: int) -> None:
     """Record at once that a test executes the code at a mark: the process may be killed later."""
-    test = current_test()
+    test = job_origin.name()
     if test and (test, mark) not in _seen:
         _seen.add((test, mark))
         folder = folder_of(test)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(mark)).touch()
-
-
-def current_test() -> str:
-    """Return the ID of the test or fixture that runs in this process or has started it."""
-    running = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]  # "<ID> (call)"
-    return os.environ.get(TEST, "") or running
 
 
 def folder_of(test: str) -> Path:
@@ -67,7 +60,7 @@ class _SharedFixtures:
             return (yield)
         name, start = f"{fixturedef.baseid}::{fixturedef.argname}", time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(TEST, name)
+            patch.setenv(job_origin.VARIABLE, name)
             try:
                 return (yield)
             finally:

@@ -49,6 +49,9 @@ class Test:
 
     name: str
     has_failed: bool = False
+    has_ended: bool = False
+    """False if it was killed at the limit of the run."""
+
     seconds: float = 0.0
     fixtures: dict[str, float] = dataclasses.field(default_factory=dict)
     """The fixtures that it shares with other tests, and the duration of each in seconds."""
@@ -92,7 +95,7 @@ class Copy:
         return _replaced(mutant.applied_to(self._package))
 
     def outcomes(self, arguments: list[str], limit: float = _LONGEST_RUN) -> list[Test]:
-        """Run pytest, and return the tests that ended within the limit."""
+        """Run pytest, and return the tests that began within the limit, after which it is killed."""
         file = self._root / "outcomes"
         file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.marks", *arguments]
@@ -104,6 +107,7 @@ class Copy:
             test.has_failed |= outcome == "failed"
             test.fixtures |= shared
             test.seconds += seconds if phase == "call" else 0.0
+            test.has_ended |= phase == "teardown"
         return list(tests.values())
 
     def add_marks(self, mutants: list[Mutant]) -> None:

@@ -30,7 +30,6 @@ from tests.mutants.run import JOB, Copy
 from tests.mutants.table import MUTANTS
 
 RESULTS = ROOT / "docs" / "results" / "scenarios.json"
-MUTANT_RESULTS = ROOT / "docs" / "results" / "mutants.json"
 _COMMAND = "python -m tests.mutants.scenarios trace; python -m tests.mutants.scenarios find"
 _CONTENT = "scenarios: seconds; mutants: the scenarios that execute each, and whether they detect it (null: not tried)"
 _FILES_PER_RUN = 8  # of `trace`, after which the results are saved
@@ -94,15 +93,14 @@ def _find(copies: list[Copy], results: dict[str, Any], end: float) -> None:
         try:
             limit = _LEAST + _FACTOR * sum(scenarios.get(test, 0.0) for test in tests)
             with copy.fault(mutant):
-                ended = copy.outcomes([*tests, "-m", "not mpi"], limit)
+                begun = copy.outcomes([*tests, "-m", "not mpi"], limit)
         finally:
             free.put(copy)
         with lock:
             tried = results["mutants"][mutant.name]
-            tried |= {test.name: test.has_failed for test in ended if test.name in scenarios or test.has_failed}
-            # If the run was killed at its limit, the first test without a result was running.
-            unfinished = [test for test in tests if test in scenarios and tried.get(test) is None]
-            tried |= dict.fromkeys(unfinished[:1], True)
+            # The limit is several times the usual duration: a test that was killed has detected the fault.
+            outcomes = {test.name: test.has_failed or not test.has_ended for test in begun}
+            tried |= {test: detects for test, detects in outcomes.items() if test in scenarios or detects}
             _write(results)
             print(f"{mutant.name}: {sum(map(bool, tried.values()))} of {len(tried)} detect it", flush=True)
 
@@ -135,10 +133,13 @@ def _needed_mutants(results: dict[str, Any]) -> list[Mutant]:
 
 
 def _needed(results: dict[str, Any]) -> set[str]:
-    """Return the names of the mutants whose first test that detects them is a scenario."""
-    files = {test.partition("::")[0] for test in results["scenarios"]}
-    rows = json.loads(MUTANT_RESULTS.read_text())["mutants"]
-    return {f"{row['place']}: {row['fault']}" for row in rows if any(file in row["by"] for file in files)}
+    """Return the names of the mutants that the table expects a scenario to detect."""
+    scenarios = list(results["scenarios"])
+    return {
+        mutant.name
+        for mutant in MUTANTS
+        if mutant.ranks == 0 and any(test.startswith(tuple(mutant.files)) for test in scenarios)
+    }
 
 
 def _choose(results: dict[str, Any]) -> None:

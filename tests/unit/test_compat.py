@@ -8,7 +8,7 @@ from tests.compat import request, results
 from tests.compat.request import NEWEST, OLDEST, Request
 from tests.compat.suite import Part, marked_files
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
-from tests.launching import ROOT
+from tests.launching import ROOT, run_alone
 
 GOOD = Part.of({"one": Verdict(PASS), "two": Verdict(SKIP, "no GPU")}, 1.0)
 BAD = Part.of({"one": Verdict(PASS), "two": Verdict(FAIL, "ValueError: no such thing")}, 1.0)
@@ -74,3 +74,8 @@ def test_results_are_sorted_by_number() -> None:
 def test_the_marked_tests_are_in_the_suite() -> None:
     assert "tests/mpi/test_messages.py" in marked_files()
     assert "tests/mpi/test_matrix.py" not in marked_files()
+
+
+def test_the_command_needs_no_packages() -> None:
+    outcome = run_alone(["-S", "-m", "tests.compat", "--help"])
+    assert outcome.status == 0, outcome
