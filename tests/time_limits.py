@@ -21,26 +21,26 @@ JOB_SECONDS = 180.0
 EVENT_SECONDS = 60.0
 """The limit of the wait for an event, such as the start of a rank."""
 
-_HIGHEST_SLOWNESS = 10.0  # limits that are longer delay the report of a hang too much
+_HIGHEST_SLOWNESS = 5.0  # limits that are longer delay the report of a hang too much
 _REFERENCE_SECONDS = 0.004  # for `_work()` on one core of the machine on which the limits were chosen
 _PAUSE = 0.02
 _VARIABLE = "TESTS_CORE_SLOWNESS"  # passed to jobs, whose ranks need not measure
 
 
 def scaled(seconds: float) -> float:
-    """Return a time limit for this machine: `seconds`, or up to ten times as many if the machine is slow or busy."""
+    """Return a time limit for this machine: `seconds`, or up to five times as many if the machine is slow or busy."""
     return seconds * slowness()
 
 
 def slowness() -> float:
-    """Return how many times slower than an idle reference machine this machine is now, from 1 to 10.
+    """Return how many times slower than an idle reference machine this machine is now, from 1 to 5.
 
     The speed of a core is measured once in a process. The load is read at each call: the load average, which is that
     of the last minute, or the number of processes that can run at this moment.
     """
     load, _, _, processes, _ = Path("/proc/loadavg").read_text().split()
     runnable = int(processes.partition("/")[0])
-    busy = max(1.0, max(float(load), runnable) / len(os.sched_getaffinity(0)))
+    busy = max(1.0, max(float(load), runnable) / (os.cpu_count() or 1))
     return min(_HIGHEST_SLOWNESS, busy * core_slowness())
 
 

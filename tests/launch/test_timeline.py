@@ -64,10 +64,11 @@ if rank == 3:
 world.comm.Barrier()
 wait_until(lambda: session.current().watch.clock_offset() is not None, "the watchdog has measured its clock")
 pending = [["all_reduce"], ["all_reduce"], [], ["all_reduce", "recv"]][rank]
-wait_until(
-    lambda: sorted(operation.name for operation in flight_recorder.recorded() if operation.end is None) == pending,
-    "all other operations are over",
-)
+def are_only_pending():
+    left = [operation for operation in flight_recorder.recorded() if operation.end is None]
+    have_begun = all(operation.start is not None for operation in left if operation.name == "all_reduce")
+    return have_begun and sorted(operation.name for operation in left) == pending
+wait_until(are_only_pending, "all other operations are over, and the last all_reduce has begun")
 mpicomm.dump_flight_recorder(sys.argv[1])
 world.comm.Barrier()
 if rank == 2:
