@@ -1,4 +1,7 @@
-"""A plugin of pytest: only the tests listed here run a second time if they fail. Every entry is work to be done."""
+"""A plugin of pytest: only the tests listed here run a second time if they fail. Every entry is work to be done.
+
+Tests marked `mpi` cannot be entries: the ranks would have to agree on the repetition.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class Entry:
 ENTRIES: list[Entry] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.hasplugin("rerunfailures"):  # environments of other versions lack it
+        return
     for item in items:
         if any(item.nodeid.startswith(entry.test) for entry in ENTRIES):
             item.add_marker(pytest.mark.flaky(reruns=1))
