@@ -34,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants lint docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
+	@sed -n 's/^\([a-z0-9%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
 
 env: $(ENVS) ## create .venv (Open MPI) and .venv-mpich
 	@echo "To enter: . .venv/bin/activate"
@@ -61,7 +61,7 @@ test-full: $(ENVS) ## run all scenarios with both MPIs, other numbers of ranks, 
 		"make test-cluster SCENARIOS=all" "make conformance-4" "make conformance-mpich-4" "make compat TORCH=oldest MPI=mpich REMOVE=1" \
 		"make limits" "make many-ranks"
 
-# Tests that start jobs are scenarios; tests/scenarios.json has those that find faults which no other test finds.
+# Tests that start jobs are scenarios; tests/scenarios.json has the chosen ones.
 SCENARIOS ?= chosen
 single_process := --scenarios $(SCENARIOS) -n $(JOBS) --dist loadfile
 
