@@ -83,7 +83,7 @@ class Copy:
         usual = self._usual_seconds(mutant)
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
-        with _replaced(faulty):
+        with replaced(faulty.path, faulty.source):
             return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
 
     def fault(self, mutant: Mutant) -> AbstractContextManager[None]:
@@ -92,7 +92,8 @@ class Copy:
         Raises:
             ValueError: If the code to replace does not occur exactly once.
         """
-        return _replaced(mutant.applied_to(self._package))
+        faulty = mutant.applied_to(self._package)
+        return replaced(faulty.path, faulty.source)
 
     def outcomes(self, arguments: list[str], limit: float = _LONGEST_RUN) -> list[Test]:
         """Run pytest, and return the tests that began within the limit, after which it is killed."""
@@ -124,13 +125,12 @@ class Copy:
                 call = f'__import__("tests.mutants.marks").mutants.marks.hit({len(self._marks)})'
                 lines.insert(line - 1, " " * column + call)
                 self._marks.append(name)
-                write_module(path, "\n".join(lines))
+                _write_module(path, "\n".join(lines))
 
     def hits(self, test: Test) -> set[str]:
         """Return the names of the mutants that a test has executed, and JOB if it has started a job."""
-        folders = [marks.folder_of(name).name for name in (test.name, *test.fixtures)]
-        root = self._root / "tests" / "mutants" / "hits"
-        return {self._marks[int(path.name)] for folder in folders for path in (root / folder).glob("*")}
+        folders = [self._root / marks.folder_of(name).relative_to(ROOT) for name in (test.name, *test.fixtures)]
+        return {self._marks[int(path.name)] for folder in folders for path in folder.glob("*")}
 
     def _verdict(self, mutant: Mutant, limit: float) -> Verdict:
         outcome = run_within(limit, self._command(mutant), env=self._environment(), cwd=self._root)
@@ -171,16 +171,17 @@ def read_sources(root: Path) -> list[syntax.Module]:
 
 
 @contextlib.contextmanager
-def _replaced(faulty: syntax.Replacement) -> Iterator[None]:
-    source = faulty.path.read_text()
-    write_module(faulty.path, faulty.source)
+def replaced(path: Path, source: str) -> Iterator[None]:
+    """Replace the content of a module in a `with` block."""
+    before = path.read_text()
+    _write_module(path, source)
     try:
         yield
     finally:
-        write_module(faulty.path, source)
+        _write_module(path, before)
 
 
-def write_module(path: Path, source: str) -> None:
+def _write_module(path: Path, source: str) -> None:
     """Replace a module and remove its bytecode: Python takes it for current if the size and the second are the same."""
     path.write_text(source)
     Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from mpicomm.reports import result_files
 from tests.launching import ROOT
 from tests.mutants.generated import forked_pytest, mutations
 from tests.mutants.generated.mutations import Candidate, Mutation
-from tests.mutants.run import LEFT_OUT, write_module
+from tests.mutants.run import LEFT_OUT, replaced
 
 MODULES = {
     "watchdog.coordinator": ["tests/unit/test_coordinator.py"],
@@ -169,13 +169,8 @@ def _hash(text: str) -> str:
 
 
 def _is_killed(mutant: Mutant, copy: Path, tests: list[str], limit_seconds: float) -> bool:
-    path = copy / mutant.file
-    source = path.read_text()
-    try:
-        write_module(path, mutant.mutation.source)
+    with replaced(copy / mutant.file, mutant.mutation.source):
         return not forked_pytest.run(copy, tests, limit_seconds)[0]
-    finally:
-        write_module(path, source)
 
 
 if __name__ == "__main__":
