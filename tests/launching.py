@@ -145,7 +145,7 @@ class Job:
         try:
             in_time = _wait(self._process, seconds)
             took, ended = time.monotonic() - self._start, time.time()
-            left = self._survivors(time_limits.scaled(gone)) if in_time else []
+            left = self._survivors(gone) if in_time else []
         finally:
             self.kill()
         status = self._process.wait() if in_time else None
@@ -164,11 +164,10 @@ class Job:
         self._process.wait()
 
     def _survivors(self, seconds: float) -> list[str]:
-        """Return the command lines of the processes that are still running after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (pids := _marked(self._mark)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [f"{pid}: {_read(pid, 'cmdline')}" for pid in pids]
+        """Return the command lines of the processes that are still running after `seconds`, which are scaled."""
+        with contextlib.suppress(TimeoutError):
+            time_limits.wait_until(lambda: not _marked(self._mark), "the processes of the job have ended", seconds)
+        return [f"{pid}: {_read(pid, 'cmdline')}" for pid in _marked(self._mark)]
 
 
 @contextlib.contextmanager

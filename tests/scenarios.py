@@ -1,11 +1,12 @@
 """A plugin of pytest: `--scenarios chosen` deselects the tests that start jobs and are not chosen for `make test`.
 
 tests/scenarios.json has the choice, which `python -m tests.mutants.scenarios choose` writes. A test that is not in
-that file runs.
+that file runs. The files whose jobs take the longest run first, so that parallel processes end at about the same time.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 from pathlib import Path
 
@@ -42,9 +43,14 @@ def reason_to_keep(test: str) -> str | None:
     return next((reason for start, reason in KEPT.items() if test.startswith(start)), None)
 
 
-def write(chosen: list[str], others: list[str]) -> None:
-    """Write the choice."""
+def write(chosen: dict[str, float], others: list[str]) -> None:
+    """Write the choice, and the seconds that each chosen scenario takes."""
     result_files.write(_FILE, {"chosen": chosen, "others": others})
+
+
+def chosen() -> dict[str, float]:
+    """Return the chosen scenarios, and the seconds that each takes."""
+    return dict(json.loads(_FILE.read_text())["chosen"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,7 +65,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = set(json.loads(_FILE.read_text())["others"])
     left_out = {item for item in items if _is_left_out(item.nodeid, others)}
     config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    left = [item for item in items if item not in left_out]
+    seconds = _seconds_of_files()
+    items[:] = sorted(left, key=lambda item: -seconds[_file_of(item.nodeid)])
+
+
+def _seconds_of_files() -> dict[str, float]:
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for test, duration in chosen().items():
+        seconds[_file_of(test)] += duration
+    return seconds
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _is_left_out(test: str, others: set[str]) -> bool:

@@ -53,10 +53,13 @@ def load() -> Iterator[None]:
 
     Raises:
         FileNotFoundError: If stress-ng is not installed.
+        RuntimeError: If it ended before the end of the block.
     """
     process = subprocess.Popen(["stress-ng", "--cpu", str(os.cpu_count())], stderr=subprocess.DEVNULL)
     try:
         yield
+        if process.poll() is not None:
+            raise RuntimeError(f"stress-ng ended with status {process.returncode} before the tests. Run them again.")
     finally:
         process.terminate()
         process.wait()

@@ -352,17 +352,18 @@ def test_mpi_progresses_while_a_rank_waits(make: Make, world: mpicomm.World) -> 
 def test_a_wait_releases_the_gil(make: Make, world: mpicomm.World) -> None:
     """Rank 0 arrives after the other ranks, while they wait, have run Python code on another thread."""
     handle, store = make(), dist.distributed_c10d._get_default_store()
+    key = f"ranks that have taken the GIL, in {handle.group_name}"
     dist.all_reduce(torch.ones(16 * KIB), group=handle)
 
     def take_the_gil() -> None:
         wait_until(flight_recorder.running, "this rank waits for rank 0")
         for _ in range(20):
             time.sleep(0.001)
-        store.add("have taken the GIL", 1)
+        store.add(key, 1)
 
     thread = threading.Thread(target=take_the_gil)
     if world.rank == 0:
-        wait_until(lambda: store.add("have taken the GIL", 0) == world.size - 1, "the other ranks have taken the GIL")
+        wait_until(lambda: store.add(key, 0) == world.size - 1, "the other ranks have taken the GIL")
     else:
         thread.start()
     tensor = torch.ones(16 * KIB)

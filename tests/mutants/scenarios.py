@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import queue
 import shlex
@@ -117,14 +118,19 @@ def _first_tasks(results: dict[str, Any]) -> Iterator[tuple[Mutant, list[str]]]:
 
 
 def _other_tasks(results: dict[str, Any]) -> Iterator[tuple[Mutant, list[str]]]:
-    """Yield the mutants, and the scenarios that execute them and have not been tried, some at a time."""
+    """Yield the mutants, and the scenarios that execute them and have not been tried, some at a time.
+
+    The first are those that are most likely to make the choice smaller: chosen scenarios, and then fast ones.
+    """
+    chosen, seconds = choice.chosen(), results["scenarios"]
+    parts = []
     for mutant in _needed_mutants(results):
         tried = results["mutants"][mutant.name]
-        own = tuple(mutant.files)
         left = [test for test in tried if tried[test] is None]
-        left.sort(key=lambda test: (not test.startswith(own), results["scenarios"][test]))
-        for tests in _parts(left, _TESTS_PER_RUN):
-            yield mutant, tests
+        left.sort(key=lambda test: (test not in chosen, seconds[test]))
+        parts.append([(mutant, tests) for tests in _parts(left, _TESTS_PER_RUN)])
+    for same_rank in itertools.zip_longest(*parts):
+        yield from (task for task in same_rank if task)
 
 
 def _needed_mutants(results: dict[str, Any]) -> list[Mutant]:
@@ -158,7 +164,7 @@ def _choose(results: dict[str, Any]) -> None:
             print(f"no scenario is known to detect it: {mutant.name}")
             kept |= {test for test in results["mutants"].get(mutant.name, ()) if test.startswith(tuple(mutant.files))}
     chosen = set(cover(detects, seconds, kept))
-    choice.write(sorted(chosen), sorted(set(seconds) - chosen))
+    choice.write({test: seconds[test] for test in sorted(chosen)}, sorted(set(seconds) - chosen))
     print(f"{len(chosen)} of {len(seconds)} scenarios, {sum(seconds[test] for test in chosen):.0f} s in sequence")
 
 
