@@ -31,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants lint docs clean
+.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -131,6 +131,11 @@ integrations: .venv-integrations/.ready ## test other libraries on our ranks, an
 
 mutants: $(ENVS) ## apply faults to copies of the package, one at a time, and check that tests detect them
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.mutants --write
+
+generated-mutants: .venv/.ready ## install a generator of faults, and apply generated faults to modules that use no MPI
+	$(openmpi) pip install -qq -e ".[mutants]" -c constraints.txt
+	$(openmpi) pytest tests/unit/test_mutants.py
+	$(openmpi) python -m tests.mutants.generated
 
 limits: $(ENVS) ## run tests with 2.2 billion elements and thousands of groups (16 GiB), with both MPIs
 	$(openmpi) $(limited) mpirun -n 2 python -m tests.limits.large

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from tests import time_limits
 from tests.launching import OTHER_MPI_ENV, ROOT, run_within
 from tests.mutants import marks, syntax
 from tests.mutants.mutant import Mutant
@@ -23,7 +24,7 @@ JOB = "a job"
 
 _LONGEST_RUN = 3000.0  # seconds for some files of tests
 _LONGEST = 600.0  # seconds for tests without a fault
-_AT_LEAST, _FACTOR = 30.0, 4.0  # the time limit with a fault, in seconds and as a multiple of the time without it
+_AT_LEAST, _FACTOR = 30.0, 4.0  # the limit with a fault: in seconds, and as a multiple of the time without it; scaled
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
 # Lines of pytest's summary, also of ranks other than 0, and of a rank that fails while others wait (tests/verdict.py).
 _FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+\.py(?:::\S+)?)|(tests/\S+) failed here while others wait")
@@ -84,7 +85,7 @@ class Copy:
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
         with replaced(faulty.path, faulty.source):
-            return self._verdict(mutant, max(_AT_LEAST, _FACTOR * usual))
+            return self._verdict(mutant, time_limits.scaled(max(_AT_LEAST, _FACTOR * usual)))
 
     def fault(self, mutant: Mutant) -> AbstractContextManager[None]:
         """Apply a fault in a `with` block.
