@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
             hypothesis.settings.register_profile("at any speed", deadline=None)
             hypothesis.settings.load_profile("at any speed")
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a script, `pytest &`; the jobs would ignore it too
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return
     from tests.verdict import CollectiveVerdict, QuietRank
 

@@ -208,17 +208,18 @@ def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
         before = termios.tcgetattr(ours)
         shown = bytearray()
         deadline = time.monotonic() + scaled(EVENT_SECONDS)
-        is_ready = False
-        while time.monotonic() < deadline:
+        is_ready = has_ended = False
+        while not has_ended and time.monotonic() < deadline:
             if not is_ready and expected in shown and not termios.tcgetattr(ours)[3] & termios.ICANON:
                 is_ready = True
                 os.write(ours, keys)
             if select.select([ours], [], [], 0.1)[0]:
                 try:
                     shown += os.read(ours, 1 << 16)
-                except OSError:  # the command has ended
-                    break
+                except OSError:
+                    has_ended = True
         assert is_ready, bytes(shown)
+        assert has_ended, bytes(shown)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, bytes(shown)
         pid = 0
         assert termios.tcgetattr(ours)[3] == before[3]
