@@ -1,83 +1,32 @@
-"""Random arguments of `bootstrap()` give a world or a clear error, never a hang or a crash."""
+"""Wrong arguments of `bootstrap()` are errors on every rank, after which a world can be formed."""
 
 from __future__ import annotations
 
 from tests.launching import run_alone, run_ranks
 
-PROGRAM = """
-import datetime, sys
+ALIKE = """
+import sys
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 import mpicomm
 
-NAMES = ["auto", "mpi", "gloo", "nccl", "cpu:mpi,cuda:nccl", "cpu:gloo,cuda:nccl", "mpicomm", "MPI", "", "cpu:mpi"]
-BACKENDS = st.one_of(st.sampled_from(NAMES), st.none(), st.text(max_size=4), st.integers())
-TIMEOUTS = st.one_of(
-    st.none(), st.floats(), st.integers(), st.text(max_size=3), st.booleans(),
-    st.timedeltas(datetime.timedelta(-5), datetime.timedelta(5)),
-)
-DEVICES = st.one_of(st.none(), st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:99", "meta", "gpu"]), st.integers(-2, 3),
-                    st.text(max_size=3), st.floats())
-COMMS = st.one_of(st.none(), st.integers(), st.text(max_size=3))
-EXPECTED = (mpicomm.MpicommError, ValueError, TypeError, OverflowError, NotImplementedError)
-outcomes = {"world": 0, "refused": 0}
-
-def attempt(**arguments):
-    try:
-        world = mpicomm.bootstrap(abort_on_error=False, **arguments)
-    except EXPECTED as error:
-        assert str(error), "an error without a message"
-        outcomes["refused"] += 1
-    else:
-        assert world.size == SIZE
-        if dist.is_initialized():
-            dist.barrier()
-        mpicomm.shutdown()
-        outcomes["world"] += 1
-"""
-
-DRAWN = """
-SIZE = 1
-quiet = list(HealthCheck)
-
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=quiet)
-@given(backend=BACKENDS, timeout=TIMEOUTS, device=DEVICES, comm=COMMS)
-def draw(**arguments):
-    attempt(**arguments)
-
-@settings(max_examples=15, deadline=None, database=None, suppress_health_check=quiet)
-@given(backend=st.sampled_from(["auto", "mpi", None]), timeout=st.sampled_from([None, 30, 5.5]))
-def draw_good(**arguments):
-    attempt(**arguments)
-
-draw()
-draw_good()
-assert outcomes["world"] >= 9 and outcomes["refused"] > 15, outcomes
-sys.stdout.write("done\\n")
-"""
-
-ALIKE = """
-SIZE = 2
 WRONG = [{"backend": "mpicom"}, {"backend": 7}, {"device": "cuda:99"}, {"device": "gpu"}, {"timeout": "soon"},
          {"timeout": -1}, {"timeout": float("nan")}, {"comm": 3}, {"backend": "nccl"}]
 for arguments in WRONG:
-    attempt(**arguments)
-assert outcomes == {"world": 0, "refused": len(WRONG)}, outcomes
-attempt()
+    try:
+        mpicomm.bootstrap(abort_on_error=False, **arguments)
+    except (mpicomm.MpicommError, ValueError, TypeError) as error:
+        assert str(error), "an error without a message"
+    else:
+        raise AssertionError(f"{arguments} are accepted")
+with mpicomm.bootstrap() as world:
+    assert world.size == 2
+    dist.barrier()
 sys.stdout.write("done\\n")
 """
 
 
-def test_drawn_arguments_of_one_process() -> None:
-    outcome = run_alone(PROGRAM + DRAWN)
-    assert outcome.status == 0, outcome
-    assert outcome.stdout == "done\n", outcome
-
-
 def test_wrong_arguments_are_refused_on_every_rank() -> None:
-    outcome = run_ranks(2, PROGRAM + ALIKE)
+    outcome = run_ranks(2, ALIKE)
     assert outcome.status == 0, outcome
     assert outcome.stdout.count("done\n") == 2, outcome
 
