@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.startup import rendezvous
 
-_, port_of_gloo, port_of_mpicomm, port_of_the_user, port_in_use = sys.argv
+_, port_of_gloo, port_of_mpicomm, port_of_the_user = sys.argv
 
 def total(backend="gloo", **kwargs):
     dist.init_process_group(backend, **kwargs)
@@ -32,11 +31,6 @@ def total(backend="gloo", **kwargs):
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor.item()
-
-def no_group():
-    world = mpicomm.bootstrap(None)
-    assert world.backend is None and not dist.is_initialized()
-    yield total(init_method="env://")
 
 def own_port_gloo():
     world = mpicomm.bootstrap(None)
@@ -74,17 +68,8 @@ def address_of_the_user():
     world = mpicomm.bootstrap()
     yield world.master_addr, world.master_port, os.environ["MASTER_PORT"]
 
-def used_port():
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port_in_use)
-    try:
-        mpicomm.bootstrap()
-    except mpicomm.LaunchError as error:
-        yield str(error).replace(chr(10), " ")
-    del os.environ["MASTER_PORT"]
-    yield "then", mpicomm.bootstrap().size
-
-# Behind those that leave the address of the user in the environment comes no other.
-NAMES = "no_group own_port_gloo own_port_mpicomm children second_group loopback address_of_the_user used_port"
+# Behind the one that leaves the address of the user in the environment comes no other.
+NAMES = "own_port_gloo own_port_mpicomm children second_group loopback address_of_the_user"
 for name in NAMES.split():
     for words in globals()[name]():
         sys.stdout.write(f"{name}: {words}\\n")
@@ -95,14 +80,9 @@ for name in NAMES.split():
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[list[int]]:
-    """Three free ports, and a port on which this process listens."""
-    with (
-        reserved_port() as gloo,
-        reserved_port() as mpicomm,
-        reserved_port() as user,
-        socket.create_server(("127.0.0.1", 0)) as other,
-    ):
-        yield [gloo, mpicomm, user, other.getsockname()[1]]
+    """Three free ports."""
+    with reserved_port() as gloo, reserved_port() as mpicomm, reserved_port() as user:
+        yield [gloo, mpicomm, user]
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +96,6 @@ def lines(outcome: Outcome, program: str) -> list[str]:
     words = sorted(text for name, _, text in found if name == program)
     assert words, f"the program {program} printed no lines: it failed, or one before it\n{outcome}"
     return words
-
-
-def test_without_a_group_the_program_makes_its_own(outcome: Outcome) -> None:
-    assert lines(outcome, "no_group") == [str(TOTAL)] * SIZE, outcome
 
 
 @pytest.mark.parametrize("backend", ["mpicomm", "gloo"])
@@ -143,14 +119,6 @@ def test_one_host_is_served_on_loopback_only(outcome: Outcome) -> None:
 def test_address_and_port_of_the_user_are_honoured(outcome: Outcome, ports: list[int]) -> None:
     port = ports[2]
     assert lines(outcome, "address_of_the_user") == [f"('127.0.0.1', {port}, '{port}')"] * SIZE, outcome
-
-
-def test_a_port_in_use_is_refused_on_every_rank(outcome: Outcome, ports: list[int]) -> None:
-    printed = lines(outcome, "used_port")
-    reasons = [line for line in printed if "cannot listen on any address" in line]
-    assert len(reasons) == SIZE, outcome
-    assert all(f"127.0.0.1 port {ports[3]}: Address already in use" in line for line in reasons), outcome
-    assert printed.count(f"('then', {SIZE})") == SIZE, outcome
 
 
 def test_the_job_ends_with_status_0(outcome: Outcome) -> None:
