@@ -35,7 +35,6 @@ HOST = "127.0.0.1"
 CONNECT_SECONDS = 60.0
 ASK_SECONDS = 1.0  # in an operation, after which the last rank requests a report; the others never do
 NEVER = 1e9
-HEAVY = ("torch", "mpi4py", "numpy")  # modules that these processes must not import
 PORT_TEXT = 6  # bytes
 TARGET_RANKS, TARGET_NODES = 10_000, 1_250
 
@@ -136,7 +135,7 @@ def be_a_rank(job: Job, rank: int) -> NoReturn:
         job.note("established")
 
     signal.signal(signal.SIGUSR2, establish)
-    job.note("connected", rank=rank, heavy=[name for name in HEAVY if name in sys.modules])
+    job.note("connected", rank=rank)
     while True:
         signal.pause()
 
@@ -222,7 +221,7 @@ def be_the_children(job: Job) -> NoReturn:
     signal.signal(signal.SIGUSR1, children.ask)
     signal.signal(signal.SIGUSR2, children.wait)
     children.connect(int(os.read(job.ports[0][0], PORT_TEXT)))
-    job.note("connected", rank=1, heavy=[])
+    job.note("connected", rank=1)
     children.run()
 
 
@@ -330,7 +329,6 @@ class Figures:
 
     size: int
     per_node: int
-    heavy: list[str] = dataclasses.field(default_factory=list)
     connected: float = 0.0
     idle_rank_0: float = 0.0
     """CPU seconds per second, like the next three values."""
@@ -360,7 +358,6 @@ def measure(size: int, per_node: int, idle_seconds: float) -> Figures:
     figures = Figures(size, per_node)
     with crowd(size, per_node) as ranks:
         figures.connected = ranks.wait("connected", size)["at"] - ranks.started
-        figures.heavy = sorted({name for event in ranks.events("connected") for name in event["heavy"]})
         _measure_idle(ranks, figures, idle_seconds)
         _measure_reports(ranks, figures, idle_seconds)
         leaf = size - 2
