@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests import other_mpis
 from tests.docs import doctor_transcript
-from tests.launching import OTHER_MPI_ENV, Outcome, run_command, run_ranks
+from tests.launching import OTHER_MPI_ENV, Outcome, run_ranks
 
 DOCTOR = ["-m", "mpicomm", "doctor"]
 
@@ -40,22 +37,6 @@ def test_three_planted_faults_are_found_with_their_remedies() -> None:
     committed = doctor_transcript.TRANSCRIPT.read_text()
     problems = [re.findall("^problem  (.*?)  ", each, re.MULTILINE) for each in (outcome.stdout, committed)]
     assert problems == [list(doctor_transcript.FAULTS)] * 2, outcome
-
-
-def test_a_host_name_that_does_not_resolve() -> None:
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "--uts", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs a namespace of host names")
-    doctor = " ".join([sys.executable, *DOCTOR, "--no-job", "--json"])
-    outcome = run_command(
-        [unshare, "--uts", "bash", "-c", f"hostname no-such-host.invalid && exec {doctor}"],
-        env={"RANK": "3", "WORLD_SIZE": "8"},
-    )
-    assert outcome.status == 1, outcome
-    report = found_by(outcome)
-    assert report["hosts"] == ["no-such-host.invalid"]
-    problems = [check for check, status in statuses(report).items() if status == "problem"]
-    assert sorted(problems) == ["host name", "launcher"], outcome
 
 
 @pytest.mark.each_mpi

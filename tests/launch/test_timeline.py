@@ -248,20 +248,6 @@ def test_perfetto_reads_the_trace_without_errors(perfetto: Any) -> None:
     assert processor.rows(perfetto, errors) == []
 
 
-def test_perfetto_has_every_operation_of_every_rank(perfetto: Any, job: Job) -> None:
-    found = processor.rows(
-        perfetto,
-        "SELECT process.pid, slice.name, count(*) FROM slice JOIN thread_track ON slice.track_id = thread_track.id "
-        "JOIN thread USING (utid) JOIN process USING (upid) WHERE slice.depth = 0 GROUP BY 1, 2",
-    )
-    expected = {
-        (each.rank, name): sum(op.fields["name"] == name for op in each.entries)
-        for each in job.dumps
-        for name in {op.fields["name"] for op in each.entries}
-    }
-    assert {(rank, name): count for rank, name, count in found} == expected
-
-
 def test_perfetto_draws_an_arrow_for_each_message(perfetto: Any) -> None:
     found = processor.rows(
         perfetto,
@@ -277,10 +263,3 @@ def test_perfetto_draws_an_arrow_for_each_message(perfetto: Any) -> None:
     shown = [(name, source, target, peer, size) for name, _, source, target, peer, size in found]
     assert sorted(shown) == sorted([*around, ("send", 2, 0, 0, 32)])
     assert {received for _, received, *_ in found} == {"transfer"}
-
-
-def test_perfetto_finds_the_rank_for_which_others_wait(perfetto: Any) -> None:
-    found = processor.rows(
-        perfetto, "SELECT name, count(*) FROM slice WHERE name GLOB 'wait for *, not arrived' GROUP BY 1"
-    )
-    assert found == [("wait for rank 2, not arrived", 3)]

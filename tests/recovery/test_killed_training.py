@@ -58,11 +58,3 @@ def assert_logged(path: Path) -> None:
     assert all(entry["of_0"] == 1.0 for entry in entries)
     # A rank that dies is the only one that knows its losses since the last reduction, so both means lack them.
     assert [entry["own_loss"] for entry in entries] == [pytest.approx(entry["loss"]) for entry in entries]
-
-
-def test_cases_have_as_many_kills_as_asked_and_every_point() -> None:
-    cases = killed_runs.cases(100, seed=0)
-    points = {kill.point for case in cases for kill in case.kills}
-    assert 100 <= sum(len(case.kills) for case in cases) <= 103
-    assert len({case.name for case in cases if case.name.startswith(("rank 0", "two", "one", "with"))}) >= 4
-    assert points >= {RECOVERING, "at a random moment", "in a barrier", "before the first step", "after the last step"}
