@@ -1,23 +1,19 @@
-"""Fault injection: `table` runs all fault cases and writes docs/faults.md, `random 50` runs random faults.
+"""Fault injection: `table` runs all fault cases and writes docs/faults.md.
 
 `analyse` runs all fault cases, and writes what PyTorch's analyser reports on their dump files to docs/faults.md.
 
 `OTHER_MPI_ENV=path python -m tests.failures table` runs the cases with both MPI libraries, and with `--srun` as steps
 of a Slurm cluster with two nodes (`python -m tests.cluster up` starts one), where TMPDIR must be a shared directory.
-`python -m tests.failures random 50 [--seed S] [--only K]` repeats all faults of that seed, or the K-th.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import random
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ from mpicomm.reports import result_files
 from mpicomm.watchdog import hang_report
 from tests.compat import results
 from tests.failures import analyser, ways
-from tests.failures.ways import Result, Way
+from tests.failures.ways import Result
 from tests.launching import ROOT, run_command
 
 PAGE = ROOT / "docs" / "faults.md"
@@ -41,16 +37,10 @@ def main() -> int:
     table.add_argument("--srun", action="store_true", help="start ranks with srun on two nodes, instead of mpiexec")
     analyse = commands.add_parser("analyse", help="run all fault cases and torchfrtrace on their dump files")
     analyse.add_argument("--only", nargs="+", choices=list(ways.BY_NAME), metavar="FAULT", help="run only these")
-    faults = commands.add_parser("random", help="run random faults")
-    faults.add_argument("count", type=int, help="the number of faults")
-    faults.add_argument("--seed", type=int, default=None)
-    faults.add_argument("--only", type=int, default=None, metavar="K", help="run only the K-th fault")
     args = parser.parse_args()
     if args.command == "table":
         return write_tables(by_srun=args.srun)
-    if args.command == "analyse":
-        return analyse_dumps(args.only or list(ways.BY_NAME))
-    return run_random(args.count, args.seed, args.only)
+    return analyse_dumps(args.only or list(ways.BY_NAME))
 
 
 def _print(text: str) -> None:
@@ -207,134 +197,6 @@ def _public(text: str) -> str:
     for path in (str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())):
         text = text.replace(path, "...")
     return text
-
-
-# -- random faults -----------------------------------------------------------------------------------------------------
-
-_OPERATIONS = [
-    "all_reduce()",
-    "broadcast({root})",
-    "barrier()",
-    "ring()",
-    "start_all_reduce().wait()",
-]
-_RING = """
-def ring():
-    if rank % 2:
-        receive((rank - 1) % size)
-        send((rank + 1) % size)
-    else:
-        send((rank + 1) % size)
-        receive((rank - 1) % size)
-"""
-_MOST_OPERATIONS = 30
-_TAG = 99  # the tag of a message that no rank sends
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A fault at a random position in a program of random operations."""
-
-    way: Way
-    rank: int
-    before: list[str]
-    """The operations that all ranks run before the fault."""
-
-    def run(self) -> Result:
-        return ways.run(self.way, self.rank, before=_RING + "\n".join(self.before))
-
-    def __str__(self) -> str:
-        return f"{self.way.name}, rank {self.rank}, after {len(self.before)} operations"
-
-
-def _known(*names: str) -> Callable[[random.Random], Way]:
-    return lambda rng: ways.BY_NAME[rng.choice(names)]
-
-
-def _sys_exit(rng: random.Random) -> Way:
-    status = rng.choice([0, 1, 3])
-    way = ways.BY_NAME["sys.exit(0)"]
-    words = way.words.replace("status 0", f"status {status}")
-    return dataclasses.replace(
-        way, name=f"sys.exit({status})", code=f"sys.exit({status})", words=words, open_mpi_status=status or None
-    )
-
-
-def _os_exit(rng: random.Random) -> Way:
-    status = rng.choice([0, 1, 3])
-    code = f"os._exit({status})"
-    return Way(code, code, ways.AT_ONCE, re.escape(f"called {code}"), open_mpi_status=status or None)
-
-
-def _standstill(rng: random.Random) -> Way:
-    if rng.random() < 0.5:
-        return Way(
-            "recv of a message that no rank sends",
-            f"receive((rank - 1) % size, {_TAG})",
-            ways.DEADLINE,
-            r"\n  rank {rank} +in recv from rank \d, ",
-            named=ways.ANY,  # the waiting ranks may be in several operations
-        )
-    return Way(
-        "barrier while the others call all_reduce, MPICOMM_DEBUG=1",
-        "barrier()",
-        ways.AT_ONCE,
-        r"MismatchError: [\s\S]*?\n *rank {rank}: .*barrier",
-        others="all_reduce()",
-        env={"MPICOMM_DEBUG": "1"},
-    )
-
-
-_KINDS: dict[str, Callable[[random.Random], Way]] = {
-    "exception": _known("exception", "exception, while another thread runs"),
-    "sys.exit": _sys_exit,
-    "os._exit": _os_exit,
-    "SIGKILL": _known("SIGKILL"),
-    "SIGSTOP": _known("SIGSTOP"),
-    "deadlock or mismatch": _standstill,
-    "assertion in a thread": _known("failed assertion in a thread"),
-    "end of the program": _known("end of the program"),
-}
-_OF_EACH = 5
-
-
-def _draw(count: int, seed: int) -> list[Fault]:
-    """Return random faults: an equal number of each kind, up to `_OF_EACH`, and the rest of random kinds."""
-    rng = random.Random(seed)
-    kinds = list(_KINDS) * min(_OF_EACH, count // len(_KINDS))
-    kinds += rng.choices(list(_KINDS), k=count - len(kinds))
-    rng.shuffle(kinds)
-    return [_draw_one(kind, rng) for kind in kinds]
-
-
-def _draw_one(kind: str, rng: random.Random) -> Fault:
-    way = _KINDS[kind](rng)
-    program = [rng.choice(_OPERATIONS).format(root=rng.randrange(ways.SIZE)) for _ in range(_MOST_OPERATIONS)]
-    moment = rng.randrange(len(program))
-    first = [way.others] if way.env else []  # the call that must mismatch
-    others = "\n".join([*first, *program[moment:], "all_reduce()", "all_reduce()"])
-    return Fault(dataclasses.replace(way, others=others), rng.randrange(ways.SIZE), program[:moment])
-
-
-def run_random(count: int, seed: int | None, only: int | None) -> int:
-    """Run random faults, and return 1 if a job did not end as specified."""
-    seed = random.randrange(1_000_000) if seed is None else seed
-    _print(f"seed {seed}: {count} faults at {ways.SIZE} ranks on {ways.mpi_of(ways.programs_of(None))}")
-    bad: list[int] = []
-    for number, fault in enumerate(_draw(count, seed)):
-        if only not in (None, number):
-            continue
-        result = fault.run()
-        bad += [number] if result.problems else []
-        _print(f"{number:3} {fault}: {_end(result)}, {_named_ranks(result)}: {'; '.join(result.problems) or 'ok'}")
-        if result.problems:
-            _print("\n".join(f"      {line}" for line in result.stderr.splitlines()))
-    _print(f"{len(bad)} violations{f', in {bad}' if bad else ''}; seed {seed}")
-    return 1 if bad else 0
-
-
-def _named_ranks(result: Result) -> str:
-    return f"{hang_report.called(result.named)} named" if result.named else "no rank named"
 
 
 if __name__ == "__main__":

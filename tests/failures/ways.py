@@ -52,7 +52,7 @@ _LIMIT = 180.0
 _ENV = {"MPICOMM_HANG_SECONDS": "3"}
 _AT = "FAULTS_AT"
 
-FAILING, OTHERS, ALL, NONE, ANY = "failing rank", "others", "all", "none", "any"
+FAILING, OTHERS, ALL, NONE = "failing rank", "others", "all", "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,12 +210,8 @@ def start_all_reduce():
     return dist.all_reduce(tensor, async_op=True)
 def broadcast(root):
     dist.broadcast(tensor, root)
-def barrier():
-    dist.barrier()
-def send(to):
-    dist.send(tensor, to)
-def receive(source, tag=0):
-    dist.recv(tensor, source, tag=tag)
+def receive(source):
+    dist.recv(tensor, source)
 """
 _PLAIN = """
 import array
@@ -307,10 +303,10 @@ class Result:
 
     def _wrong_names(self) -> str:
         others = sorted(set(range(self.size)) - {self.rank})
-        named = {FAILING: [self.rank], OTHERS: others, ALL: list(range(self.size)), NONE: []}.get(self.way.named)
+        named = {FAILING: [self.rank], OTHERS: others, ALL: list(range(self.size)), NONE: []}[self.way.named]
         if self.is_silent_by_launcher or self.way.when == GOOD:
             return "" if not self.causes else f"a cause is reported: {self.causes}"
-        if named is not None and self.named != named:
+        if self.named != named:
             return f"names {self.named}, expected {named}"
         if len(self.causes) != 1:
             return f"{len(self.causes)} causes are reported: {self.causes}"
