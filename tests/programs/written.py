@@ -6,7 +6,6 @@ A program is a function of rank, size and groups that returns tensors by name. `
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable
 
@@ -75,27 +74,6 @@ def message_inside_an_all_reduce(rank: int, size: int, groups: GroupSet) -> Resu
 
 
 @program_of_ranks(2)
-def receives_posted_long_before(rank: int, size: int, groups: GroupSet) -> Results:
-    group, others = groups["world"], [each for each in range(size) if each != rank]
-    received = {(src, tag): full(1 + tag * 20_000, -1) for src in others for tag in range(4)}
-    works = [dist.irecv(tensor, group_src=src, group=group.handle, tag=tag) for (src, tag), tensor in received.items()]
-    totals = [full(100, rank) for _ in range(3)]
-    for total in totals:
-        dist.all_reduce(total, group=group.handle)
-    sends = []
-    for tag in reversed(range(4)):
-        sends += [
-            dist.isend(full(1 + tag * 20_000, rank * 10 + tag), group_dst=dst, group=group.handle, tag=tag)
-            for dst in others
-        ]
-        works.pop().wait()
-        dist.barrier(group=group.handle)
-    for work in [*works, *sends]:
-        work.wait()
-    return numbered([*received.values(), *totals])
-
-
-@program_of_ranks(2)
 def large_sends_before_any_receive(rank: int, size: int, groups: GroupSet) -> Results:
     group, after, before = groups["copy"].handle, (rank + 1) % size, (rank - 1) % size
     sends = [dist.isend(full(BIG, rank), group_dst=peer, group=group, tag=peer) for peer in {after, before}]
@@ -155,71 +133,7 @@ def tags_out_of_order(rank: int, size: int, groups: GroupSet) -> Results:
     return numbered([*received, total])
 
 
-@program_of_ranks(2)
-def pipeline(rank: int, size: int, groups: GroupSet) -> Results:
-    """Micro-batches pass from stage to stage; a second group reduces each of them."""
-    group, side = groups["world"], groups["copy"]
-    totals, sends, works = [], [], []
-    for batch in range(6):
-        tensor = full(50_000, batch)
-        if rank > 0:
-            dist.recv(tensor, group_src=rank - 1, group=group.handle)
-        tensor += 1
-        if rank < size - 1:
-            sends.append(dist.isend(tensor, group_dst=rank + 1, group=group.handle))
-        totals.append(tensor.clone())
-        works.append(start(totals[-1], side))
-    for work in [*works, *sends]:
-        work.wait()
-    return numbered(totals)
-
-
-@program_of_ranks(2)
-def halo_exchange(rank: int, size: int, groups: GroupSet) -> Results:
-    """Each step starts with the borders of the neighbours, while the all_reduce of the previous norm is in progress."""
-    group, field = groups["world"].handle, torch.arange(100.0) + rank
-    norm, work = full(1, 0), None
-    norms = []
-    for _ in range(8):
-        borders = {peer: full(1, 0) for peer in (rank - 1, rank + 1) if 0 <= peer < size}
-        works = [dist.irecv(each, group_src=peer, group=group) for peer, each in borders.items()]
-        edges = {rank - 1: field[:1].clone(), rank + 1: field[-1:].clone()}
-        works += [dist.isend(edges[peer], group_dst=peer, group=group) for peer in borders]
-        for each in works:
-            each.wait()
-        field += sum(borders.values(), full(1, 0)).fmod(3)
-        if work is not None:
-            work.wait()
-        norm = field.sum().reshape(1).fmod(1000)
-        norms.append(norm)
-        work = dist.all_reduce(norm, group=group, async_op=True)
-    work.wait()
-    return numbered([field, *norms])
-
-
 # -- several groups ----------------------------------------------------------------------------------------------------
-
-
-@program
-def groups_in_different_order(rank: int, size: int, groups: GroupSet) -> Results:
-    """Groups are independent: odd and even ranks use them in different orders."""
-    kinds = ["world", "copy"] if rank % 2 else ["copy", "world"]
-    tensors = {kind: [full(count, rank) for count in (1, 1000, 300_000)] for kind in ("world", "copy")}
-    works = [start(tensor, groups[kind]) for kind in kinds for tensor in tensors[kind]]
-    for work in works:
-        work.wait()
-    return numbered([*tensors["world"], *tensors["copy"]])
-
-
-@program
-def overlapping_groups_in_different_order(rank: int, size: int, groups: GroupSet) -> Results:
-    kinds = [kind for kind in ("left", "right", "parity", "world") if kind in groups]
-    tensors = {kind: full(20_000, 1 + rank) for kind in kinds}
-    order = kinds if rank % 2 else kinds[::-1]
-    works = [start(tensors[kind], groups[kind]) for kind in order]
-    for work in works:
-        work.wait()
-    return dict(tensors)
 
 
 @program
@@ -255,30 +169,6 @@ def short_lived_group(rank: int, size: int, groups: GroupSet) -> Results:
 
 
 @program
-def waits_in_reverse_order(rank: int, size: int, groups: GroupSet) -> Results:
-    kinds = ["world", "copy", "parity"]
-    tensors = [full(1 + 500 * number, rank + number) for number in range(30)]
-    works = [start(tensor, groups[kinds[number % 3]]) for number, tensor in enumerate(tensors)]
-    for work in reversed(works):
-        work.wait()
-    return numbered(tensors)
-
-
-@program
-def waits_on_other_threads(rank: int, size: int, groups: GroupSet) -> Results:
-    tensors = [full(5000, rank + number) for number in range(8)]
-    works = [start(tensor, groups["world" if number % 2 else "copy"]) for number, tensor in enumerate(tensors)]
-    threads = [threading.Thread(target=work.wait) for work in works]
-    for thread in threads:
-        thread.start()
-    last = full(7, rank)
-    dist.all_reduce(last, group=groups["world"].handle)
-    for thread in threads:
-        thread.join()
-    return numbered([*tensors, last])
-
-
-@program
 def synchronous_behind_asynchronous(rank: int, size: int, groups: GroupSet) -> Results:
     group = groups["world"]
     tensors = [full(30_000, rank + number) for number in range(6)]
@@ -300,16 +190,6 @@ def dropped_works(rank: int, size: int, groups: GroupSet) -> Results:
     for tensor in tensors:
         start(tensor, group)
     dist.barrier(group=group.handle)
-    return numbered(tensors)
-
-
-@program
-def asynchronous_barriers(rank: int, size: int, groups: GroupSet) -> Results:
-    group, tensors, works = groups["world"], [full(100, rank) for _ in range(4)], []
-    for tensor in tensors:
-        works += [start(tensor, group), dist.barrier(group=group.handle, async_op=True)]
-    for work in reversed(works):
-        work.wait()
     return numbered(tensors)
 
 
@@ -366,43 +246,6 @@ def buckets(rank: int, size: int, groups: GroupSet) -> Results:
             weight.sub_(future.wait())
         agreed.wait()
     return numbered(weights)
-
-
-@program
-def objects_between_tensors(rank: int, size: int, groups: GroupSet) -> Results:
-    group, tensors = groups["world"], [full(50_000, rank), full(10, 2 * rank)]
-    first = start(tensors[0], group)
-    objects: list[object] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank, "data": "x" * 100 * rank}, group=group.handle)
-    second = start(tensors[1], group)
-    lists: list[object] = [objects] if rank == 0 else [None]
-    dist.broadcast_object_list(lists, group_src=0, group=group.handle)
-    second.wait()
-    first.wait()
-    assert lists[0] == [{"rank": each, "data": "x" * 100 * each} for each in range(size)]
-    return numbered(tensors)
-
-
-@program
-def every_collective_at_once(rank: int, size: int, groups: GroupSet) -> Results:
-    group, mine, many = groups["world"].handle, full(500, rank), torch.arange(500.0 * size) + rank
-    gathered = [full(500, -1) for _ in range(size)]
-    collected = [full(500, -1) for _ in range(size)] if rank == 0 else None
-    dealt = list(many.chunk(size)) if rank == size - 1 else None
-    whole, block, share, swapped, total = full(500 * size, -1), full(500, -1), full(500, -1), many * 0, full(500, rank)
-    works = [
-        dist.all_gather(gathered, mine, group=group, async_op=True),
-        dist.gather(mine, collected, group_dst=0, group=group, async_op=True),
-        dist.scatter(share, dealt, group_src=size - 1, group=group, async_op=True),
-        dist.all_gather_single(whole, mine, group=group, async_op=True),
-        dist.reduce_scatter_single(block, many, group=group, async_op=True),
-        dist.all_to_all_single(swapped, many, group=group, async_op=True),
-        dist.reduce(total, group_dst=0, group=group, async_op=True),
-    ]
-    for work in reversed(works):
-        work.wait()
-    results = [*gathered, *(collected or []), share, whole, block, swapped]
-    return numbered([*results, total] if rank == 0 else results)
 
 
 @program_of_ranks(3)
