@@ -1,1 +1,1 @@
-"""Programs that are legal on Gloo, run on Gloo and on this backend: `python -m tests.programs` under mpirun."""
+"""Programs that are legal on Gloo, run on Gloo and on this backend."""

@@ -75,4 +75,4 @@ def _lines_of_threads() -> list[str]:
 
 
 def _is_program(file: str) -> bool:
-    return file.startswith(_HERE) and Path(file).stem not in {"limit", "both", "__main__"}
+    return file.startswith(_HERE) and Path(file).stem not in {"limit", "both"}

@@ -1,4 +1,4 @@
-"""Programs that are legal on Gloo give the same results on this backend; `python -m tests.programs` runs many more."""
+"""Programs that are legal on Gloo give the same results on this backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.worlds import Group
 
 SECONDS = 60.0  # limit of one program, scaled
 SEED, DRAWN = 20, 8
-OPERATIONS = 50  # on each thread; `python -m tests.programs threads 1000` calls more
+OPERATIONS = 50  # on each thread
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,6 @@ def test_a_program_gives_the_same_as_on_gloo(both: Both, name: str) -> None:
 
 @pytest.mark.parametrize("number", range(DRAWN))
 def test_a_drawn_program_gives_the_same_as_on_gloo(both: Both, number: int) -> None:
-    """Repeat one of them with `python -m tests.programs random 1 --seed 20 --only K`."""
     assert both.differences(f"program {number} of seed {SEED}", DrawnProgram(SEED, number)) == []
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.programs.limit import Limit
-from tests.programs.sets import OURS, GroupSet, make_set
+from tests.programs.sets import GroupSet
 from tests.worlds import Group
 
 KINDS = ("world", "copy", "left", "right")
@@ -97,15 +97,6 @@ def _ring(group: Group, count: int, number: int, root: int) -> Call:
 CALLS = (_all_reduce, _all_reduce_now, _broadcast, _ring)
 
 
-def run(operations: int, seed: int, limit: float) -> None:
-    """Run this number of operations on each thread, and raise the first error (collective)."""
-    groups = make_set(OURS)
-    watch = Limit(dist.get_rank(), limit)
-    loads = run_on(groups, operations, seed, watch)
-    dist.barrier()
-    _raise_first(loads)
-
-
 def run_on(groups: GroupSet, operations: int, seed: int, watch: Limit) -> list[Load]:
     """Run the threads of this rank on existing groups, and return the threads when they have ended."""
     loads = [Load(kind, groups[kind], operations, seed) for kind in KINDS if kind in groups]
@@ -119,9 +110,3 @@ def run_on(groups: GroupSet, operations: int, seed: int, watch: Limit) -> list[L
         for load in loads:
             load.join()
     return loads
-
-
-def _raise_first(loads: list[Load]) -> None:
-    for load in loads:
-        if load.error is not None:
-            raise load.error
