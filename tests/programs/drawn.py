@@ -197,9 +197,7 @@ def _starts(operations: list[Operation], draw: random.Random) -> list[Step]:
 
 
 def _draw_wait(operation: Operation, draw: random.Random) -> Step:
-    if (
-        operation.kind in MESSAGES or operation.kind == "reduce_scatter"
-    ):  # on Gloo, these have no future and cannot be polled
+    if operation.kind in _WITHOUT_FUTURE:
         return draw.choice(("wait", "thread")), operation
     return draw.choice(WAITS), operation
 
