@@ -118,7 +118,7 @@ def test_a_wrong_argument_is_an_error_before_the_start(
     assert "mpiexec" not in output.err
 
 
-def test_the_report_says_that_inputs_are_reused() -> None:
+def test_the_report_names_inputs_that_are_reused() -> None:
     bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4", "--backend", "mpi,mpi-async", "--rounds", "1"]
     outcome = run_alone([*bench, "--reuse-inputs"])
     assert outcome.status == 0, outcome
