@@ -10,7 +10,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import mpicomm
@@ -98,48 +97,6 @@ def test_mixed_precision(world: mpicomm.World, mesh: dist.DeviceMesh, reduce_dty
     assert_shards(gradients(model), means, mesh, **close)
 
 
-def test_accumulation_without_synchronization(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
-    alone, data = network(), batches(world, steps=2).float()
-    model = sharded(alone, mesh)
-    for step in data:
-        loss_of(alone, step.flatten(0, 1)).backward()
-
-    model.set_requires_gradient_sync(False)
-    loss_of(model, data[0, world.rank]).backward()
-    assert gradients(model) == [None] * len(gradients(alone))
-    model.set_requires_gradient_sync(True)
-    loss_of(model, data[1, world.rank]).backward()
-    assert_shards(gradients(model), gradients(alone), mesh, **TOLERANCES[torch.float32])
-
-
-@pytest.mark.mpi(min_size=2)  # one rank reduces nothing, and torch 2.13 divides the sums twice
-@pytest.mark.parametrize("only_sums", [False, True], ids=["PREMUL_SUM", "SUM"])
-def test_a_divisor_of_ones_own(world: mpicomm.World, mesh: dist.DeviceMesh, only_sums: bool) -> None:
-    divisor = 7.0  # divides the sum, in place of the number of ranks
-    alone, data = network(), batches(world, steps=1)[0].float()
-    model = sharded(alone, mesh)
-    for part in model.modules():
-        if isinstance(part, torch.distributed.fsdp.FSDPModule):
-            part.set_gradient_divide_factor(divisor)
-            part.set_force_sum_reduction_for_comms(only_sums)
-    loss_of(model, data[world.rank]).backward()
-    loss_of(alone, data.flatten(0, 1)).backward()
-    expected = [gradient * world.size / divisor for gradient in gradients(alone)]
-    assert_shards(gradients(model), expected, mesh, **TOLERANCES[torch.float32])
-
-
-def test_clipping_the_norm_of_all_gradients(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
-    alone, data = network(), batches(world, steps=1)[0].float()
-    model = sharded(alone, mesh)
-    loss_of(model, data[world.rank]).backward()
-    loss_of(alone, data.flatten(0, 1)).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
-    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm=0.1)
-    assert expected > 0.1  # otherwise, clipping has no effect
-    torch.testing.assert_close(norm.full_tensor(), expected, **TOLERANCES[torch.float32])
-    assert_shards(gradients(model), gradients(alone), mesh, **TOLERANCES[torch.float32])
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_shards_within_replicas(world: mpicomm.World, replicas: int) -> None:
     """HSDP averages over the shards, then over the replicas."""
@@ -153,26 +110,6 @@ def test_shards_within_replicas(world: mpicomm.World, replicas: int) -> None:
     train(alone, data.flatten(1, 2))
     parameters, expected = list(model.parameters()), list(alone.parameters())
     assert_shards(parameters, expected, mesh["shard"], **TOLERANCES[torch.float32])
-
-
-def test_the_whole_state_on_every_rank(mesh: dist.DeviceMesh) -> None:
-    alone = network(torch.float64)
-    options = state_dict.StateDictOptions(full_state_dict=True)
-    whole = state_dict.get_model_state_dict(sharded(alone, mesh), options=options)
-    expected = alone.state_dict()
-    assert whole.keys() == expected.keys()
-    assert all(torch.equal(whole[name], expected[name]) for name in expected)
-
-
-def test_the_whole_state_from_rank_0(world: mpicomm.World, mesh: dist.DeviceMesh) -> None:
-    alone = network(torch.float64)
-    model = sharded(alone, mesh)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state_dict.set_model_state_dict(model, alone.state_dict() if world.rank == 0 else {}, options=options)
-    assert_shards(list(model.parameters()), list(alone.parameters()), mesh, rtol=0, atol=0)
 
 
 def test_the_older_fsdp(world: mpicomm.World) -> None:
