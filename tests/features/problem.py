@@ -67,11 +67,6 @@ def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
-def assert_same_gradients(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-11)
-
-
 def assert_identical_on_all_ranks(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     for parameter in model.parameters():
         copies = [torch.empty_like(parameter) for _ in range(dist.get_world_size(group))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
 from tests import torches
-from tests.features.problem import assert_same, batches, dense_model, sgd, train, train_alone
 from tests.features.together import check, exchanged, numbers
 
 each_backend = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -43,17 +40,6 @@ def counting(backend: str) -> Any:
 
 def inputs(world: mpicomm.World) -> list[torch.Tensor]:
     return [numbers(rank, 2 * world.size, 3) for rank in range(world.size)]
-
-
-class Network(torch.nn.Module):
-    """A model of a custom class: the compiler skips models of torch's own classes if DDP calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = dense_model()
-
-    def forward(self, samples: torch.Tensor) -> torch.Tensor:
-        return self.layers(samples)
 
 
 # Only matrix products and collectives: inductor compiles them without a C++ compiler, which would take half a minute.
@@ -114,18 +100,3 @@ def test_loops_between_functional_collectives(world: mpicomm.World) -> None:
     total = sum(inputs(world))
     torch.testing.assert_close(result, torch.cat([total * 3 - each for each in inputs(world)]))
     assert counter.frame_count == 1
-
-
-def test_ddp(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler splits the model at the boundaries of DDP's buckets."""
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)  # instead of 1 MiB, which holds the whole model
-    data = batches(world, steps=3)
-    model = Network()
-    alone = copy.deepcopy(model)
-    train_alone(alone, data)
-
-    counter = counting("aot_eager")
-    parallel = torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.02), backend=counter)
-    train(parallel, sgd(model), data[:, world.rank])
-    assert_same(model, alone)
-    assert counter.frame_count > 1

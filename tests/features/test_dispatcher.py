@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,15 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpicomm
 from tests import torches
-from tests.features.problem import FEATURES
-from tests.features.sharding import shard_of
 from tests.features.together import numbers
 from tests.worlds import Group, on_groups
 
@@ -235,40 +231,6 @@ def test_messages_to_a_wrapper_subclass(world: mpicomm.World) -> None:
         dist.send(torch.full((2,), 1.0), 0)
         time.sleep(0.3)
         dist.send(torch.full((2,), 2.0), 0)
-
-
-def test_parameters_of_a_wrapper_subclass(
-    world: mpicomm.World, mesh: dist.DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FSDP2 gathers both tensors of the parameter; the gradient without FSDP2 is a wrapper."""
-    monkeypatch.setattr(TwoTensor, "fsdp_pre_all_gather", _before_all_gather, raising=False)
-    monkeypatch.setattr(TwoTensor, "fsdp_post_all_gather", _after_all_gather, raising=False)
-    torch.manual_seed(0)
-    alone = torch.nn.Linear(FEATURES, 8, bias=False)
-    alone.weight = torch.nn.Parameter(TwoTensor(alone.weight.detach(), alone.weight.detach().clone()))
-    model = fully_shard(copy.deepcopy(alone), mesh=mesh)
-
-    samples = numbers(world.rank, 4, FEATURES).float()
-    for each in (alone, model):
-        each(samples).pow(2).sum().backward()
-    dist.all_reduce(alone.weight.grad)
-    expected = shard_of(alone.weight.grad.a / world.size, world.rank, world.size)
-    torch.testing.assert_close(model.weight.grad.to_local(), expected)
-
-
-def _before_all_gather(self: TwoTensor, mesh: dist.DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
-    return (self.a, self.b), None
-
-
-def _after_all_gather(
-    self: TwoTensor,
-    tensors: tuple[torch.Tensor, ...],
-    _metadata: None,
-    _dtype: torch.dtype,
-    *,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    return (TwoTensor(*tensors), tensors) if out is None else None
 
 
 @pytest.fixture

@@ -100,16 +100,6 @@ def test_reduce_scatter_coalesced(group: Group) -> None:
     )
 
 
-def test_the_mean_is_scattered(group: Group) -> None:
-    check(
-        group.rank,
-        inputs(group),
-        lambda mine: torches.scattered(mine, "avg", 0, group.handle),
-        lambda of_ranks: torch.stack(of_ranks).mean(0).chunk(group.size),
-        has_gradient=False,
-    )
-
-
 @pytest.mark.parametrize("exchange", [funcol.all_to_all_single, funcol.all_to_all_single_autograd])
 def test_all_to_all(group: Group, exchange: Callable) -> None:
     check(
@@ -161,13 +151,3 @@ def test_broadcast(group: Group) -> None:
         lambda of_ranks: [of_ranks[root]] * group.size,
         has_gradient=False,
     )
-
-
-def test_results_are_waited_for_on_their_first_use(group: Group) -> None:
-    """Several collectives are in progress, and their results are used in another order; the input does not change."""
-    mine = numbers(group.rank, 1000)
-    results = [funcol.all_reduce(mine * factor, "sum", group.handle) for factor in (1, 2, 3)]
-    total = sum(numbers(rank, 1000) for rank in range(group.size))
-    for factor, result in reversed(list(enumerate(results, start=1))):
-        torch.testing.assert_close(result + 0, total * factor)
-    assert torch.equal(mine, numbers(group.rank, 1000))

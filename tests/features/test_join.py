@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
@@ -40,7 +36,7 @@ def ranks_at(step: int, size: int) -> list[int]:
     return [rank for rank in range(size) if step < batches_of(rank)]
 
 
-def train_alone(model: torch.nn.Module, data: torch.Tensor, optimizer: Any, *, by_all: bool) -> None:
+def train_alone(model: torch.nn.Module, data: torch.Tensor, optimizer: torch.optim.Optimizer, *, by_all: bool) -> None:
     """Train with the gradients of the ranks that still have a batch, divided by the number of all or of these ranks."""
     size = data.shape[1]
     for step, samples in enumerate(data):
@@ -49,41 +45,6 @@ def train_alone(model: torch.nn.Module, data: torch.Tensor, optimizer: Any, *, b
         loss = sum(loss_of(model, samples[rank]) for rank in present)
         (loss / (size if by_all else len(present))).backward()
         optimizer.step()
-
-
-class AveragedGradients(Joinable):
-    """Averages gradients over all ranks; ranks without further batches contribute zeros."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.parameters = list(model.parameters())
-
-    def average(self) -> None:
-        Join.notify_join_context(self)
-        self.reduce()
-
-    def reduce(self) -> None:
-        for parameter in self.parameters:
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-
-    def join_hook(self, **_options: Any) -> JoinHook:
-        return Zeros(self)
-
-    join_device = torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
-
-
-class Zeros(JoinHook):
-    def __init__(self, gradients: AveragedGradients) -> None:
-        self.gradients = gradients
-
-    def main_hook(self) -> None:
-        for parameter in self.gradients.parameters:
-            parameter.grad.zero_()
-        self.gradients.reduce()
 
 
 @pytest.fixture
@@ -117,33 +78,4 @@ def test_ddp_through_our_hook(world: mpicomm.World, data: torch.Tensor) -> None:
         train(parallel, sgd(parallel), own(data.float(), world.rank))
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)
-    assert_identical_on_all_ranks(model)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_first_to_run_out_ends_the_training_of_all(world: mpicomm.World, data: torch.Tensor) -> None:
-    parallel = DistributedDataParallel(dense_model())
-    with pytest.raises(RuntimeError, match="exhausted"), parallel.join(throw_on_early_termination=True):
-        train(parallel, sgd(parallel), own(data, world.rank))
-
-    alone = dense_model()
-    train_alone(alone, data[:FEWEST], sgd(alone), by_all=True)
-    assert_same(parallel.module, alone)
-
-
-def test_sharded_optimizer(world: mpicomm.World, data: torch.Tensor) -> None:
-    """A rank without batches still updates its part of the parameters."""
-    model = dense_model()
-    alone = copy.deepcopy(model)
-    train_alone(alone, data, torch.optim.Adam(alone.parameters(), lr=0.01), by_all=True)
-
-    gradients = AveragedGradients(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    with Join([gradients, optimizer]):
-        for samples in own(data, world.rank):
-            optimizer.zero_grad()
-            loss_of(model, samples).backward()
-            gradients.average()
-            optimizer.step()
-    assert_same(model, alone)
     assert_identical_on_all_ranks(model)

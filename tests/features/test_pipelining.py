@@ -15,7 +15,6 @@ from tests.features.together import numbers
 
 WIDTH, ROWS = 6, 3  # rows in a microbatch
 CPU = torch.device("cpu")
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def layers(count: int) -> list[torch.nn.Module]:
@@ -81,12 +80,3 @@ def test_two_stages_on_each_rank(world: mpicomm.World, kind: type[PipelineSchedu
     problem = Problem(count, microbatches)
     stages = [PipelineStage(problem.stages[index], index, count, CPU) for index in (world.rank, second)]
     run(kind(stages, microbatches, loss_fn=mse_loss), problem, stages)
-
-
-def test_a_schedule_is_used_again(world: mpicomm.World) -> None:
-    problem = Problem(world.size, world.size)
-    stage = PipelineStage(problem.stages[world.rank], world.rank, world.size, CPU)
-    schedule = Schedule1F1B(stage, world.size, loss_fn=mse_loss)
-    for _ in range(3):
-        stage.submod.zero_grad()
-        run(schedule, problem, [stage])

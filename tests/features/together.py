@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-Outputs = Sequence[torch.Tensor | None]
-"""One output per rank; None for ranks without a defined output."""
+Outputs = Sequence[torch.Tensor]
+"""One output per rank."""
 
 
 def numbers(rank: int, *shape: int) -> torch.Tensor:
@@ -37,13 +37,11 @@ def check(
     expected = together(of_ranks)
     mine = inputs[rank].clone().requires_grad_(has_gradient)
     output = collective(mine)
-    if expected[rank] is not None:
-        torch.testing.assert_close(output, expected[rank])
+    torch.testing.assert_close(output, expected[rank])
     if has_gradient:
-        _loss(rank, output if expected[rank] is not None else 0 * output).backward()
-        sum(_loss(each, output) for each, output in enumerate(expected) if output is not None).backward()
-        theirs = of_ranks[rank].grad
-        torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if theirs is None else theirs)
+        _loss(rank, output).backward()
+        sum(_loss(each, output) for each, output in enumerate(expected)).backward()
+        torch.testing.assert_close(mine.grad, of_ranks[rank].grad)
 
 
 def _loss(rank: int, output: torch.Tensor) -> torch.Tensor:
