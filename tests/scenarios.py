@@ -32,8 +32,6 @@ _LEFT_OUT = (
     "tests/examples/test_examples.py::test_a_script_for_horovod",
     "tests/examples/test_examples.py::test_ddp_",
     "tests/examples/test_examples.py::test_existing_script",
-    "tests/examples/test_examples.py::test_fsdp_",
-    "tests/examples/test_trainers.py",
 )
 """The beginnings of the IDs of scenarios that are not in the file, and are not chosen unless `KEPT` has them."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, Outcome, command_line, run_alone, run_command, run_ranks
+from tests.launching import ROOT, Outcome, command_line, run_command
 
 EXAMPLES = ROOT / "examples"
 INTEGRATIONS = EXAMPLES / "integrations"  # tests/integrations runs these
@@ -100,16 +100,6 @@ def test_the_example_works_as_its_docstring_describes(file, command, output):
         assert form(outcome.stdout) == form(output), outcome
 
 
-def test_fsdp_holds_a_part_of_the_parameters_on_each_rank():
-    ranks, outcome = 4, run("mpirun -n 4 python -m mpicomm.examples.fsdp")
-    parts = re.findall(r"^rank (\d) holds ([\d,]+) of ([\d,]+) bytes$", outcome.stdout, re.MULTILINE)
-    assert sorted(int(rank) for rank, _, _ in parts) == list(range(ranks)), outcome
-    (whole,) = {int(each.replace(",", "")) for _, _, each in parts}
-    held = [int(each.replace(",", "")) for _, each, _ in parts]
-    assert sum(held) == whole, outcome
-    assert max(held) < 1.2 * whole / ranks, outcome
-
-
 def test_trainer_prints_its_result_once_after_the_loss_of_rank_0():
     outcome = run("mpicomm run -n 3 --fault-tolerant -m mpicomm.examples.trainer --epochs 1 --kill 5")
     assert outcome.stdout.count("test accuracy ") == 1, outcome
@@ -119,10 +109,6 @@ def test_trainer_prints_its_result_once_after_the_loss_of_rank_0():
 def test_docstring_has_the_command_that_starts_the_example(name):
     commands = [command for file, command, _ in sessions() if file == f"{name}.py"]
     assert commands == COMMANDS.get(name, [f"mpirun -n 4 python -m mpicomm.examples.{name}"])
-
-
-def test_one_copy_is_readable_at_the_top_and_importable():
-    assert EXAMPLES.samefile(ROOT / "mpicomm" / "examples")
 
 
 # -- ddp -------------------------------------------------------------------------------------------------------------
@@ -148,28 +134,6 @@ def test_ddp_mentions_the_other_ways_to_start_it():
     docstring = " ".join((ast.get_docstring(ast.parse((EXAMPLES / "ddp.py").read_text())) or "").split())
     assert "`torchrun --nproc-per-node 2 examples/ddp.py`" in docstring
     assert "`python -m mpicomm.examples.ddp`" in docstring
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ("ddp.GOAL = 1.01", "parameters identical"),
-        ("ddp.train = lambda world, model, data: model.module[0].bias.data.add_(world.rank)", "parameters DIFFERENT"),
-    ],
-    ids=["inaccurate", "different"],
-)
-def test_ddp_fails_if_the_training_does(change, line):
-    code = f"from mpicomm.examples import ddp\nddp.EPOCHS = 1\n{change}\nddp.main()"
-    outcome = run_ranks(2, code)
-    assert outcome.status != 0, outcome
-    assert line in outcome.stdout, outcome
-
-
-def test_ddp_names_the_command_that_installs_scikit_learn():
-    code = "import sys\nsys.modules['sklearn'] = None\nfrom mpicomm.examples import ddp\nddp.main()"
-    outcome = run_alone(code)
-    assert outcome.status != 0, outcome
-    assert "pip install scikit-learn" in outcome.stderr, outcome
 
 
 # -- horovod_script ----------------------------------------------------------------------------------------------------

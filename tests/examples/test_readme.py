@@ -32,8 +32,3 @@ def test_ci_runs_the_make_targets() -> None:
     assert set(COMMANDS) >= DONE_BY_CI
     for command in DONE_BY_CI:
         assert command in ci
-
-
-def test_readme_is_short() -> None:
-    """The README is a landing page; reference material belongs in docs/."""
-    assert len(README.read_text().splitlines()) <= 120
