@@ -99,15 +99,6 @@ def test_the_blocks_that_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_a_section_runs_with_the_start_and_without_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, TEXT)
-    assert capsys.readouterr().out == "2\n"
-    with pytest.raises(NameError, match="number"):
-        run(tmp_path, TEXT + "\n```python\nnumber\n```\n")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -119,13 +110,6 @@ def test_a_section_runs_with_the_start_and_without_the_others(
 def test_a_missing_failure_is_detected(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run(tmp_path, TEXT.replace(old, new))
-
-
-def test_tracebacks_name_the_document(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        run(tmp_path, TEXT.replace("print(number)", "number / 0"))
-    last = caught.traceback[-1]
-    assert (Path(last.path).name, last.lineno + 1) == ("text.md", 18)
 
 
 @pytest.mark.parametrize(
