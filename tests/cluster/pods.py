@@ -104,13 +104,12 @@ class Pods:
         words = hosts.enter(self.layout, self._host(LAUNCHER)) + self._command(LAUNCHER, *shell)
         return run_command(words, timeout=timeout)
 
-    def write_names(self, name: str, *, without: str = "") -> None:
+    def write_names(self, name: str) -> None:
         """Write the names that a pod can resolve: the workers have a search domain, the launcher has none."""
         lines = ["127.0.0.1 localhost"]
         for each in (LAUNCHER, *self.names):
-            if each != without:
-                short = f" {each}" if each == name or name != LAUNCHER else ""
-                lines.append(f"{self.layout.address(self._host(each))} {each}.{_DOMAIN}{short}")
+            short = f" {each}" if each == name or name != LAUNCHER else ""
+            lines.append(f"{self.layout.address(self._host(each))} {each}.{_DOMAIN}{short}")
         (self.folder / f"{name}.hosts").write_text("".join(f"{line}\n" for line in lines))
 
     def write_files(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import yaml
 
 from mpicomm.launch.jobscript import KubernetesJob, script
-from tests.cluster import processes
 from tests.cluster.conftest import flavour_of
 from tests.cluster.layout import INTEL_MPI_ENV, ROOT
-from tests.cluster.pods import LAUNCHER, Pods
+from tests.cluster.pods import Pods
 from tests.cluster.running import Cluster, Flavour, places
 from tests.cluster.test_slurm import check_places
 
@@ -65,50 +63,6 @@ def test_every_worker_gets_its_ranks(cluster: Cluster, container_mpi: Flavour, s
     found = places(outcome)
     check_places(found, pods.names)
     assert {place["label"] for place in found} == {"a b"}
-
-
-def test_the_host_file_of_another_mpi(cluster: Cluster, mpich: Flavour, start: Callable[..., Pods]) -> None:
-    """MPICH cannot read Open MPI's host file, which is the operator's default."""
-    pods = start("Open MPI", slots=2)
-    pods.up()
-    outcome = pods.launch(*run(mpich, "hostname"), environ=container(cluster, mpich))
-    assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.split()) == sorted(pods.names * 2)
-
-
-def test_a_job_on_fewer_hosts_is_an_error(cluster: Cluster, open_mpi: Flavour, start: Callable[..., Pods]) -> None:
-    pods = start("Open MPI")
-    pods.write_files()
-    environ = container(cluster, open_mpi)
-    outcome = pods.launch(*run(open_mpi, "-n", "2", "hostname"), environ=environ)
-    assert outcome.status == 2, outcome
-    assert "-n 2 leaves 1 of 3 hosts in /etc/mpi/hostfile without a rank: pi-worker-2." in outcome.stderr
-    # mpirun of Open MPI 5 ignores the host file, and starts all ranks on the launcher.
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    mpirun = [*open_mpi.mpiexec, "-n", "2", open_mpi.python, "-m", "tests.cluster.place"]
-    outcome = pods.launch(*mpirun, environ={**environ, **as_root})
-    assert outcome.status not in (0, None), outcome
-    assert f"LaunchError: the ranks run on 1 of 3 hosts: {LAUNCHER}\n" in outcome.stderr, outcome
-
-
-def test_a_worker_that_has_no_address_yet(cluster: Cluster, mpich: Flavour, start: Callable[..., Pods]) -> None:
-    pods = start("MPICH")
-    pods.up()
-    pods.write_names(LAUNCHER, without="pi-worker-2")
-    log = pods.folder / "log"
-    log.touch()
-
-    def give_address() -> None:
-        processes.wait_until(lambda: "waiting for the addresses of 1 hosts" in log.read_text(), 60, "it waits")
-        pods.write_names(LAUNCHER)
-
-    thread = threading.Thread(target=give_address)
-    thread.start()
-    line = 'log=$1; shift; exec "$@" 2>"$log"'
-    outcome = pods.launch("sh", "-c", line, "sh", log, *run(mpich, "hostname"), environ=container(cluster, mpich))
-    thread.join()
-    assert outcome.status == 0, (outcome, log.read_text())
-    assert sorted(outcome.stdout.split()) == pods.names
 
 
 def test_a_generated_job(cluster: Cluster, container_mpi: Flavour, start: Callable[..., Pods]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
-
 from tests.cluster.running import Cluster, Flavour, places, quoted
 
 PLACE = ("-m", "tests.cluster.place")
@@ -28,24 +26,6 @@ def check_places(found: list[dict[str, Any]], hosts: list[str]) -> None:
             "sum_of_ranks": sum(range(len(hosts))),
         }
         assert {key: place[key] for key in expected} == expected
-
-
-def test_p2p_on_two_nodes(cluster: Cluster, flavour: Flavour) -> None:
-    program = [flavour.python, "-m", "mpicomm.examples.p2p"]
-    outcome = cluster.run("srun", "-N2", "-n4", "--ntasks-per-node=2", f"--mpi={flavour.srun_type}", *program)
-    assert outcome.status == 0, outcome
-    lines = outcome.stdout.splitlines()
-    assert [line for line in lines if line.startswith("-- ")] == [
-        "-- blocking send and recv in pairs, 16 B",
-        "-- isend and irecv in pairs, 16 B",
-        "-- isend and irecv around the ring, 16 B",
-        "-- blocking send and recv in pairs, 8 MiB",
-        "-- isend and irecv in pairs, 8 MiB",
-        "-- isend and irecv around the ring, 8 MiB",
-        "-- a dict around the ring with mpicomm.sendrecv, 8 MiB",
-    ]
-    ring = [f"rank {rank}: had {rank}, received {(rank - 1) % 4} from rank {(rank - 1) % 4}" for rank in range(4)]
-    assert sorted(lines[-4:]) == ring
 
 
 def test_without_pmi_an_error_names_the_right_command(cluster: Cluster, flavour: Flavour) -> None:
@@ -128,26 +108,3 @@ def test_torchrun_on_every_node(cluster: Cluster, open_mpi: Flavour) -> None:
     assert {first, second} == {"node1", "node2"}
     check_places(found, [first, first, second, second])
     assert {(place["launcher"], place["backend"], place["has_mpi"]) for place in found} == {("torchrun", "gloo", False)}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param("--gpus-per-node=2", ["0,1", "0,1", "0,1", "0,1"], id="whole node"),
-        pytest.param("--gpus-per-task=1", ["0", "1", "0", "1"], id="one for each task"),
-        pytest.param("--gpus-per-node=2 --gpu-bind=single:1", ["0", "1", "0", "1"], id="bound"),
-        pytest.param("--gpus-per-task=1 --gpu-bind=none", ["unset"] * 4, id="not bound"),
-        pytest.param("", ["unset"] * 4, id="none"),
-    ],
-)
-def test_gpus_as_tasks_see_them(cluster: Cluster, options: str, expected: list[str]) -> None:
-    commands = "echo $SLURM_PROCID ${CUDA_VISIBLE_DEVICES-unset}"
-    outcome = cluster.run("srun", "-N2", "--ntasks-per-node=2", *options.split(), "bash", "-c", commands)
-    assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == [f"{rank} {gpus}" for rank, gpus in enumerate(expected)]
-
-
-def test_too_many_gpus_are_refused(cluster: Cluster) -> None:
-    outcome = cluster.run("srun", "-N1", "--gpus-per-node=3", "true")
-    assert outcome.status != 0, outcome
-    assert "Requested node configuration is not available" in outcome.stderr, outcome
