@@ -246,27 +246,6 @@ def test_a_write_outside_of_the_output_is_detected(size: int) -> None:
     assert all(not torch.equal(total, total.roll(shift)) for shift in range(1, len(total)))
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter", "scatter", "gather"])
-@pytest.mark.parametrize("nbytes", [4096, 4**8])
-def test_parts_in_another_order_are_wrong(world: mpicomm.World, name: str, nbytes: int) -> None:
-    def shifts(operation: MeasuredOperation, starts: bool) -> Any:
-        """Run the operation, and then shift every part of the result by one."""
-
-        def call() -> None:
-            operation.by_torch(dist.group.WORLD)
-            if operation.receive.numel() == operation.count:
-                operation.receive.copy_(operation.receive.roll(operation.share))
-            else:
-                of_ranks = mpicomm.all_gather(operation.receive)
-                operation.receive.copy_(of_ranks[world.rank - 1])
-
-        return call
-
-    found = measured(world, {"shifts": shifts}, name, [nbytes])
-    assert all(row.wrong > 0 for row in found.rows)
-
-
 @pytest.mark.mpi
 def test_each_size_is_measured_once(world: mpicomm.World, compared: dict[str, Any]) -> None:
     found = measured(world, {"mpi": compared["mpi"]}, "all_gather", [1, 4, 4 * world.size])
