@@ -33,27 +33,6 @@ ADAM = {"lr": 0.01, "weight_decay": 0.1}
 UPDATES_MISSED = 2  # overlapping starts after DDP has rebuilt its buckets and the optimizer has recorded them
 
 
-def train_alone(model: torch.nn.Module, data: torch.Tensor) -> None:
-    train(model, torch.optim.AdamW(model.parameters(), **ADAM), data.flatten(1, 2))
-
-
-def sharded(model: torch.nn.Module, **options: bool) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options, **ADAM)
-
-
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "bucket-views"])
-def test_training_equals_training_alone(world: mpicomm.World, views: bool) -> None:
-    data = batches(world, STEPS)
-    model = dense_model()
-    alone = copy.deepcopy(model)
-    train_alone(alone, data)
-
-    parallel = DistributedDataParallel(model)
-    train(parallel, sharded(parallel, parameters_as_bucket_view=views), data[:, world.rank])
-    assert_same(model, alone)
-    assert_identical_on_all_ranks(model)
-
-
 @pytest.mark.filterwarnings("ignore:.*TorchScript:DeprecationWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("shard_buckets", [False, True], ids=["whole-buckets", "split-buckets"])
 @pytest.mark.parametrize("hook", [hook_with_zero_step, hook_with_zero_step_interleaved])
@@ -67,10 +46,10 @@ def test_updates_during_the_backward_pass(world: mpicomm.World, hook: Callable, 
     data = batches(world, UPDATES_MISSED + STEPS)
     model = dense_model()
     alone = copy.deepcopy(model)
-    train_alone(alone, data[UPDATES_MISSED:])
+    train(alone, torch.optim.AdamW(alone.parameters(), **ADAM), data[UPDATES_MISSED:].flatten(1, 2))
 
     parallel = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
-    optimizer = sharded(parallel, overlap_with_ddp=True)
+    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAM)
     parallel.register_comm_hook(None, hook(allreduce_hook, parallel, optimizer, shard_buckets))
     for parameter in parallel.parameters():
         parameter.register_hook(lambda _gradient: time.sleep(0.005 * (world.rank == 0)))
