@@ -117,15 +117,6 @@ def test_a_difference_is_the_same_error_on_all_ranks(case: str) -> None:
     assert torch.equal(hvd.allreduce(torch.ones(4), name="case", op=hvd.Sum), torch.full((4,), float(hvd.size())))
 
 
-def test_a_difference_from_the_cache_is_an_error_on_all_ranks() -> None:
-    for _ in range(2):
-        hvd.allreduce(torch.ones(5), name="cached")
-    messages = errors_of_all_ranks(lambda: hvd.allreduce(torch.ones(5 + (hvd.rank() == 1)), name="cached"))
-    assert set(messages) == {messages[0]}
-    assert "the tensor shapes differ: rank 0 has (5), rank 1 has (6)" in messages[0]
-    assert hvd.allreduce(torch.ones(7), name="cached").tolist() == [1.0] * 7
-
-
 def test_a_name_that_is_pending_is_an_error() -> None:
     first = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
     with pytest.raises(ValueError, match=r"^allreduce.twice was submitted while an operation of this name is pending"):
@@ -134,35 +125,10 @@ def test_a_name_that_is_pending_is_an_error() -> None:
     assert hvd.allreduce(torch.ones(3), name="twice").tolist() == [1.0] * 3
 
 
-def test_ranks_that_wait_need_not_wait_for_the_same_name() -> None:
-    names = ["left", "right"]
-    handles = {name: hvd.allreduce_async(torch.ones(2), name=name, op=hvd.Sum) for name in names}
-    for name in names[:: 1 if hvd.rank() % 2 else -1]:
-        assert hvd.synchronize(handles[name]).tolist() == [hvd.size()] * 2
-
-
 def test_an_operation_completes_without_a_thread_that_waits() -> None:
     handle = hvd.allreduce_async(torch.ones(2), name="polled", op=hvd.Sum)
     wait_until(lambda: hvd.poll(handle), "the operation has completed")
     assert handle.result[0].tolist() == [hvd.size()] * 2
-
-
-def test_more_names_than_the_cache_holds() -> None:
-    negotiation = registry().engines[0]._negotiation
-    hvd.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(negotiation, "_capacity", 4)
-        for number in range(60):
-            names = [f"evicted {(number + index) % 9}" for index in range(6)]
-            if hvd.rank() % 2:
-                names.reverse()
-            handles = {
-                name: hvd.allreduce_async(torch.full((3,), number + float(name[-1])), name=name, op=hvd.Sum)
-                for name in names
-            }
-            for name, handle in handles.items():
-                assert hvd.synchronize(handle).tolist() == [(number + float(name[-1])) * hvd.size()] * 3
-        hvd.barrier()
 
 
 def test_sets_of_ranks_are_independent(parity: hvd.ProcessSet) -> None:
