@@ -120,7 +120,7 @@ TRAINER: Wrong = {
     "progress": [*WORDS, None],
     "logger": [5, "mlflow", True, Unknown()],
     "training_step": [5, "step", nn.MSELoss, Unknown()],
-    "callbacks": [5, [len], mpicomm.EMA(0.5), Unknown()],
+    "callbacks": [5, [len], [mpicomm.EMA], mpicomm.EMA(0.5), Unknown()],
     "profile": [5, True, "1", Unknown()],
     "profile_ranks": [5, ["0"], [-1], Unknown()],
     "rank_logs": FLAGS,

@@ -114,19 +114,6 @@ def test_an_exception_in_a_hook_leaves_fit(world: mpicomm.World) -> None:
     assert recorder.events[-1] == ("exception", "step-000000001", "LookupError")
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "message"),
-    [
-        (Recorder(), r"must be a list of mpicomm.Callback instances, got a Recorder\."),
-        ([Recorder], r"got the class Recorder in the list\."),
-        ([print], r"got a builtin_function_or_method in the list\."),
-    ],
-)
-def test_other_objects_are_refused(world: mpicomm.World, callbacks: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        make_trainer(None, callbacks=callbacks)
-
-
 class Counter(mpicomm.Callback):
     """Counts hooks, and sums losses in a tensor."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,9 +70,3 @@ def test_tensorboard_gets_the_figures(world: mpicomm.World, directory: Path) -> 
         assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
         assert len(found) >= 3
     assert board.Scalars("eval/eval_loss")[-1].value == pytest.approx(history[-1]["eval_loss"])
-
-
-def test_an_absent_tensorboard_is_an_error_at_once(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install tensorboard"):
-        make_trainer(make_model(), logger="tensorboard")

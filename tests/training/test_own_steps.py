@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +65,6 @@ def test_further_figures_are_means_over_all_samples(world: mpicomm.World) -> Non
         mean = sum(each["first"] * count for each, count in zip(logged, counts, strict=True)) / sum(counts)
         assert sum(counts) == 53
         assert mean == pytest.approx(data.tensors[0][:, 0].double().mean().item(), rel=1e-5)
-
-
-def test_a_run_in_parts_logs_the_figures_of_one_run(world: mpicomm.World, directory: Path) -> None:
-    found = []
-    for where, parts in ((directory / "whole", (9,)), (directory / "parts", (2, 7, 9))):
-        for steps in parts:
-            trainer = make_trainer(make_model(), figures_step, batch_size=4, log_every=3, checkpoint_dir=where)
-            trainer.fit(samples(4 * 5 * world.size), max_steps=steps)
-        mpicomm.barrier()
-        entries = map(json.loads, (where / "metrics.jsonl").read_text().splitlines())
-        found.append(
-            [
-                {name: each[name] for name in ("step", "loss", "penalty", "right", "first")}
-                for each in entries
-                if each["event"] == "step"
-            ]
-        )
-    assert found[0] == found[1]
-    assert [each["step"] for each in found[0]] == [3, 5, 6, 9]
 
 
 class Pair(nn.Module):

@@ -51,19 +51,12 @@ def test_a_trace_of_the_same_steps_is_another_file(world: mpicomm.World, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "message"),
+    ("options", "message"),
     [
-        (
-            {"profile": 3, "checkpoint_dir": "run"},
-            TypeError,
-            r"profile must be a range of steps or None, got 3 \(int\)",
-        ),
-        ({"profile": range(3), "checkpoint_dir": "run"}, ValueError, "a range of consecutive steps from 1"),
-        ({"profile": range(1, 3)}, ValueError, "profile requires a checkpoint_dir"),
+        ({"profile": range(3), "checkpoint_dir": "run"}, "a range of consecutive steps from 1"),
+        ({"profile": range(1, 3)}, "profile requires a checkpoint_dir"),
     ],
 )
-def test_profiles_that_cannot_be_written(
-    world: mpicomm.World, options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
+def test_profiles_that_cannot_be_written(world: mpicomm.World, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_trainer(make_model(), **options)

@@ -79,15 +79,6 @@ def test_a_plateau_of_the_training_or_of_a_metric(world: mpicomm.World) -> None:
         trainer.fit(train, 3, train)
 
 
-def test_unsupported_optimizers_and_schedulers_are_refused_before_training(world: mpicomm.World) -> None:
-    model = make_model()
-    with pytest.raises(TypeError, match="Trainer does not support LBFGS"):
-        mpicomm.Trainer(model, torch.optim.LBFGS(model.parameters()), nn.functional.cross_entropy)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="monitor='loss' requires a ReduceLROnPlateau scheduler"):
-        mpicomm.Trainer(model, optimizer, nn.functional.cross_entropy, monitor="loss")
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_scheduler_skips_the_steps_that_overflow_in_float16(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import mpicomm
 from tests.training.test_steps import FEATURES, assert_close, make_model, samples, train
@@ -31,11 +31,6 @@ class Structured(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         x, label = self.pairs[index]
         return self.structure(x[:HALF], x[HALF:], label)
-
-
-class IterableSource(Structured, IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return (self[index] for index in range(len(self)))
 
 
 class Net(nn.Module):
@@ -118,27 +113,6 @@ def test_every_structure_trains_as_pairs_do(world: mpicomm.World, name: str, str
     assert figures["loss"] < 0.69
 
 
-def test_a_stream_of_mappings(world: mpicomm.World) -> None:
-    structure, take, _ = STRUCTURES["a mapping"]
-    count = 16 * world.size + 3
-    trainer = make_trainer(Net(take))
-    (epoch,) = trainer.fit(IterableSource(count, structure), 1)
-    assert (epoch["samples"], epoch["step"]) == (count, 3)
-
-
-def test_batches_of_lists_count_their_samples(world: mpicomm.World) -> None:
-    """The first tensor of such a batch is one image with 3 channels, regardless of the number of samples."""
-
-    def as_lists(pairs: list[Any]) -> Any:
-        return [x.expand(3, -1) for x, _ in pairs], torch.stack([label for _, label in pairs])
-
-    mine = range(2 + 5 * world.rank)
-    loader = DataLoader(samples(100), batch_size=4, sampler=mine, collate_fn=as_lists)
-    trainer = make_trainer(Net(lambda layers, images: layers(torch.stack([image[0] for image in images]))))
-    (epoch,) = trainer.fit(loader, 1)
-    assert epoch["samples"] == sum(2 + 5 * rank for rank in range(world.size))
-
-
 def test_a_batch_that_does_not_fit_the_model_is_refused(world: mpicomm.World) -> None:
     trainer = make_trainer(make_model())
     with pytest.raises(TypeError, match=r"the batch does not fit the model's forward\(input\): too many positional"):
@@ -147,26 +121,18 @@ def test_a_batch_that_does_not_fit_the_model_is_refused(world: mpicomm.World) ->
         trainer.evaluate(Structured(32, lambda a, b, t: {"a": a, "b": b, "labels": t}))
 
 
-def detached(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs.detach(), labels)
-
-
 @pytest.mark.parametrize(
-    ("loss_fn", "error", "message"),
+    ("loss_fn", "message"),
     [
-        (nn.CrossEntropyLoss(reduction="none"), ValueError, r"got a tensor of shape \[4\]\.\nUse reduction=\"mean\""),
-        (lambda out, y: nn.functional.cross_entropy(out, y).item(), TypeError, "got a float.\nReturn the tensor"),
-        (detached, ValueError, "got a tensor without a gradient"),
-        (None, ValueError, r"without loss_fn, the model must return .*, got a tensor of shape \[4, 2\]\.\nPass a loss"),
+        (nn.CrossEntropyLoss(reduction="none"), r"got a tensor of shape \[4\]\.\nUse reduction=\"mean\""),
+        (None, r"without loss_fn, the model must return .*, got a tensor of shape \[4, 2\]\.\nPass a loss"),
     ],
-    ids=["unreduced", "float", "detached", "none"],
+    ids=["unreduced", "none"],
 )
-def test_an_invalid_loss_is_refused_at_the_first_step(
-    world: mpicomm.World, loss_fn: Any, error: type[Exception], message: str
-) -> None:
+def test_an_invalid_loss_is_refused_at_the_first_step(world: mpicomm.World, loss_fn: Any, message: str) -> None:
     model = Net(lambda layers, x, labels=None: layers(x))
     trainer = make_trainer(model, loss_fn=loss_fn, batch_size=4)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         trainer.fit(samples(8 * world.size), 1)
     assert trainer.position.step == 0
     trainer.loss_fn = nn.functional.cross_entropy
@@ -191,8 +157,3 @@ def test_outputs_without_tensors_are_refused_with_fsdp(world: mpicomm.World) -> 
     )
     with pytest.raises(TypeError, match=r"FSDP found no tensor in the model's outputs"):
         trainer.fit(samples(8 * world.size), 1)
-
-
-def test_an_invalid_loss_function_is_refused_before_training(world: mpicomm.World) -> None:
-    with pytest.raises(TypeError, match=r"loss_fn must be a function .*, got <class '.*MSELoss'> \(type\)\.\n"):
-        make_trainer(make_model(), loss_fn=nn.MSELoss)
