@@ -97,9 +97,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pause-on", type=int, default=-1, help="on this rank alone; the others wait in a collective")
     parser.add_argument("--leave-at", type=int, default=0, help="the step after which to leave")
     parser.add_argument("--record", action="store_true", help="write which samples each rank takes")
-    parser.add_argument("--precision", default="float32")
-    parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--progress", default="none")
     return parser.parse_args()
 
@@ -113,11 +110,8 @@ def main() -> None:
         kill_at(point, int(number), world.rank, pids)
     trainer = make_trainer(
         arguments.directory,
-        precision=arguments.precision,
-        strategy=arguments.strategy,
         save_every=SAVE_EVERY,
         keep_checkpoints=2,
-        num_workers=arguments.workers,
         progress=arguments.progress,
     )
     train, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
