@@ -36,10 +36,10 @@ SAMPLES, EVAL_SAMPLES, FEATURES = 203, 37, 12
 EPOCHS = 8
 SAVE_EVERY = 3
 
-POINTS = ("written", "renaming", "marking", "writing", "removing")
-"""The points at which a job can be killed: after the files are written; just before their directory is renamed; just
-before the marker is written; while the files are being written; between the removal of the marker of an old checkpoint
-and the removal of its files."""
+POINTS = ("renaming", "marking", "writing", "removing")
+"""The points at which a job can be killed: just before the directory of the written files is renamed; just before the
+marker is written; while the files are being written; between the removal of the marker of an old checkpoint and the
+removal of its files."""
 
 
 class Samples(Dataset[Any]):
@@ -183,8 +183,6 @@ def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
     if point == "writing":
         if rank == number % len(pids):
             _before(dcp.FileSystemWriter, "write_data", lambda *_: threading.Timer(0.001, kill).start())
-    elif rank == 0 and point == "written":
-        _before(Checkpoints, "_publish", lambda *_: kill())
     elif rank == 0 and point == "marking":
         _before(Checkpoints, "_mark", lambda *_: kill())
     elif rank == 0 and point == "renaming":

@@ -20,17 +20,13 @@ JOB = ["-m", "tests.training.job"]
 
 
 def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    """Each start is killed at another point of saving.
-
-    `python -m tests.training` kills more often, and also at random moments. Only that command uses the point "written",
-    because it leaves the same files as "renaming".
-    """
+    """Each start is killed at another point of saving."""
     shorter = ["--epochs", "5"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for directory in (whole, broken):
         directory.mkdir()
     kills.run_to_the_end(whole, 2, *shorter)
-    for point in [each for each in POINTS if each != "written"]:
+    for point in POINTS:
         before = kills.newest(broken)
         outcome = run_ranks(2, [*JOB, str(broken), *shorter, "--kill", f"{point}:{3 if point == 'removing' else 2}"])
         assert outcome.status != 0, outcome
