@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -269,31 +268,18 @@ def test_a_directory_that_another_job_uses_is_refused(
 
 
 def test_a_checkpoint_is_synced_before_it_is_marked(
-    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
+    world: mpicomm.World, directory: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a power failure could leave a checkpoint that is marked complete without its content."""
-    events: list[str] = []
-    root, fsync, rename = directory.resolve(), os.fsync, Path.rename
-
-    def recorded_fsync(handle: int) -> None:
-        fsync(handle)
-        events.append(f"sync {Path(f'/proc/self/fd/{handle}').readlink().relative_to(root)}")
-
-    def recorded_rename(path: Path, target: Path) -> Path:
-        events.append(f"rename to {Path(target).resolve().relative_to(root)}")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(Path, "rename", recorded_rename)
     trainer = make_trainer(directory)
     trainer.fit(Samples(8 * world.size, 2, 0.1), 1)
     name = trainer.position.name
     monkeypatch.undo()
-    of_all_ranks = itertools.chain.from_iterable(mpicomm.all_gather_object(events))
+    of_all_ranks = itertools.chain.from_iterable(mpicomm.all_gather_object(synced))
     names = [Path(each).name for each in of_all_ranks if each.startswith("sync")]
-    synced = {each.removesuffix(".tmp").removesuffix(".new") for each in names}  # the final names
+    final_names = {each.removesuffix(".tmp").removesuffix(".new") for each in names}
     content = {path.name for path in (directory / name).iterdir()}
-    assert {".metadata", "COMPLETE", "__0_0.distcp"} <= content <= synced
+    assert {".metadata", "COMPLETE", "__0_0.distcp"} <= content <= final_names
     if world.rank == 0:
         needed = [
             f"sync {name}.partial",
@@ -303,16 +289,8 @@ def test_a_checkpoint_is_synced_before_it_is_marked(
             f"rename to {name}/COMPLETE",
             f"sync {name}",
         ]
-        left = iter(events)
-        assert [each for each in needed if each not in left] == [], events  # in this order
-
-
-@pytest.fixture
-def small_files() -> Iterator[Any]:
-    """Limit the size of the files that this process writes, to simulate a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        left = iter(synced)
+        assert [each for each in needed if each not in left] == [], synced  # in this order
 
 
 @pytest.mark.parametrize("failing_rank", ["first", "last"])
@@ -325,7 +303,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         small_files(2000)
     with pytest.raises(mpicomm.CheckpointError, match=r"cannot write the .* to [^:]*: rank \d: .*\n.*" + name):
         fit(make_trainer(directory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    small_files(resource.RLIM_INFINITY)
     mpicomm.barrier()
     assert complete(directory) == [name]
     fit(make_trainer(directory))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,48 +122,24 @@ def test_weights_that_cannot_be_loaded_are_refused_on_every_rank(world: mpicomm.
         make_trainer(Noted(), weights=directory / "text.pt")
 
 
-@pytest.fixture
-def full_disk() -> Iterator[Any]:
-    """Limit the size of the files that this process writes, to simulate a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_file_that_cannot_be_written_leaves_the_one_before(
-    world: mpicomm.World, directory: Path, full_disk: Any
+    world: mpicomm.World, directory: Path, small_files: Any
 ) -> None:
     path = directory / "model.pt"
     trainer = make_trainer(Noted())
     trainer.export(path)
     before = path.read_bytes()
     if world.rank == 0:
-        full_disk(1000)
+        small_files(1000)
     with pytest.raises(mpicomm.CheckpointError, match=r"rank 0 cannot write the weights to '.*': .*File too large"):
         trainer.export(path)
-    full_disk(resource.RLIM_INFINITY)
+    small_files(resource.RLIM_INFINITY)
     assert (path.read_bytes(), [each.name for each in directory.iterdir()]) == (before, ["model.pt"])
     with pytest.raises(mpicomm.CheckpointError, match=r"rank 0 cannot write the weights to .*\nPass a path on a disk"):
         trainer.export(path / "below" / "model.pt")
 
 
-def test_a_file_is_synced_before_it_has_its_name(
-    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_synced_before_it_has_its_name(world: mpicomm.World, directory: Path, synced: list[str]) -> None:
     """Otherwise a power failure could leave a file under its final name without its content."""
-    events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-    root = directory.resolve()
-
-    def recorded_fsync(handle: int) -> None:
-        fsync(handle)
-        events.append(f"sync {Path(f'/proc/self/fd/{handle}').readlink().relative_to(root)}")
-
-    def recorded_rename(path: Path, target: Path) -> Path:
-        events.append(f"rename to {Path(target).resolve().relative_to(root)}")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(Path, "rename", recorded_rename)
     make_trainer(Noted()).export(directory / "model.pt")
-    assert events == (["sync model.pt.new", "rename to model.pt", "sync ."] if world.rank == 0 else [])
+    assert synced == (["sync model.pt.new", "rename to model.pt", "sync ."] if world.rank == 0 else [])

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import mpicomm
 from tests.training.test_steps import FEATURES, make_model, make_trainer, samples
+from tests.training.test_uneven import IterableSource
 
 pytestmark = pytest.mark.mpi
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.pairs = samples(count)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.pairs)
 
 
 class Several(nn.Module):
@@ -75,7 +67,7 @@ def test_a_stream_and_outputs_in_containers(world: mpicomm.World, batches: str) 
     """With one sample, all ranks but one have no outputs."""
     count = {"none": 1, "full": 3 * 2 * world.size, "uneven": 3 * 2 * world.size + 3}[batches]
     x, model = samples(count).tensors[0], Several()
-    found = make_trainer(model, batch_size=2).predict(Stream(count), all_ranks=True)
+    found = make_trainer(model, batch_size=2).predict(IterableSource(count), all_ranks=True)
     logits = alone(model.inner, x)
     torch.testing.assert_close(found, {"logits": logits, "more": (logits.argmax(dim=1), [x.sum(dim=1)])})
 
