@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mpicomm
-from tests.collective_ops.kinds import same
 from tests.unit.test_pytree import CONTAINERS
 
 OPERATIONS = ["all_reduce", "reduce", "broadcast", "gather", "all_gather", "reduce_scatter", "all_to_all", "scatter"]
@@ -37,21 +36,6 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     objects = [packed.getvalue()]
     dist.broadcast_object_list(objects, 0)
     return torch.load(io.BytesIO(objects[0]), weights_only=False)
-
-
-def test_any_container_is_received_unchanged(world: mpicomm.World) -> None:
-    src, after, before = world.size - 1, (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    for data, is_async in drawn(st.tuples(CONTAINERS, st.booleans()), 60):
-
-        def finished(result: Any, is_async: bool = is_async) -> Any:
-            return result.wait() if is_async else result
-
-        if data is not None:
-            got = finished(mpicomm.broadcast(data if world.rank == src else None, src, async_op=is_async))
-            assert same(got, data)
-        assert same(finished(mpicomm.all_gather(data, async_op=is_async)), [data] * world.size)
-        assert same(finished(mpicomm.all_to_all([data] * world.size, async_op=is_async)), [data] * world.size)
-        assert same(finished(mpicomm.sendrecv(data, after, before, async_op=is_async)), data)
 
 
 def test_any_arguments_are_right_or_refused_by_all(world: mpicomm.World) -> None:
