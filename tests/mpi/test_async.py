@@ -57,23 +57,6 @@ def test_a_started_all_reduce_does_not_block_the_messages_it_waits_for(world: mp
     assert torch.equal(total, torch.full((3,), float(world.size)))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_the_call_returns_before_the_other_ranks_arrive(world: mpicomm.World) -> None:
-    tensor = torch.ones(1)
-    if world.rank == 0:
-        started = time.monotonic()
-        work = dist.all_reduce(tensor, async_op=True)
-        assert time.monotonic() - started < 10
-        assert not work.is_completed()
-        dist.send(torch.zeros(1), 1)  # lets rank 1 continue, and thereby the all_reduce
-        work.wait()
-    else:
-        if world.rank == 1:
-            dist.recv(torch.empty(1), 0)
-        dist.all_reduce(tensor)
-    assert tensor.item() == world.size
-
-
 @QUEUES
 def test_an_operation_runs_although_its_caller_does_not_wait(group: Group) -> None:
     tensor = torch.ones(3)
@@ -189,38 +172,6 @@ def test_many_at_once(group: Group) -> None:
         work.wait()
     for index, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full((100,), float(group.size * index + sum(range(group.size)))))
-
-
-@QUEUES
-def test_the_future_holds_the_tensors_and_calls_back_on_the_worker(group: Group) -> None:
-    tensor = torch.full((4,), 1.0)
-    threads: list[str] = []
-    gate = threading.Event()
-    hold(group, gate.wait)
-    work = dist.all_reduce(tensor, group=group.handle, async_op=True)
-
-    def note(future: torch.futures.Future) -> torch.Tensor:
-        threads.append(threading.current_thread().name)
-        return future.value()[0] * 2
-
-    doubled = work.get_future().then(note)
-    gate.set()
-    assert torch.equal(doubled.wait(), torch.full((4,), 2.0 * group.size))
-    assert torch.equal(work.get_future().value()[0], tensor)
-    assert [name.startswith("mpicomm-worker") for name in threads] == [True]
-
-
-@QUEUES
-def test_a_callback_may_start_the_next_operation(group: Group) -> None:
-    tensor = torch.ones(4)
-
-    def again(future: torch.futures.Future) -> torch.Tensor:
-        result = future.value()[0]
-        dist.all_reduce(result, group=group.handle)  # synchronous, on the worker thread itself
-        return result
-
-    work = dist.all_reduce(tensor, group=group.handle, async_op=True)
-    assert torch.equal(work.get_future().then(again).wait(), torch.full((4,), float(group.size) ** 2))
 
 
 @QUEUES
@@ -408,14 +359,6 @@ def test_several_groups_at_once(groups: dict[str, Group]) -> None:
         work.wait()
     for group, tensor in zip(kinds, tensors, strict=True):
         assert torch.equal(tensor, torch.full((1000,), group.size * (group.size + 1) / 2))
-
-
-@QUEUES
-def test_a_dropped_handle_still_completes(group: Group) -> None:
-    tensor = torch.ones(1000)
-    dist.all_reduce(tensor, group=group.handle, async_op=True)
-    dist.barrier(group=group.handle)
-    assert torch.equal(tensor, torch.full((1000,), float(group.size)))
 
 
 @QUEUES

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mpicomm.backend import dtypes
 from tests import nodes
-from tests.mpi.sweep import FEW, sweep
+from tests.mpi.sweep import sweep
 from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import MAIN_KINDS, Group, on_groups
 
@@ -54,42 +54,6 @@ def test_all_reduce_sum(group: Group, dtype: torch.dtype, is_async: bool) -> Non
     assert torch.equal(tensor, expected)
 
 
-def reference(op: str, values: torch.Tensor) -> torch.Tensor:
-    """Reduce the rows of `values` in one process."""
-    folds = {
-        "SUM": lambda a, b: a + b,
-        "PRODUCT": lambda a, b: a * b,
-        "MIN": torch.minimum,
-        "MAX": torch.maximum,
-        "BAND": lambda a, b: a & b,
-        "BOR": lambda a, b: a | b,
-        "BXOR": lambda a, b: a ^ b,
-    }
-    result = values[0]
-    for row in values[1:]:
-        result = folds[op](result, row)
-    return result
-
-
-# test_matrix.py tests every pair on the world, and all of these on `parity` and `staged`.
-REDUCTIONS = [
-    *[(dtype, op) for dtype in FEW for op in ["SUM", "PRODUCT", "MIN", "MAX"]],
-    *[(torch.int64, op) for op in ["BAND", "BOR", "BXOR"]],
-]
-CASES = [
-    *[(kind, *pair) for kind in ("alone", "debug") for pair in REDUCTIONS],
-    *[(kind, dtype, "SUM") for kind in nodes.KINDS for dtype in FEW],  # MPI computes the others there, too
-]
-
-
-@pytest.mark.parametrize(("group", "dtype", "op"), CASES, indirect=["group"], ids=str)
-def test_all_reduce_with_every_operation(group: Group, dtype: torch.dtype, op: str) -> None:
-    values = torch.randint(-3, 4, (group.size, 64), generator=torch.manual_seed(1)).to(dtype)  # exact in any order
-    tensor = values[group.rank].clone()
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group.handle)
-    assert torch.equal(tensor, reference(op, values))
-
-
 @sweep([torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int32])
 def test_average(group: Group, dtype: torch.dtype) -> None:
     tensor = of_rank(group.rank, dtype)
@@ -110,21 +74,6 @@ def test_premultiplied_sum(group: Group, dtype: torch.dtype) -> None:
     reduce_scatter_single(block, stacked, op, group=group.handle)
     assert torch.equal(block, expected)
     assert torch.equal(stacked, source.repeat(group.size))
-
-
-@on_groups("world", "staged")
-def test_complex_product(group: Group) -> None:
-    tensor = torch.full((3,), 1j, dtype=torch.complex64)
-    group.handle.allreduce([tensor], _all_reduce_options(dist.ReduceOp.PRODUCT)).wait()
-    assert torch.equal(tensor, torch.full((3,), 1j**group.size, dtype=torch.complex64))
-
-
-def _all_reduce_options(op: dist.ReduceOp) -> object:
-    from mpicomm.backend import torch_internals
-
-    options = torch_internals.AllreduceOptions()
-    options.reduceOp = op
-    return options
 
 
 @WHEN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -26,17 +25,6 @@ def raising(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[d
     yield group
     dist.barrier()
     dist.destroy_process_group(group)
-
-
-def test_a_barrier_waits_for_all_ranks(world: mpicomm.World) -> None:
-    """All ranks share a host, and therefore its monotonic clock."""
-    time.sleep(0.1 * world.rank)
-    arrived = time.monotonic()
-    mpicomm.barrier(timeout=datetime.timedelta(seconds=20))
-    left = time.monotonic()
-    assert left >= max(mpicomm.all_gather_object(arrived))
-    mpicomm.barrier(timeout=20.0)
-    mpicomm.barrier()
 
 
 @pytest.mark.mpi(min_size=2)

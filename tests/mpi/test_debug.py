@@ -79,22 +79,6 @@ def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup,
     assert total.item() == world.size, "nothing was sent, so the group goes on"
 
 
-def test_sizes_that_may_differ(world: mpicomm.World, group: dist.ProcessGroup) -> None:
-    mine = torch.full((1 + world.rank,), float(world.rank))
-    parts = [torch.empty(1 + rank) for rank in range(world.size)]
-    dist.all_gather(parts, mine, group=group)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, torch.full((1 + rank,), float(rank)))
-        part.fill_(-1.0)
-    dist.gather(mine, parts if world.rank == 0 else None, 0, group=group)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, torch.full((1 + rank,), float(rank) if world.rank == 0 else -1.0))
-    dist.scatter(
-        mine, [torch.full((1 + rank,), 7.0) for rank in range(world.size)] if world.rank == 0 else None, 0, group=group
-    )
-    assert torch.equal(mine, torch.full((1 + world.rank,), 7.0))
-
-
 def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGroup) -> None:
     """The call numbers reveal the mismatch, even if the calls are otherwise equal."""
     record = group._operations.record  # type: ignore[attr-defined]

@@ -160,18 +160,3 @@ def test_results_do_not_depend_on_the_path(
         result, expected = OPERATIONS[name](world, dtype, strided if is_general else dense)
         assert torch.equal(result, expected)
     assert len(prepared) == (3 if is_general else 0)
-
-
-def test_a_list_whose_tensors_share_memory_is_refused(world: mpicomm.World) -> None:
-    tensor = torch.zeros(COUNT)
-    with pytest.raises(ValueError, match="share memory"):
-        dist.all_gather([tensor] * world.size, torch.ones(COUNT))
-
-
-def test_a_synchronous_operation_follows_the_queued_ones(world: mpicomm.World) -> None:
-    tensor, gathered = torch.ones(COUNT), [torch.zeros(COUNT) for _ in range(world.size)]
-    works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
-    dist.all_gather(gathered, tensor)
-    for work in works:
-        work.wait()
-    assert all(torch.equal(each, torch.full_like(each, float(world.size**4))) for each in gathered)

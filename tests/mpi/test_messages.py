@@ -68,49 +68,6 @@ def test_ring_of_large_messages(group: Group) -> None:
     pass_on(group, BIG, torch.float32)
 
 
-@needs_two
-def test_blocking_pairs(world: mpicomm.World) -> None:
-    tensor = torch.arange(6.0) + 10 * world.rank
-    peer = world.rank ^ 1
-    if peer >= world.size:
-        return
-    if world.rank % 2 == 0:
-        dist.send(tensor, peer)
-        dist.recv(tensor, peer)
-        assert torch.equal(tensor, torch.arange(6.0) + 10 * peer)
-    else:
-        received = torch.empty(6)
-        dist.recv(received, peer)
-        assert torch.equal(received, torch.arange(6.0) + 10 * peer)
-        dist.send(tensor, peer)
-
-
-@needs_two
-def test_tags_are_distinguished(world: mpicomm.World) -> None:
-    if world.rank == 0:
-        works = [dist.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (5, 3, 4, 32767)]
-        for work in works:
-            work.wait()
-    elif world.rank == 1:
-        for tag in (32767, 3, 4, 5):
-            received = torch.empty(1)
-            assert dist.recv(received, 0, tag=tag) == 0
-            assert received.item() == tag
-
-
-@needs_two
-def test_messages_of_one_tag_keep_their_order(world: mpicomm.World) -> None:
-    if world.rank == 0:
-        works = [dist.isend(torch.tensor([float(number)]), 1) for number in range(100)]
-        for work in works:
-            work.wait()
-    elif world.rank == 1:
-        tensors = [torch.empty(1) for _ in range(100)]
-        for work in [dist.irecv(tensor, 0) for tensor in tensors]:
-            work.wait()
-        assert [tensor.item() for tensor in tensors] == list(range(100))
-
-
 @on_groups("world", "parity")
 def test_any_source(group: Group) -> None:
     """Senders are global ranks, also in a group with different rank numbers."""
@@ -178,23 +135,6 @@ def test_a_future_completes_without_a_wait(world: mpicomm.World) -> None:
         assert done.wait(scaled(30))
         assert work.wait()
         assert threads[0].startswith("mpicomm-poller")
-
-
-@needs_two
-def test_a_wait_ends_in_time(world: mpicomm.World) -> None:
-    if world.rank == 1:
-        tensor = torch.empty(1)
-        work = dist.irecv(tensor, 0)
-        with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s"):
-            work.wait(datetime.timedelta(seconds=0.05))
-        assert not work.is_completed()
-        dist.barrier()
-        assert work.wait()
-        assert tensor.item() == 1
-    else:
-        dist.barrier()
-        if world.rank == 0:
-            dist.send(torch.ones(1), 1)
 
 
 @needs_two

@@ -123,12 +123,6 @@ def test_many_chunks(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: tor
     assert torch.equal(tensor, rows[0])
 
 
-def test_results_are_copied_back_to_strided_tensors(by_node: Group) -> None:
-    tensor = torch.full((300, 500), float(by_node.rank)).t()[::2]
-    dist.all_reduce(tensor, group=by_node.handle)
-    assert torch.equal(tensor, torch.full((250, 300), float(sum(range(by_node.size)))))
-
-
 def test_parameters_and_tensors_of_inference(by_node: Group) -> None:
     expected = torch.full((50_000,), float(by_node.size))
     parameter = torch.nn.Parameter(torch.ones(50_000))
@@ -158,14 +152,6 @@ def test_narrow_integers_wrap_around(by_node: Group) -> None:
         tensor, expected = values[by_node.rank].to(dtype), values.sum(0).to(dtype)
         dist.all_reduce(tensor, group=by_node.handle)
         assert torch.equal(tensor, expected)
-
-
-def test_a_result_in_the_midst_of_the_input(by_node: Group) -> None:
-    source = torch.arange(by_node.size * 70_000, dtype=torch.float32)
-    expected = by_node.size * source.view(by_node.size, -1)[by_node.rank]
-    out = source.view(by_node.size, -1)[by_node.rank]
-    reduce_scatter_single(out, source, group=by_node.handle)
-    assert torch.equal(out, expected)
 
 
 def test_successive_operations_do_not_overlap(by_node: Group) -> None:
