@@ -16,190 +16,144 @@ from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import Group
 
 ONES = torch.ones(2)
-SUM = dist.ReduceOp.SUM
-MISUSES: dict[str, tuple[Callable[[int], object], type[Exception], str]] = {
+MISUSES: dict[str, tuple[Callable[[int], object], str]] = {
     "op without meaning for floats": (
         lambda size: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
-        ValueError,
         "BAND is not defined for float32",
     ),
     "average of bool": (
         lambda size: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
-        ValueError,
         "AVG is not defined for bool",
     ),
     "order of complex": (
         lambda size: dist.reduce(torch.ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
-        ValueError,
         "MAX is not defined for complex64",
     ),
     "dtype without arithmetic": (
         lambda size: dist.all_reduce(torch.ones(2).to(torch.float8_e8m0fnu)),
-        ValueError,
         "float8_e8m0fnu tensors can be moved but not reduced",
     ),
     "sparse": (
         lambda size: dist.broadcast(torch.eye(3).to_sparse(), 0),
-        ValueError,
         r"dense tensor, got layout torch.sparse_coo.*\n.*to_dense",
     ),
-    "meta device": (
-        lambda size: dist.broadcast(torch.ones(2, device="meta"), 0),
-        ValueError,
-        "on cpu or cuda, got one on meta",
-    ),
+    "meta device": (lambda size: dist.broadcast(torch.ones(2, device="meta"), 0), "on cpu or cuda, got one on meta"),
     "quantized": (
         lambda size: dist.broadcast(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), 0),
-        ValueError,
         "quantized",
     ),
     "list too short": (
         lambda size: dist.all_gather([torch.ones(2)] * (size + 1), torch.ones(2)),
-        ValueError,
         r"tensor_list has \d+ tensors, but the group has \d+ ranks",
     ),
     "entry of another size": (
         lambda size: dist.all_gather([torch.ones(3) for _ in range(size)], torch.ones(2)),
-        ValueError,
         r"tensor_list\[\d\] has 3 elements",
     ),
     "entry of another dtype": (
         lambda size: dist.group.WORLD.allgather([[torch.ones(2).int() for _ in range(size)]], [torch.ones(2)]),
-        ValueError,
         "holds int32, but the tensor is float32",
     ),
     "output of another size": (
         lambda size: all_gather_single(torch.ones(2 * size + 1), torch.ones(2)),
-        ValueError,
         r"output has \d+ elements, but input has 2",
     ),
     "input of another size": (
         lambda size: reduce_scatter_single(torch.ones(2), torch.ones(2 * size + 1)),
-        ValueError,
         r"input has \d+ elements, but output has 2",
     ),
     "output of another dtype": (
         lambda size: reduce_scatter_single(torch.ones(2), torch.ones(2 * size).double()),
-        ValueError,
         "input holds float64, but the tensor is float32",
     ),
     "list of another size": (
         lambda size: dist.reduce_scatter(torch.ones(2), [torch.ones(3)] * size),
-        ValueError,
         r"input_list\[\d\] has 3 elements",
     ),
     "rank too high": (
         lambda size: dist.group.WORLD.send([torch.ones(2)], size, 0),
-        ValueError,
         r"dst=\d+ is out of range for this group.*\n.*from 0 to \d+",
     ),
     "root too high": (
         lambda size: dist.group.WORLD.broadcast([torch.ones(2)], _options(size)),
-        ValueError,
         r"src=\d+ is out of range",
     ),
     "tag too high": (
         lambda size: dist.group.WORLD.recv([torch.ones(2)], 0, 2**31 - 1 + 2**31),
-        ValueError,
         r"tag=\d+ is out of range",
     ),
-    "several tensors": (
-        lambda size: dist.group.WORLD.allreduce([torch.ones(2), torch.ones(2)]),
-        ValueError,
-        "expected one tensor",
-    ),
-    "expanded output": (
-        lambda size: dist.broadcast(torch.ones(1).expand(4), 0),
-        ValueError,
-        "expanded",
-    ),
+    "several tensors": (lambda size: dist.group.WORLD.allreduce([torch.ones(2), torch.ones(2)]), "expected one tensor"),
+    "expanded output": (lambda size: dist.broadcast(torch.ones(1).expand(4), 0), "expanded"),
     "order of sparse": (
         lambda size: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
-        ValueError,
         "MAX is not defined for sparse tensors",
     ),
     "sparse by columns": (
         lambda size: dist.all_reduce(torch.eye(3).to_sparse_csc()),
-        ValueError,
         "dense tensor, got layout torch.sparse_csc",
     ),
     "rows that cannot be shared": (
         lambda size: dist.all_to_all_single(torch.ones(2 * size + 1, 3), torch.ones(2 * size + 1, 3)),
-        ValueError,
         r"\d+ rows, which are not divisible by the group size \d+.*\n.*output_split_sizes",
     ),
     "sizes that do not add up": (
         lambda size: dist.all_to_all_single(torch.ones(size + 1, 2), torch.ones(size, 2), [1] * size, [1] * size),
-        ValueError,
         r"output_split_sizes=.* does not split \d+ rows",
     ),
     "too few sizes": (
         lambda size: dist.all_to_all_single(torch.ones(size, 2), torch.ones(size, 2), None, [size] + [0] * size),
-        ValueError,
         r"input_split_sizes=.* does not split \d+ rows",
     ),
     "negative sizes": (
         lambda size: dist.all_to_all_single(
             torch.ones(size), torch.ones(size), None, [size + 1, -1, *[0] * (size - 2)]
         ),
-        ValueError,
         r"input_split_sizes=.* does not split \d+ rows",
     ),
     "all_to_all of other dtypes": (
         lambda size: dist.group.WORLD.alltoall([torch.ones(1).int()] * size, [torch.ones(1)] * size),
-        ValueError,
         "a list holds int32, but the tensor is float32",
     ),
     "own share of another size": (
         lambda size: dist.all_to_all([torch.ones(2) for _ in range(size)], [torch.ones(1)] * size),
-        ValueError,
         "sends itself 1 elements, but expects 2",
     ),
     "outputs without inputs": (
         lambda size: dist.group.WORLD.all_gather_single_coalesced([torch.ones(size)], []),
-        ValueError,
         "expected at least one tensor",
     ),
     "more outputs than inputs": (
         lambda size: dist.group.WORLD.all_gather_single_coalesced([torch.ones(size)] * 2, [torch.ones(1)]),
-        ValueError,
         "got 2 outputs for 1 inputs",
     ),
     "lists of another length": (
         lambda size: dist.all_gather_coalesced([[torch.ones(1)] * 2] * size, [torch.ones(1)]),
-        ValueError,
         r"lists of \[2.*\] tensors",
     ),
     "premultiplied integers": (
         lambda size: dist.all_reduce(torch.ones(2).int(), dist._make_nccl_premul_sum(0.5)),
-        ValueError,
         "PREMUL_SUM is not defined for int32",
     ),
     "storage that was freed": (
         lambda size: dist.all_reduce(_freed(2)),
-        ValueError,
         r"all_reduce: expected a tensor with elements in memory, got a Tensor of shape \[2\] without storage",
     ),
     "one tensor twice": (
         lambda size: dist.all_reduce_coalesced([ONES, torch.ones(2), ONES]),
-        ValueError,
         r"tensors\[0\] and tensors\[2\] share memory.*\nPass tensors with separate storage",
     ),
     "outputs that overlap": (
         lambda size: dist.group.WORLD.all_gather_single_coalesced(
             [(memory := torch.ones(2 * size + 1))[1:], memory[:-1]], [torch.ones(2), torch.ones(2)]
         ),
-        ValueError,
         r"output\[0\] and output\[1\] share memory",
     ),
     "output in the input of another pair": (
         lambda size: dist.group.WORLD.reduce_scatter_single_coalesced(
             [(memory := torch.ones(2 * size))[:2], torch.ones(2)], [torch.ones(2 * size), memory]
         ),
-        ValueError,
         r"output 0 and input 1 share memory",
     ),
-    "no tensor": (lambda size: dist.group.WORLD.allreduce([3.0]), TypeError, "expected a tensor, got float"),
 }
 
 
@@ -219,10 +173,15 @@ def _options(root: int) -> object:
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse(world: mpicomm.World, name: str) -> None:
-    call, kind, message = MISUSES[name]
+    call, message = MISUSES[name]
     if world.rank == world.size - 1:
-        with pytest.raises(kind, match=message):
+        with pytest.raises(ValueError, match=message):
             call(world.size)
+
+
+def test_a_number_is_no_tensor(world: mpicomm.World) -> None:
+    with pytest.raises(TypeError, match="expected a tensor, got float"):
+        dist.group.WORLD.allreduce([3.0])
 
 
 def test_an_expanded_entry_of_a_list(groups: dict[str, Group]) -> None:

@@ -330,9 +330,8 @@ def test_the_monitored_barrier_names_the_missing_ranks(world: mpicomm.World) -> 
     group.monitored_barrier(long)
     for missing in ([1, world.size - 1], [1]):  # a late arrival at the first barrier must not count for the second
         if world.rank == 0:
-            with pytest.raises(
-                RuntimeError, match=f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarr"
-            ):
+            ranks = ", ".join(map(str, missing))
+            with pytest.raises(RuntimeError, match=f"Ranks {ranks} failed to pass monitoredBarrier"):
                 group.monitored_barrier(short, wait_all_ranks=True)
         elif world.rank not in missing:
             with pytest.raises(RuntimeError, match=f"Rank {world.rank} successfully reached monitoredBarrier"):
