@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import mpicomm
 from mpicomm.collective_ops.group_argument import resolve
@@ -38,7 +37,3 @@ def among(request: pytest.FixtureRequest, groups: dict[str, Group]) -> tuple[Any
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def is_async(request: pytest.FixtureRequest) -> bool:
     return request.param
-
-
-def size_of(group: Any) -> int:
-    return dist.get_world_size(group)

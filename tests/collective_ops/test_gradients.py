@@ -109,20 +109,6 @@ def test_gradcheck(world: mpicomm.World, name: str, dtype: torch.dtype) -> None:
     assert torch.autograd.gradcheck(lambda each: OfRanks.apply(OPERATIONS[name], each), (inputs,), nondet_tol=0.0)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_gradients_of_a_message_flow_back(world: mpicomm.World) -> None:
-    """Each rank multiplies the value and sends it to the next; the last rank computes the loss."""
-    weight = torch.full((3,), float(world.rank + 2), dtype=torch.float64, requires_grad=True)
-    value = torch.ones(3, dtype=torch.float64)
-    if world.rank:
-        value = mpicomm.recv(world.rank - 1)
-    value = value * weight
-    loss = value.sum() if world.rank == world.size - 1 else mpicomm.send(value, world.rank + 1)
-    loss.backward()
-    product = torch.arange(2, world.size + 2, dtype=torch.float64).prod() / (world.rank + 2)
-    assert torch.equal(weight.grad, product.expand(3))
-
-
 def test_operations_that_are_not_differentiable_have_no_gradient(world: mpicomm.World) -> None:
     tensor = torch.ones(3, requires_grad=True)
     assert not mpicomm.all_reduce(tensor, "max").requires_grad

@@ -63,25 +63,19 @@ def test_in_place_and_grouped() -> None:
     assert column.tolist() == [size - 1] * 4
 
 
-@pytest.mark.parametrize("threshold", [0, 100, 2**27])
-def test_fusion(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion() -> None:
     """Small and long tensors, of several dtypes and operations, in one cycle."""
-    from mpicomm.horovod.process_sets import registry
-
     rank, size = hvd.rank(), hvd.size()
-    monkeypatch.setattr(registry().engines[0]._operations, "_threshold", threshold)
-    hvd.barrier()
     handles = []
     lengths = (1, 10, 30, 400_000, 0, 7)
     for length, dtype in itertools.product(lengths, (torch.float32, torch.int64)):
         for op in (hvd.Sum, hvd.Max):
             tensor = torch.full((length,), rank + length, dtype=dtype)
-            name = f"fused {length} {dtype} {op} {threshold}"
+            name = f"fused {length} {dtype} {op}"
             value = size - 1 + length if op == hvd.Max else sum(range(size)) + size * length
             handles.append((hvd.allreduce_async(tensor, name=name, op=op), torch.full((length,), value, dtype=dtype)))
     for handle, expected in handles:
         assert torch.equal(hvd.synchronize(handle), expected)
-    hvd.barrier()
 
 
 def test_adasum() -> None:
