@@ -114,3 +114,10 @@ def test_names_and_descriptions(world: mpicomm.World) -> None:
     assert group.group_name
     assert group.group_name != dist.group.WORLD.group_name
     dist.destroy_process_group(group)
+
+
+def test_a_device_mesh(world: mpicomm.World) -> None:
+    mesh = dist.init_device_mesh("cpu", (world.size,), mesh_dim_names=("data",))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=mesh.get_group("data"))
+    assert torch.equal(tensor, torch.full((2,), float(world.size)))

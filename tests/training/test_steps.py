@@ -77,6 +77,16 @@ def test_all_ranks_train_as_one_process_would(world: mpicomm.World, count: int) 
     assert_close(train(data, batch_size=8), train_alone(data, 8, world.size))
 
 
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
+def test_fsdp_trains_as_ddp_does(world: mpicomm.World, grad_accum_steps: int) -> None:
+    data = samples(61)
+    whole = train(data, batch_size=4, grad_accum_steps=grad_accum_steps)
+    model = make_model()
+    trainer = make_trainer(model, batch_size=4, grad_accum_steps=grad_accum_steps, strategy="fsdp", max_grad_norm=100.0)
+    trainer.fit(data, 2)
+    assert_close([each.full_tensor().detach() for each in model.parameters()], whole)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("count", [64, 37, 1])
 def test_an_evaluation_counts_each_sample_once(world: mpicomm.World, count: int, strategy: str) -> None:
