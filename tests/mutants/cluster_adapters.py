@@ -11,7 +11,6 @@ MUTANTS = [
         new="",
         fault="Rank 0 does not announce that it has left the block with an exception, so the other ranks wait.",
         tests="tests/launch/test_serving.py -k wait_until",
-        ranks=0,
     ),
     Mutant(
         "start_seconds",
@@ -19,7 +18,6 @@ MUTANTS = [
         new="_session().request.limit.total_seconds()",
         fault="A cluster may take as long to start as the operations in which the other ranks wait for it.",
         tests="tests/launch/test_serving.py -k wait_until",
-        ranks=0,
     ),
     Mutant(
         "_wait_for_rank_0",
@@ -27,7 +25,6 @@ MUTANTS = [
         new="True",
         fault="Ranks query the store of a rank 0 that is known to be dead, so torch prints a stack on each.",
         tests="tests/launch/test_serving.py -k killed",
-        ranks=0,
     ),
     Mutant(
         "_wait_for_rank_0",
@@ -35,7 +32,6 @@ MUTANTS = [
         new="",
         fault="Ranks that serve rank 0 do not recover with the others after a failure.",
         tests="tests/recovery/test_recovery.py -k serve",
-        ranks=0,
     ),
     Mutant(
         "is_older",
@@ -43,6 +39,5 @@ MUTANTS = [
         new="version < other",
         fault="Versions are compared as text, so that 2.9 is newer than 2.52.",
         tests="tests/unit/test_required_package.py",
-        ranks=0,
     ),
 ]

@@ -11,7 +11,6 @@ MUTANTS = [
         new="False",
         fault="The doctor does not report that the mpirun in PATH belongs to another MPI.",
         tests="tests/unit/test_doctor.py -k test_launchers_that_do_not_fit",
-        ranks=0,
     ),
     Mutant(
         "worst",
@@ -19,7 +18,6 @@ MUTANTS = [
         new="max",
         fault="The exit status of the doctor is 0 if one check is ok.",
         tests="tests/unit/test_doctor.py -k test_equal_findings_of_ranks_are_one",
-        ranks=0,
     ),
     Mutant(
         "_outliers_of",
@@ -27,7 +25,6 @@ MUTANTS = [
         new="list(values)",
         fault="The doctor reports each link of a slow host in addition to the host.",
         tests="tests/unit/test_doctor.py -k test_a_slow_host_is_named",
-        ranks=0,
     ),
     Mutant(
         "worse",
@@ -35,7 +32,6 @@ MUTANTS = [
         new="_DEVIATIONS * deviation",
         fault="The doctor reports small differences between links as outliers if the others are equal.",
         tests="tests/unit/test_doctor.py -k outliers",
-        ranks=0,
     ),
     Mutant(
         "worse",
@@ -43,7 +39,6 @@ MUTANTS = [
         new="1",
         fault="The doctor reports the fastest links as outliers of the bandwidth.",
         tests="tests/unit/test_doctor.py -k test_a_slow_link_is_named",
-        ranks=0,
     ),
     Mutant(
         "rounds",
@@ -51,7 +46,6 @@ MUTANTS = [
         new="[circle[-1], *circle[:-1]]",
         fault="The doctor measures some pairs of hosts twice, and others never.",
         tests="tests/unit/test_doctor.py -k test_each_pair_is_measured_once",
-        ranks=0,
     ),
     Mutant(
         "parse_requirements",
@@ -59,7 +53,6 @@ MUTANTS = [
         new="[_REQUIREMENT.match(each) for each in requirements]",
         fault="The doctor reports packages of extras that are not installed.",
         tests="tests/unit/test_doctor.py -k test_the_supported_ranges",
-        ranks=0,
     ),
     Mutant(
         "ProcessorFacts.usable",
@@ -67,7 +60,6 @@ MUTANTS = [
         new="self.cores",
         fault="The doctor ignores the CPU limit of a container when it judges OMP_NUM_THREADS.",
         tests="tests/unit/test_doctor.py -k test_the_processors",
-        ranks=0,
     ),
     Mutant(
         "run",
@@ -75,7 +67,6 @@ MUTANTS = [
         new="True",
         fault="Under the launcher of another MPI, every process prints the report.",
         tests="tests/launch/test_doctor.py -k test_under_the_launcher_of_another_mpi",
-        ranks=0,
     ),
     Mutant(
         "limit_check.check",
@@ -83,7 +74,6 @@ MUTANTS = [
         new="is_limited",
         fault="The doctor reports the limit of locked memory on hosts without an RDMA network.",
         tests="tests/unit/test_doctor.py -k 'without_a_fault or test_limits'",
-        ranks=0,
     ),
     Mutant(
         "_check_cma",
@@ -91,7 +81,6 @@ MUTANTS = [
         new="facts.ptrace_scope",
         fault="The doctor recommends a change of ptrace_scope if a container forbids cross-memory attach.",
         tests="tests/unit/test_doctor.py -k test_memory",
-        ranks=0,
     ),
     Mutant(
         "_check_binding",
@@ -99,7 +88,6 @@ MUTANTS = [
         new="len(ranks) < len(cpus)",
         fault="The doctor reports ranks with one CPU each as bound to the same CPUs.",
         tests="tests/unit/test_doctor.py -k binding",
-        ranks=0,
     ),
     Mutant(
         "job_check._on",
@@ -107,7 +95,6 @@ MUTANTS = [
         new="True",
         fault="The doctor names the host instead of the rank if the versions of two ranks of one host differ.",
         tests="tests/unit/test_doctor.py -k differs_on_one_host",
-        ranks=0,
     ),
     Mutant(
         "check_trial_job",
@@ -115,7 +102,6 @@ MUTANTS = [
         new="job.status != 0",
         fault="The doctor reports success although each of two ranks is a world of one.",
         tests="tests/unit/test_doctor.py -k result_of_two_ranks",
-        ranks=0,
     ),
     Mutant(
         "_check_name",
@@ -123,7 +109,6 @@ MUTANTS = [
         new="any(is_local(each) for each in facts.addresses)",
         fault="The doctor warns of a host name that resolves to an address of the network as well.",
         tests="tests/unit/test_doctor.py -k the_network",
-        ranks=0,
     ),
     Mutant(
         "read_error",
@@ -131,7 +116,6 @@ MUTANTS = [
         new="0",
         fault="The doctor reports that cross-memory attach works although the kernel forbids it.",
         tests="tests/unit/test_doctor.py -k memory_of_another_process",
-        ranks=0,
     ),
     Mutant(
         "gpu_check.check",
@@ -139,6 +123,5 @@ MUTANTS = [
         new="False",
         fault="The doctor recommends another driver if CUDA_VISIBLE_DEVICES hides the GPUs.",
         tests="tests/unit/test_doctor.py -k test_gpus",
-        ranks=0,
     ),
 ]

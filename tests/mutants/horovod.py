@@ -12,7 +12,6 @@ MUTANTS = [
         new="self._slots[slot].signature.kind == submission.signature.kind",
         fault="A rank that changes the shape of a tensor in the cache uses the old one on the other ranks.",
         tests="tests/horovod/test_negotiation.py -k 'random_sequences or leaves_the_name_usable'",
-        ranks=0,
     ),
     Mutant(
         "Negotiation._forget",
@@ -20,7 +19,6 @@ MUTANTS = [
         new="False and self._bits >> index & 1",
         fault="A pending tensor whose name leaves the cache is never described, and waits for ever.",
         tests="tests/horovod/test_negotiation.py -k 'random_sequences or leaves_the_name_usable'",
-        ranks=0,
     ),
     Mutant(
         "Negotiation.run_round",
@@ -28,7 +26,6 @@ MUTANTS = [
         new="self._bits",
         fault="A rank that has joined does not take part in the operations of the cache.",
         tests="tests/horovod/test_negotiation.py -k test_ranks_that_have_joined",
-        ranks=0,
     ),
     Mutant(
         "Negotiation._describe_old",
@@ -36,7 +33,6 @@ MUTANTS = [
         new="",
         fault="A tensor in the cache that a rank leaves out is not reported.",
         tests="tests/horovod/test_stalls.py -k test_a_late_rank",
-        ranks=0,
     ),
     Mutant(
         "Negotiation._ready",
@@ -44,7 +40,6 @@ MUTANTS = [
         new="False and signature.kind not in _WITH_JOIN and not error",
         fault="An allgather runs on the ranks that have not joined, without those that have.",
         tests="tests/horovod/test_negotiation.py -k test_an_operation_without_zeros",
-        ranks=0,
     ),
     # -- engine ---------------------------------------------------------------------------------------------
     Mutant(
@@ -62,7 +57,6 @@ MUTANTS = [
         new="False and nbytes + each.source.nbytes > threshold",
         fault="Fused tensors exceed the threshold.",
         tests="tests/horovod/test_fusion.py -k threshold",
-        ranks=0,
     ),
     Mutant(
         "reduce",
@@ -159,7 +153,6 @@ MUTANTS = [
         new="False",
         fault="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is ignored.",
         tests="tests/horovod/test_stalls.py -k stall_ends_the_job",
-        ranks=0,
     ),
     Mutant(
         "Variables.from_environ",
@@ -167,7 +160,6 @@ MUTANTS = [
         new="False",
         fault="A variable HOROVOD_* that is not a number is taken for -1.",
         tests="tests/unit/test_horovod_variables.py",
-        ranks=0,
     ),
     Mutant(
         "Variables.heartbeat_seconds",
@@ -175,7 +167,6 @@ MUTANTS = [
         new="self.stall_check_seconds",
         fault="A stalled tensor is reported later than after HOROVOD_STALL_CHECK_TIME_SECONDS.",
         tests="tests/unit/test_horovod_variables.py",
-        ranks=0,
     ),
     Mutant(
         "reduce_op.check",

@@ -89,7 +89,6 @@ if bucket not in self._started:
         new="world.rank",
         fault="A spare that has become rank 0 sends its new state to the survivors, and the training starts again.",
         tests="tests/launch/test_horovod_scripts.py -k killed",
-        ranks=0,
     ),
     Mutant(
         "run.wrapper",
@@ -97,7 +96,6 @@ if bucket not in self._started:
         new="",
         fault="After a failure, training continues from parameters that were not committed.",
         tests="tests/launch/test_horovod_scripts.py -k killed",
-        ranks=0,
     ),
     Mutant(
         "ElasticSampler.reset",
@@ -114,7 +112,6 @@ if bucket not in self._started:
         new="sys.path.append(DIRECTORY)",
         fault="An installed Horovod, or its sources in the working directory, is imported instead of mpicomm.horovod.",
         tests="tests/launch/test_horovod_scripts.py -k installed_horovod",
-        ranks=0,
     ),
     Mutant(
         "_fusion_threshold",
@@ -122,6 +119,5 @@ if bucket not in self._started:
         new="int(mebibytes)",
         fault="--fusion-threshold-mb is taken as a number of bytes.",
         tests="tests/unit/test_horovodrun.py",
-        ranks=0,
     ),
 ]

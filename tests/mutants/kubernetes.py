@@ -11,7 +11,6 @@ MUTANTS = [
         new="ranks < sum(slots[:index])",
         fault="A number of ranks that just fills the first hosts of a host file leaves the next host unused.",
         tests="tests/unit/test_mpi_operator.py -k test_a_host_without_a_rank_is_an_error",
-        ranks=0,
     ),
     Mutant(
         "launch.mpi_operator",
@@ -19,7 +18,6 @@ MUTANTS = [
         new='("HYDRA_LAUNCH_EXTRA_ARGS",)',
         fault="The ssh options of the operator are in a variable that MPICH does not read.",
         tests="tests/unit/test_mpi_operator.py -k test_ssh_options_of_one_mpi_reach_another",
-        ranks=0,
     ),
     Mutant(
         "problem",
@@ -27,7 +25,6 @@ MUTANTS = [
         new="len(hosts) >= len(named)",
         fault="As many ranks as hosts in an ignored host file are accepted, although all are on the launcher.",
         tests="tests/unit/test_mpi_operator.py -k test_ranks_on_fewer_hosts",
-        ranks=0,
     ),
     Mutant(
         "_host_file_variable",
@@ -35,7 +32,6 @@ MUTANTS = [
         new='library.vendor == "Open MPI"',
         fault="Open MPI 5 is assumed to read the variable of Open MPI 4: ranks on one of three hosts are accepted.",
         tests="tests/unit/test_mpi_operator.py -k test_ranks_on_fewer_hosts",
-        ranks=0,
     ),
     Mutant(
         "_agree.decide",
@@ -43,7 +39,6 @@ MUTANTS = [
         new="",
         fault="Under mpirun of Open MPI 5, a job of three workers runs on the launcher and succeeds.",
         tests="tests/launch/test_unused_hosts.py",
-        ranks=0,
     ),
     Mutant(
         "forwarded",
@@ -51,7 +46,6 @@ MUTANTS = [
         new="_matches(name, _FORWARDED)",
         fault="ssh loses the variables of the launcher's container.",
         tests="tests/unit/test_mpi_operator.py -k test_containers_share_their_variables",
-        ranks=0,
     ),
     Mutant(
         "apply",
@@ -59,7 +53,6 @@ MUTANTS = [
         new="",
         fault="mpicomm run starts the ranks before the names of the workers resolve.",
         tests="tests/unit/test_mpi_operator.py -k test_names_that_resolve_later",
-        ranks=0,
     ),
     Mutant(
         "_literal",
@@ -67,7 +60,6 @@ MUTANTS = [
         new="word",
         fault="Kubernetes replaces $(NAME) in the arguments of the program.",
         tests="tests/unit/test_kubernetes.py -k test_kubernetes_restores_every_dollar",
-        ranks=0,
     ),
     Mutant(
         "_scalar",
@@ -75,6 +67,5 @@ MUTANTS = [
         new="_PLAIN.fullmatch(value)",
         fault="The argument `no` is written without quotes, so Kubernetes reads a boolean.",
         tests="tests/unit/test_kubernetes.py -k test_every_text_is_read_back",
-        ranks=0,
     ),
 ]

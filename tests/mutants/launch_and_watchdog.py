@@ -12,7 +12,6 @@ MUTANTS = [
         new="sequence is not None",
         fault="Operations of a ring buffer that has dropped others are not aligned with those of other ranks.",
         tests="tests/unit/test_torch_format.py -k ring_buffers",
-        ranks=0,
     ),
     Mutant(
         "_numbered",
@@ -20,7 +19,6 @@ MUTANTS = [
         new="continue",
         fault="Queued collectives are absent from the files for torchfrtrace, so that their ranks seem to be missing.",
         tests="tests/unit/test_torch_format.py -k queued",
-        ranks=0,
     ),
     Mutant(
         "ClockMonitor.record",
@@ -28,7 +26,6 @@ MUTANTS = [
         new="answer.sent",
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
-        ranks=0,
     ),
     # -- watchdog -------------------------------------------------------------------------------------------
     Mutant(
@@ -37,7 +34,6 @@ MUTANTS = [
         new="case protocol.PossibleHang() | protocol.MissingQuery():",
         fault="Rank 0 ignores the message that an operation has passed its timeout, so the job never ends.",
         tests="tests/unit/test_coordinator.py -k test_a_deadline_ends_the_job",
-        ranks=0,
     ),
     Mutant(
         "Coordinator._abort_for_exits",
@@ -45,7 +41,6 @@ MUTANTS = [
         new="1",
         fault="A job that ends because a rank has exited ends with status 1, not with the status of that rank.",
         tests="tests/unit/test_coordinator.py -k test_the_job_ends_with_the_status_of_the_exited_rank",
-        ranks=0,
     ),
     Mutant(
         "_proof_of",
@@ -53,7 +48,6 @@ MUTANTS = [
         new="name.encode()",
         fault="The proof of the token does not depend on the nonce, so an old proof is accepted again.",
         tests="tests/unit/test_channel.py -k repeats_an_old_proof",
-        ranks=0,
     ),
     Mutant(
         "Rank0Monitor.turn",
@@ -61,7 +55,6 @@ MUTANTS = [
         new="self._place.hub",
         fault="All ranks of a hub use the same delay to report in place of rank 0, so several ranks print the cause.",
         tests="tests/launch/test_many_watchdogs.py -k test_rank_1_reports_for_rank_0",
-        ranks=0,
     ),
     Mutant(
         "Watchdog._write_files",
@@ -69,7 +62,6 @@ MUTANTS = [
         new="dump.try_write(self._limits.directory, self.place.hub, about, offset, _WRITE_SECONDS)",
         fault="A rank writes its operations and stacks into the dump files of its hub.",
         tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
-        ranks=0,
     ),
     Mutant(
         "Watchdog._extend_deadlines",
@@ -80,7 +72,6 @@ for operation in flight_recorder.running():
         new="",
         fault="The time for which a process is suspended counts toward the timeout of its operations.",
         tests="tests/launch/test_ends.py -k test_a_job_that_was_suspended_continues",
-        ranks=0,
     ),
     Mutant(
         "deliver",
@@ -88,7 +79,6 @@ for operation in flight_recorder.running():
         new="signal.SIGTERM == numbers[0]",
         fault="SIGTERM is lost if another signal arrived before it.",
         tests="tests/unit/test_signals.py -k test_a_process_without_a_handler_ends_by_sigterm",
-        ranks=0,
     ),
     Mutant(
         "Hook._fail",
@@ -96,7 +86,6 @@ for operation in flight_recorder.running():
         new="isinstance(error, LaunchError)",
         fault="A LaunchError after bootstrap() is followed by a report that a rank died.",
         tests="tests/launch/test_failures.py -k refuse",
-        ranks=0,
     ),
     Mutant(
         "LaunchError.brief",
@@ -104,7 +93,6 @@ for operation in flight_recorder.running():
         new="commands",
         fault="If only a rank other than 0 has a LaunchError, the next step is lost unless it is a command.",
         tests="tests/unit/test_exit_status.py -k launch_error",
-        ranks=0,
     ),
     Mutant(
         "Hook.__call__",
@@ -112,7 +100,6 @@ for operation in flight_recorder.running():
         new="False",
         fault="An exception in a forked child of a rank ends the whole job.",
         tests="tests/launch/test_children.py -k fork",
-        ranks=0,
     ),
     Mutant(
         "number_of_line",
@@ -120,7 +107,6 @@ for operation in flight_recorder.running():
         new="start <= instruction",
         fault="An operation is reported at the first line of the calling function.",
         tests="tests/unit/test_flight_recorder.py -k test_the_callers_line_is_found",
-        ranks=0,
     ),
     Mutant(
         "start_watchdog",
@@ -128,7 +114,6 @@ for operation in flight_recorder.running():
         new="if any((rank == comm.rank for rank, _ in failed)):",
         fault="Each rank decides alone whether the channel is open; ranks with a channel wait for a rank without one.",
         tests="tests/launch/test_ends.py -k channel",
-        ranks=0,
     ),
     Mutant(
         "_job_of_scheduler",
@@ -136,7 +121,6 @@ for operation in flight_recorder.running():
         new="None",
         fault="Plain python in a Flux instance is a world of one without a warning.",
         tests="tests/launch/test_schedulers.py -k plain_python",
-        ranks=0,
     ),
     # -- mpicomm run ----------------------------------------------------------------------------------------
     Mutant(
@@ -145,7 +129,6 @@ for operation in flight_recorder.running():
         new="False",
         fault="A job that Slurm has requeued deletes the logs of its earlier start.",
         tests="tests/launch/test_run.py -k keep_the_earlier_output",
-        ranks=0,
     ),
     Mutant(
         "Authenticator._is_valid",
@@ -153,7 +136,6 @@ for operation in flight_recorder.running():
         new="self._is_expected(message.rank)",
         fault="Any process that reaches mpicomm run can report the end of a job.",
         tests="tests/unit/test_job_listener.py -k without_the_token",
-        ranks=0,
     ),
     Mutant(
         "_authenticate",
@@ -161,7 +143,6 @@ for operation in flight_recorder.running():
         new="welcome.proof",
         fault="Any process that takes the port of mpicomm run can ask the job to stop.",
         tests="tests/unit/test_channel.py -k without_the_token",
-        ranks=0,
     ),
     Mutant(
         "_authenticate",
@@ -169,7 +150,6 @@ for operation in flight_recorder.running():
         new="_WELCOME",
         fault="A rank sends the proof of the other end.",
         tests="tests/unit/test_channel.py -k sends_its_proof",
-        ranks=0,
     ),
     Mutant(
         "Supervisor._pass_on",
@@ -177,7 +157,6 @@ for operation in flight_recorder.running():
         new="(number,)",
         fault="One Ctrl-C does not end the tasks of srun and flux run.",
         tests="tests/launch/test_supervisor.py -k signals_that_end_its_tasks",
-        ranks=0,
     ),
     Mutant(
         "Supervisor._result",
@@ -185,7 +164,6 @@ for operation in flight_recorder.running():
         new="self._is_forced",
         fault="mpicomm run exits with status 0 if a rank was lost and the launcher exits with status 0.",
         tests="tests/launch/test_supervisor.py -k hides",
-        ranks=0,
     ),
     Mutant(
         "Supervisor._check_answers",
@@ -208,7 +186,6 @@ if answers and all(answers) and number in _STOPS:
 """,
         fault="The launcher receives SIGTERM although the program handles it, and kills the ranks.",
         tests="tests/launch/test_supervisor.py -k 'not_exit and grace'",
-        ranks=0,
     ),
     Mutant(
         "Supervisor._handle_signal",
@@ -216,7 +193,6 @@ if answers and all(answers) and number in _STOPS:
         new="",
         fault="A second Ctrl-C does not end a program that handles the first one and goes on.",
         tests="tests/launch/test_supervisor.py -k second",
-        ranks=0,
     ),
     Mutant(
         "_for_step",
@@ -224,7 +200,6 @@ if answers and all(answers) and number in _STOPS:
         new="",
         fault="In a job of `sbatch --export=NONE` the ranks get no variables.",
         tests="tests/unit/test_launch_commands.py -k test_srun_passes_all_variables",
-        ranks=0,
     ),
     Mutant(
         "with_capacity",
@@ -232,7 +207,6 @@ if answers and all(answers) and number in _STOPS:
         new="0",
         fault="`-n 8 --nnodes 2` starts fewer ranks than requested.",
         tests="tests/unit/test_node_range.py -k test_the_first_attempt",
-        ranks=0,
     ),
     Mutant(
         "print_message",
@@ -240,7 +214,6 @@ if answers and all(answers) and number in _STOPS:
         new="ValueError",
         fault="mpicomm run ends during the checkpoint if the reader of its messages has ended.",
         tests="tests/launch/test_supervisor.py -k closed_stderr",
-        ranks=0,
     ),
     Mutant(
         "Supervisor.run",
@@ -248,7 +221,6 @@ if answers and all(answers) and number in _STOPS:
         new="",
         fault="The ranks are restarted although SIGTERM has arrived after the end of the launcher.",
         tests="tests/launch/test_supervisor.py -k after_the_end_of_the_launcher",
-        ranks=0,
     ),
     Mutant(
         "start.prepare",
@@ -256,7 +228,6 @@ if answers and all(answers) and number in _STOPS:
         new="False",
         fault="mpirun does not start if one with the same pid, which was killed, left its session directory.",
         tests="tests/unit/test_child_process.py",
-        ranks=0,
     ),
     Mutant(
         "Supervisor._handle_signal",
@@ -264,7 +235,6 @@ if answers and all(answers) and number in _STOPS:
         new="",
         fault="Ctrl-Z stops mpicomm run, and the ranks continue.",
         tests="tests/launch/test_supervisor.py -k ctrl_z",
-        ranks=0,
     ),
     Mutant(
         "Supervisor.run",
@@ -272,7 +242,6 @@ if answers and all(answers) and number in _STOPS:
         new="self._is_forced",
         fault="Processes of a failed launch keep their memory while the ranks are restarted.",
         tests="tests/launch/test_supervisor.py -k leftover",
-        ranks=0,
     ),
     Mutant(
         "JobListener.ask_to_stop",
@@ -280,7 +249,6 @@ if answers and all(answers) and number in _STOPS:
         new="",
         fault="The answer to an earlier signal decides on a later one.",
         tests="tests/unit/test_job_listener.py -k belongs_to_the_last_question",
-        ranks=0,
     ),
     Mutant(
         "attach_parent.attach",
@@ -288,7 +256,6 @@ if answers and all(answers) and number in _STOPS:
         new="",
         fault="A successful job counts as failed if a rank exits before rank 0 is connected to mpicomm run.",
         tests="tests/unit/test_job_listener.py -k before_rank_0_is_connected",
-        ranks=0,
     ),
     Mutant(
         "take_address",
@@ -296,7 +263,6 @@ if answers and all(answers) and number in _STOPS:
         new="environ.get",
         fault="A child process of a rank registers its own job with mpicomm run, and its crash ends the training.",
         tests="tests/unit/test_job_listener.py -k only_the_first_reader",
-        ranks=0,
     ),
     Mutant(
         "_is_failure",
@@ -304,7 +270,6 @@ if answers and all(answers) and number in _STOPS:
         new="end.status != 0",
         fault="A run that has stopped with a checkpoint (status 85) is restarted.",
         tests="tests/launch/test_supervisor.py -k test_no_restart",
-        ranks=0,
     ),
     Mutant(
         "main",
@@ -312,7 +277,6 @@ if answers and all(answers) and number in _STOPS:
         new="os.O_TRUNC",
         fault="The log of a restarted rank loses the output of the former attempt.",
         tests="tests/launch/test_supervisor.py -k logs_are_kept",
-        ranks=0,
     ),
     # -- startup --------------------------------------------------------------------------------------------
     Mutant(
@@ -321,7 +285,6 @@ if answers and all(answers) and number in _STOPS:
         new="any",
         fault="The store listens on an address that one node can reach, but not every node.",
         tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
-        ranks=0,
     ),
     Mutant(
         "_wait_for_all_ranks",
@@ -329,7 +292,6 @@ if answers and all(answers) and number in _STOPS:
         new="{rank: comm.Irecv(bytearray(1), source=rank, tag=_ARRIVAL) for rank in range(1, comm.size - 1)}",
         fault="Rank 0 does not wait for the last rank, and therefore never reports it as missing.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
-        ranks=0,
     ),
     Mutant(
         "assign",
@@ -337,7 +299,6 @@ if answers and all(answers) and number in _STOPS:
         new="0",
         fault="All ranks in excess of the number of GPUs share the first GPU.",
         tests="tests/unit/test_devices.py -k test_ranks_that_outnumber_gpus_share_evenly",
-        ranks=0,
     ),
     # -- session --------------------------------------------------------------------------------------------
     Mutant(
@@ -346,7 +307,6 @@ if answers and all(answers) and number in _STOPS:
         new='private.add("mpicomm/failures", 1) >= 1',
         fault="Every failing rank considers itself the first to fail, so each prints its traceback.",
         tests="tests/launch/test_failures.py -k test_all_ranks_fail_at_once",
-        ranks=0,
     ),
     Mutant(
         "watchdog.flight_recorder",
@@ -354,7 +314,6 @@ if answers and all(answers) and number in _STOPS:
         new='("functools", "threading", "typing_extensions", "warnings")',
         fault="A decorator of contextlib around new_group is reported as the line of the program.",
         tests="tests/launch/test_ends.py -k new_group",
-        ranks=0,
     ),
     Mutant(
         "StreamQueue.started",
@@ -362,7 +321,6 @@ if answers and all(answers) and number in _STOPS:
         new="operation.begin",
         fault="The time that an operation waits in a GPU's stream counts toward its timeout.",
         tests="tests/unit/test_flight_recorder.py -k wait_for_earlier",
-        ranks=0,
     ),
     Mutant(
         "refuse_children",
@@ -370,7 +328,6 @@ if answers and all(answers) and number in _STOPS:
         new="if False:",
         fault="A forked child can call collectives as if it were the rank.",
         tests="tests/launch/test_children.py -k fork",
-        ranks=0,
     ),
     Mutant(
         "_export",
@@ -384,7 +341,6 @@ session.environ[name] = os.environ.get(name)
 """,
         fault="shutdown() does not restore RANK and the other variables that bootstrap() has set.",
         tests="tests/launch/test_exit.py -k test_a_world_of_one",
-        ranks=0,
     ),
     Mutant(
         "_make_group",
@@ -392,7 +348,6 @@ session.environ[name] = os.environ.get(name)
         new="StartRequest().limit",
         fault="The process group does not get the timeout passed to bootstrap().",
         tests="tests/launch/test_leaving.py -k deadlock",
-        ranks=0,
     ),
     Mutant(
         "restore_environ",
@@ -405,7 +360,6 @@ else:
         new="os.environ.pop(name, None)",
         fault="shutdown() removes variables that were set before bootstrap(), such as those of torchrun.",
         tests="tests/launch/test_exit.py -k test_a_world_of_one",
-        ranks=0,
     ),
     Mutant(
         "assign_on_nodes",
@@ -413,7 +367,6 @@ else:
         new="zip(range(len(ranks)), assign([list(usable[rank]) for rank in ranks]), strict=True)",
         fault="GPUs are assigned by the rank in the job, not by the rank on the node.",
         tests="tests/unit/test_devices.py -k test_every_node_seats_its_own_ranks",
-        ranks=0,
     ),
     # -- launch/detect, settings, mpi, errors ---------------------------------------------------------------
     Mutant(
@@ -422,7 +375,6 @@ else:
         new='"FLUX_JOB_NNODES"',
         fault="The number of nodes of a Flux job is read as its number of ranks.",
         tests="tests/unit/test_detect.py -k test_a_launcher_is_detected_by_its_variables",
-        ranks=0,
     ),
     Mutant(
         "launch.detect",
@@ -430,7 +382,6 @@ else:
         new="environ.get('TORCHELASTIC_RUN_ID') and not any(environ.get(mpi.rank) for mpi in MPI_LAUNCHERS)",
         fault="The variables of an MPI launcher take precedence over those of torchrun.",
         tests="tests/unit/test_detect.py -k test_under_torchrun",
-        ranks=0,
     ),
     Mutant(
         "guess_rank",
@@ -438,7 +389,6 @@ else:
         new="(SLURM, TORCHRUN, *MPI_LAUNCHERS)",
         fault="Under mpirun in a Slurm job the ranks use SLURM_PROCID as their rank, and share one log of --log-dir.",
         tests="tests/unit/test_detect.py -k test_the_rank_of_an_mpi_launcher_is_the_best_guess",
-        ranks=0,
     ),
     Mutant(
         "Settings.compares_calls",
@@ -446,7 +396,6 @@ else:
         new="bool(self.debug)",
         fault="With MPICOMM_DEBUG=0 the ranks compare their calls.",
         tests="tests/unit/test_settings.py -k test_the_meaning_of_the_variables",
-        ranks=0,
     ),
     Mutant(
         "is_usable",
@@ -454,7 +403,6 @@ else:
         new="mpi is None",
         fault="A forked child of a rank finalizes MPI when it ends.",
         tests="tests/launch/test_children.py -k fork",
-        ranks=0,
     ),
     Mutant(
         "raised_on_all_ranks",
@@ -462,7 +410,6 @@ else:
         new="",
         fault="An error that every rank raises is not marked as such, so every rank prints it.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
-        ranks=0,
     ),
     # -- launch ---------------------------------------------------------------------------------------------
     Mutant(
@@ -471,7 +418,6 @@ else:
         new='"--kill-on-bad-exit=1"',
         fault="When the first rank exits with status 85, srun kills the others, and the status is lost.",
         tests="tests/unit/test_launch_commands.py -k test_ranks_are_tasks_of_a_step",
-        ranks=0,
     ),
     Mutant(
         "torchrun_by_srun",
@@ -479,7 +425,6 @@ else:
         new='f"--nproc-per-node={ranks}"',
         fault="torchrun starts the number of ranks of the whole job on each node.",
         tests="tests/unit/test_launch_commands.py -k test_srun_starts_one_agent_on_each_node",
-        ranks=0,
     ),
     Mutant(
         "parse_host_file",
@@ -487,7 +432,6 @@ else:
         new='match["hydra"]',
         fault="`slots=4` in a host file is ignored.",
         tests="tests/unit/test_launch_commands.py -k test_files_of_hosts",
-        ranks=0,
     ),
     Mutant(
         "launch.known_launchers",
@@ -495,7 +439,6 @@ else:
         new='".*"',
         fault="Tasks of pbsdsh are worlds of one without an error.",
         tests="tests/unit/test_detect.py -k test_copies_that_mpi_does_not_connect",
-        ranks=0,
     ),
     Mutant(
         "_problem_with_copies",
@@ -503,7 +446,6 @@ else:
         new="size > 1",
         fault="A rank of a one-rank mpirun, whose daemon blaunch has started, is refused as a copy.",
         tests="tests/unit/test_detect.py -k test_ranks_of_mpirun_are_no_copies",
-        ranks=0,
     ),
     Mutant(
         "warning_after_init",
@@ -511,7 +453,6 @@ else:
         new='launch.kind != "mpi" or is_task or job is None or job.title != "Slurm" or job.ranks == 1',
         fault="Plain python in a PBS or LSF job of several tasks gives no warning.",
         tests="tests/unit/test_detect.py -k test_plain_python_in_a_batch_script",
-        ranks=0,
     ),
     Mutant(
         "warning_of_agents",
@@ -519,7 +460,6 @@ else:
         new="_number(environ, str(TORCHRUN.num_nodes)) == 1",
         fault="Several torchruns that form a world each give no warning.",
         tests="tests/unit/test_detect.py -k test_several_torchruns",
-        ranks=0,
     ),
     Mutant(
         "SlurmAllocation.from_environ",
@@ -527,7 +467,6 @@ else:
         new="groups > 9",
         fault="Only the tasks of the first component of a heterogeneous job are counted.",
         tests="tests/unit/test_launch_commands.py -k test_a_heterogeneous_slurm_job",
-        ranks=0,
     ),
     Mutant(
         "flux_run",
@@ -535,7 +474,6 @@ else:
         new='["-n", str(ranks), "-c", str(cores), "-o", "exit-timeout=none"]',
         fault="In a Flux instance of several nodes all ranks may run on one node.",
         tests="tests/unit/test_launch_commands.py -k flux_job_on_all_nodes",
-        ranks=0,
     ),
     Mutant(
         "_placement",
@@ -543,7 +481,6 @@ else:
         new="hosts: tuple[Host, ...] = ()",
         fault="mpirun in an LSF job does not get its hosts: all ranks run on the first one.",
         tests="tests/unit/test_launch_commands.py -k test_hosts_of_lsf",
-        ranks=0,
     ),
     Mutant(
         "mpiexec",
@@ -551,7 +488,6 @@ else:
         new="environment.forwarded(child)",
         fault="`mpicomm run --env A` does not reach ranks on other hosts.",
         tests="tests/unit/test_launch_commands.py -k test_variables_that_the_user_names",
-        ranks=0,
     ),
     Mutant(
         "why_unusable",
@@ -559,7 +495,6 @@ else:
         new="not torch.cuda.is_available()",
         fault="A GPU that torch cannot use is ignored silently.",
         tests="tests/unit/test_devices.py -k test_why_an_assigned_gpu",
-        ranks=0,
     ),
     # -- jobscript ------------------------------------------------------------------------------------------
     Mutant(
@@ -568,7 +503,6 @@ else:
         new="'\"$SLURM_ARRAY_JOB_ID\"'",
         fault="One job of an array requeues the whole array.",
         tests="tests/unit/test_jobs.py -k test_one_job_of_an_array_is_requeued_alone",
-        ranks=0,
     ),
     Mutant(
         "_escaped",
@@ -576,7 +510,6 @@ else:
         new='character == "\'"',
         fault="A backslash in an argument with a newline is not quoted: bash changes the argument.",
         tests="tests/unit/test_jobs.py -k test_the_program_gets_its_arguments",
-        ranks=0,
     ),
     Mutant(
         "quoted",
@@ -584,7 +517,6 @@ else:
         new='rf"\\$(?:{variable}|{{{variable}}})"',
         fault="A longer name that begins with that of an array's index is expanded.",
         tests="tests/unit/test_jobs.py -k test_the_index_of_an_array",
-        ranks=0,
     ),
     Mutant(
         "_run",
@@ -592,7 +524,6 @@ else:
         new="''",
         fault="LSF's warning before the time limit kills the script, and the job is not submitted again.",
         tests="tests/unit/test_jobs.py -k test_the_script_outlives_the_signals",
-        ranks=0,
     ),
     Mutant(
         "_for_torchrun",
@@ -600,7 +531,6 @@ else:
         new='["PATH", *["LD_LIBRARY_PATH"] * bool(spec.module), "OMP_NUM_THREADS"]',
         fault="The ranks of torchrun do not get PBS_JOBID.",
         tests="tests/unit/test_jobs.py -k test_pbs_starts_a_torchrun",
-        ranks=0,
     ),
     # -- cli, job_info --------------------------------------------------------------------------------------
     Mutant(
@@ -609,7 +539,6 @@ else:
         new="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)",
         fault="SIGUSR1, with which a scheduler warns a rank, ends the process that writes the rank's log.",
         tests='tests/launch/test_run.py -k "test_ranks_get_the_signals and logged"',
-        ranks=0,
     ),
     Mutant(
         "_show",
@@ -617,7 +546,6 @@ else:
         new="gathered[world.rank]",
         fault="`mpicomm info --env 1` shows the variables of rank 0.",
         tests="tests/launch/test_info.py -k test_variables_of_launchers",
-        ranks=0,
     ),
     Mutant(
         "numa_nodes",
@@ -625,7 +553,6 @@ else:
         new="wanted.issuperset",
         fault="A NUMA node is not shown if a rank can use only some of its processors.",
         tests="tests/launch/test_info.py -k test_numa_nodes",
-        ranks=0,
     ),
     # -- mpicomm top ----------------------------------------------------------------------------------------
     Mutant(
@@ -634,7 +561,6 @@ else:
         new="not isinstance(message, StatusRequest) or False",
         fault="Rank 0 stores answers without limit for an observer that asks and does not read.",
         tests="tests/unit/test_observers.py -k does_not_read",
-        ranks=0,
     ),
     Mutant(
         "Coordinator.receive",
@@ -642,7 +568,6 @@ else:
         new="(self._collection or self._observation,)",
         fault="An observer that asks during a hang report gets no answer from the ranks.",
         tests="tests/unit/test_coordinator.py -k neither_hides_nor_answers_a_hang",
-        ranks=0,
     ),
     Mutant(
         "_is_private",
@@ -650,7 +575,6 @@ else:
         new="True",
         fault="The socket and the token of a job are written to a directory that other users can open.",
         tests="tests/unit/test_observers.py -k others_can_open",
-        ranks=0,
     ),
     Mutant(
         "bytes_per_second",
@@ -658,7 +582,6 @@ else:
         new="each.called > since",
         fault="The rate of bytes counts operations that still run.",
         tests="tests/unit/test_flight_recorder.py -k the_rate_counts",
-        ranks=0,
     ),
     # -- commands -----------------------------------------------------------------------------------------
     Mutant(
@@ -667,7 +590,6 @@ else:
         new="tuple(words)",
         fault="`mpicomm run python train.py` starts the Python in PATH, which may not have mpi4py.",
         tests="tests/unit/test_launch_commands.py -k run_by_its_interpreter",
-        ranks=0,
     ),
     Mutant(
         "Start.shown",
@@ -675,7 +597,6 @@ else:
         new="removed = []",
         fault="The command that --dry-run prints keeps variables of another job.",
         tests="tests/unit/test_launch_commands.py -k shown_as_a_shell_command",
-        ranks=0,
     ),
     Mutant(
         "options.seconds_of",
@@ -683,7 +604,6 @@ else:
         new="False",
         fault="`mpicomm job --time 1:30` is accepted as 1.5 hours, which is 1.5 minutes in Slurm.",
         tests="tests/unit/test_jobscript.py -k 'an_error_is_one_line and 30'",
-        ranks=0,
     ),
     Mutant(
         "pbs._memory",
@@ -691,7 +611,6 @@ else:
         new="int(text[:-1])",
         fault="`mpicomm job pbs --mem-per-cpu` requests the memory of one CPU for all CPUs of a node.",
         tests="tests/unit/test_jobscript.py",
-        ranks=0,
     ),
     Mutant(
         "flux._end",
@@ -699,7 +618,6 @@ else:
         new='"flux "',
         fault="A job of Flux that is submitted again ends with the instance of the first one.",
         tests="tests/unit/test_jobs.py -k 'equals_the_output and flux'",
-        ranks=0,
     ),
     Mutant(
         "spec._check_resources",
@@ -707,7 +625,6 @@ else:
         new="gpus and gpus % ranks",
         fault="`mpicomm job` refuses two ranks per GPU.",
         tests="tests/unit/test_jobscript.py -k numbers_of_gpus",
-        ranks=0,
     ),
     Mutant(
         "_check_indices",
@@ -715,7 +632,6 @@ else:
         new="True",
         fault="`mpicomm job` refuses the index of a job array in the command.",
         tests="tests/unit/test_jobs.py -k index_of_an_array",
-        ranks=0,
     ),
     Mutant(
         "run_line._separated",
@@ -723,7 +639,6 @@ else:
         new="True",
         fault="`mpicomm run` prints a note about an option -n of the program that is not a number.",
         tests="tests/unit/test_run_line.py -k get_no_note",
-        ranks=0,
     ),
     Mutant(
         "_Parser.parse_known_args",
@@ -731,7 +646,6 @@ else:
         new="len(given)",
         fault="`mpicomm job` interprets options of the program after `--`.",
         tests="tests/unit/test_jobscript.py -k after_the_dashes",
-        ranks=0,
     ),
     Mutant(
         "top_table._position",
@@ -739,7 +653,6 @@ else:
         new="status.running[0]",
         fault="`mpicomm top` shows the first of several running operations instead of the longest.",
         tests="tests/unit/test_top.py -k row_of_each_state",
-        ranks=0,
     ),
     Mutant(
         "top.run",
@@ -747,7 +660,6 @@ else:
         new="",
         fault="`mpicomm top run-1` is refused if there is a job run-10.",
         tests="tests/unit/test_top.py -k whole_name",
-        ranks=0,
     ),
     Mutant(
         "argument_types.png",
@@ -755,7 +667,6 @@ else:
         new="False",
         fault="`mpicomm report --plot curves.jpg` writes a PNG file under that name.",
         tests="tests/unit/test_command.py -k wrong_command",
-        ranks=0,
     ),
     Mutant(
         "cli.report.run",
@@ -763,7 +674,6 @@ else:
         new='print(f"warning: {warning}")',
         fault="A warning precedes the output of `mpicomm report --json`, which is not valid JSON then.",
         tests="tests/unit/test_command.py -k warnings_do_not_mix",
-        ranks=0,
     ),
     Mutant(
         "launch_plan._build",
@@ -771,7 +681,6 @@ else:
         new="",
         fault="`mpicomm run` on each rank of mpirun starts a job for every rank.",
         tests="tests/launch/test_run.py -k a_rank_starts_no_job",
-        ranks=0,
     ),
     Mutant(
         "terminal.table",
@@ -779,7 +688,6 @@ else:
         new="str(cell)",
         fault="A cell of a table with text in brackets loses it.",
         tests="tests/unit/test_command.py -k brackets",
-        ranks=0,
     ),
     Mutant(
         "native.library",
@@ -787,7 +695,6 @@ else:
         new="False",
         fault="After an update, a C library of the earlier version is used.",
         tests="tests/unit/test_native.py -k another_source",
-        ranks=0,
     ),
     Mutant(
         "JobObserver._handle",
@@ -795,7 +702,6 @@ else:
         new="",
         fault="`mpicomm top` waits for a job that has refused its request, instead of an error with the reason.",
         tests="tests/unit/test_observers.py -k refusal_is_an_error",
-        ranks=0,
     ),
     Mutant(
         "job_trace._messages",
@@ -803,7 +709,6 @@ else:
         new='ends[fields["group"], fields["members"], source, target, fields["message"]] = entry',
         fault="`mpicomm timeline` connects messages of different tags.",
         tests="tests/launch/test_timeline.py -k messages_match_by_tag",
-        ranks=0,
     ),
     Mutant(
         "cli.timeline.run",
@@ -811,7 +716,6 @@ else:
         new="except OSError as error:",
         fault="`mpicomm timeline` prints a traceback if a file is not a dump file.",
         tests="tests/launch/test_timeline.py -k other_directories",
-        ranks=0,
     ),
     Mutant(
         "notice.seconds_before",
@@ -819,7 +723,6 @@ else:
         new="limit",
         fault="With a short timeout, bootstrap() fails before it prints which ranks are absent.",
         tests="tests/launch/test_failures.py -k one_rank_is_missing",
-        ranks=0,
     ),
     Mutant(
         "unused_hosts.refuse",
@@ -827,6 +730,5 @@ else:
         new="",
         fault="In Kubernetes, a job whose launcher ignored the host file runs all ranks in one container.",
         tests="tests/launch/test_unused_hosts.py",
-        ranks=0,
     ),
 ]

@@ -11,7 +11,6 @@ MUTANTS = [
         new="self._world.node_rank * self._world.local_size + self._world.local_rank",
         fault="Lightning's rank is computed as if the ranks of a node were consecutive.",
         tests="tests/integrations/test_lightning.py -k test_the_environment_has_the_ranks_of_the_job",
-        ranks=0,
     ),
     Mutant(
         "WorldEnvironment.validate_settings",
@@ -19,7 +18,6 @@ MUTANTS = [
         new="num_devices * num_nodes != world.size",
         fault="Trainer accepts all numbers of devices and nodes whose product is the number of ranks.",
         tests="tests/integrations/test_lightning.py -k test_arguments_that_do_not_fit_the_job",
-        ranks=0,
     ),
     Mutant(
         "WorldEnvironment.__init__",
@@ -27,7 +25,6 @@ MUTANTS = [
         new="world.device.index != 0",
         fault="The GPU of a rank is compared with GPU 0 instead of the one that Lightning selects.",
         tests="tests/integrations/test_lightning.py -k test_a_gpu_that_lightning_does_not_select",
-        ranks=0,
     ),
     Mutant(
         "WorldEnvironment.set_global_rank",
@@ -35,7 +32,6 @@ MUTANTS = [
         new="",
         fault="Trainer refuses a strategy that uses the environment.",
         tests="tests/integrations/test_lightning.py -k test_a_distributed_strategy_uses_the_environment",
-        ranks=0,
     ),
     Mutant(
         "callbacks",
@@ -43,7 +39,6 @@ MUTANTS = [
         new="[]",
         fault="Without a distributed strategy each rank trains a separate model, without an error.",
         tests="tests/integrations/test_lightning.py -k test_a_strategy_that_does_not_use_the_ranks",
-        ranks=0,
     ),
     Mutant(
         "_export",
@@ -51,6 +46,5 @@ MUTANTS = [
         new="session.environ[_ACCELERATE_USE_CPU]",
         fault="ACCELERATE_USE_CPU is not set, so with accelerate each rank trains alone.",
         tests="tests/integrations/test_accelerate.py -k mpirun",
-        ranks=0,
     ),
 ]

@@ -27,7 +27,7 @@ class Mutant:
     tests: str = dataclasses.field(kw_only=True)
     """Arguments of pytest that select the tests expected to fail."""
 
-    ranks: int = dataclasses.field(kw_only=True)
+    ranks: int = dataclasses.field(default=0, kw_only=True)
     """The number of ranks under mpirun; 0 for pytest in one process."""
 
     equivalent: str = dataclasses.field(default="", kw_only=True)

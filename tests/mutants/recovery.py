@@ -13,7 +13,6 @@ MUTANTS = [
         new="rank",
         fault="A spare never takes the place of a failed rank.",
         tests="tests/recovery -k test_spares_take_the_places_of_failed_ranks",
-        ranks=0,
     ),
     Mutant(
         "regroup",
@@ -21,7 +20,6 @@ MUTANTS = [
         new="except mpi.api().Exception as caught:",
         fault="An incomplete result of a collective operation during the recovery ends the job.",
         tests="tests/recovery/test_recovery.py -k incomplete",
-        ranks=0,
     ),
     Mutant(
         "regroup",
@@ -29,7 +27,6 @@ MUTANTS = [
         new="False and not isinstance(error, mpi.api().Exception)",
         fault="An error in the search for the remaining ranks, without a failure, is repeated silently.",
         tests="tests/recovery/test_recovery.py -k no_failure_explains",
-        ranks=0,
     ),
     Mutant(
         "create",
@@ -37,7 +34,6 @@ MUTANTS = [
         new="job.where.rank",
         fault="After a recovery, a rank's previous rank is its new one, also on a spare that has joined.",
         tests=_JOB,
-        ranks=0,
     ),
     Mutant(
         "_check_enough",
@@ -45,7 +41,6 @@ MUTANTS = [
         new="found.size >= 1",
         fault="The job continues although fewer than min_ranks ranks are left.",
         tests="tests/recovery -k test_the_job_ends_if_too_few_ranks_are_left",
-        ranks=0,
     ),
     Mutant(
         "_make_group",
@@ -53,7 +48,6 @@ MUTANTS = [
         new="",
         fault="After an interrupted recovery, the ranks give a new group different names, and its creation hangs.",
         tests="tests/recovery -k equal_names",
-        ranks=0,
     ),
     Mutant(
         "_form_next_world",
@@ -61,7 +55,6 @@ MUTANTS = [
         new="1",
         fault="recover() fails if an attempt to form the new world fails once although no rank has failed.",
         tests="tests/recovery -k an_attempt_to_form",
-        ranks=0,
     ),
     Mutant(
         "_form_next_world",
@@ -69,7 +62,6 @@ MUTANTS = [
         new="1",
         fault="recover() tries for ever to form a world that cannot be formed.",
         tests="tests/recovery -k cannot_be_formed",
-        ranks=0,
     ),
     Mutant(
         "_cause",
@@ -77,7 +69,6 @@ MUTANTS = [
         new="error is None and isinstance(error, (RankFailedError, mpi.api().Exception))",
         fault="recover() reports the consequence of an error on another rank instead of that error.",
         tests="tests/recovery -k cannot_be_formed",
-        ranks=0,
     ),
     Mutant(
         "_is_pending",
@@ -85,7 +76,6 @@ MUTANTS = [
         new="ZeroDivisionError",
         fault="After a recovery a rank does not report its end, if a barrier was interrupted by the failure.",
         tests="tests/recovery -k interrupted_barrier",
-        ranks=0,
     ),
     Mutant(
         "Coordinator._end_rank",
@@ -93,7 +83,6 @@ MUTANTS = [
         new="self._recovers",
         fault="A dead rank aborts the job although the others can continue.",
         tests=_JOB,
-        ranks=0,
     ),
     Mutant(
         "check",
@@ -101,7 +90,6 @@ MUTANTS = [
         new="None",
         fault="A backward pass of DDP in which a rank fails ends without an error and with wrong gradients.",
         tests=_JOB,
-        ranks=0,
     ),
     Mutant(
         "end_all",
@@ -109,7 +97,6 @@ MUTANTS = [
         new="False",
         fault="The error of a group of an ended world does not say which group to use instead.",
         tests=_JOB,
-        ranks=0,
     ),
     Mutant(
         "Job.is_finished",
@@ -117,7 +104,6 @@ MUTANTS = [
         new="len(self._finished) == len(self._hosts)",
         fault="mpicomm run reports ranks of a world that has ended as ranks that did not finish.",
         tests=_JOB,
-        ranks=0,
     ),
     Mutant(
         "report_end",
@@ -125,7 +111,6 @@ MUTANTS = [
         new='(JobStarted({"": "0"}, name, recovers=True),)',
         fault="If rank 0 dies at the end of the program, mpicomm run reports that the others did not finish.",
         tests="tests/recovery -k test_a_rank_that_dies_at_the_end_does_not_fail_the_job",
-        ranks=0,
     ),
     Mutant(
         "tolerates_failures",
@@ -133,7 +118,6 @@ MUTANTS = [
         new='has_calls and api().get_vendor()[0] == "Open MPI"',
         fault='A job under mpirun without ULFM starts with on_failure="recover", and a failure then ends it.',
         tests="tests/recovery -k test_without_ulfm_the_start_fails",
-        ranks=0,
     ),
     Mutant(
         "launch.mpi_library",
@@ -141,6 +125,5 @@ MUTANTS = [
         new='"--with-ft none"',
         fault="mpicomm run --fault-tolerant starts Open MPI without ULFM.",
         tests="tests/recovery -k test_the_option_needs_an_mpi_that_tolerates_failures",
-        ranks=0,
     ),
 ]

@@ -11,7 +11,6 @@ MUTANTS = [
         new="",
         fault="init_rpc's own warning is printed on every rank",
         tests="tests/integrations/test_rpc.py",
-        ranks=0,
     ),
     Mutant(
         "_selected_interface",
@@ -19,7 +18,6 @@ MUTANTS = [
         new="",
         fault="TP_SOCKET_IFNAME remains set after workers()",
         tests="tests/integrations/test_rpc.py",
-        ranks=0,
     ),
     Mutant(
         "workers",
@@ -27,7 +25,6 @@ MUTANTS = [
         new="",
         fault="The inner one of two nested blocks calls init_rpc a second time, instead of an error.",
         tests="tests/integrations/test_rpc.py -k blocks",
-        ranks=0,
     ),
     Mutant(
         "_shut_down",
@@ -35,7 +32,6 @@ MUTANTS = [
         new="number",
         fault="The timeout at the end of a later block does not name the remote references.",
         tests="tests/integrations/test_rpc.py -k blocks",
-        ranks=0,
     ),
     Mutant(
         "workers",
@@ -43,6 +39,5 @@ MUTANTS = [
         new="",
         fault="workers(None) is an AttributeError.",
         tests="tests/integrations/test_rpc.py -k must_be_a_world",
-        ranks=0,
     ),
 ]

@@ -11,7 +11,6 @@ MUTANTS = [
         new="loaded is not None",
         fault="A thread gets the module mpi4py.MPI while another imports it, and fails since a name is missing.",
         tests="tests/unit/test_mpi.py",
-        ranks=0,
     ),
     # -- the out-of-band channel ----------------------------------------------------------------------------
     Mutant(
@@ -20,7 +19,6 @@ MUTANTS = [
         new="[]",
         fault="A message that a rank receives together with its hub's welcome is lost.",
         tests="tests/unit/test_channel.py -k right_after_the_welcome",
-        ranks=0,
     ),
     Mutant(
         "Channel.poll",
@@ -28,7 +26,6 @@ MUTANTS = [
         new="if False:",
         fault="A message that does not fit into the socket's buffer is never sent completely.",
         tests="tests/unit/test_channel.py -k does_not_read_blocks_no_other",
-        ranks=0,
     ),
     Mutant(
         "Channel._admit",
@@ -36,7 +33,6 @@ MUTANTS = [
         new="",
         fault="A second connection of a rank replaces its first one, whose messages are then ignored.",
         tests="tests/unit/test_channel.py -k gets_in_once",
-        ranks=0,
     ),
     Mutant(
         "Channel._admit",
@@ -44,7 +40,6 @@ MUTANTS = [
         new="",
         fault="A hub continues to listen on its port after all ranks have connected.",
         tests="tests/unit/test_channel.py -k listening_socket_is_closed",
-        ranks=0,
     ),
     Mutant(
         "Channel._drop",
@@ -52,7 +47,6 @@ MUTANTS = [
         new="",
         fault="A hub continues to wait for the status of a rank whose connection is lost.",
         tests="tests/unit/test_channel.py -k hub_notices_which_child",
-        ranks=0,
     ),
     Mutant(
         "Channel.close",
@@ -60,7 +54,6 @@ MUTANTS = [
         new="",
         fault="shutdown() leaves the connections of ranks and other processes open that have not authenticated.",
         tests="tests/unit/test_channel.py -k close_closes_all",
-        ranks=0,
     ),
     Mutant(
         "Channel.close_in_child",
@@ -68,7 +61,6 @@ MUTANTS = [
         new="",
         fault="The exit of a rank is not detected as long as a child process that it forked is running.",
         tests="tests/unit/test_channel.py -k hide_the_end_of_a_rank",
-        ranks=0,
     ),
     Mutant(
         "Channel.answer_observers",
@@ -76,7 +68,6 @@ MUTANTS = [
         new="",
         fault="`mpicomm top` gets no answer from a job that `mpicomm run` started.",
         tests="tests/unit/test_channel.py -k forwards_answers",
-        ranks=0,
     ),
     # -- its messages ---------------------------------------------------------------------------------------
     Mutant(
@@ -85,7 +76,6 @@ MUTANTS = [
         new="except KeyError:",
         fault="A message with an invalid field is an exception in the watchdog's thread of the receiver.",
         tests="tests/unit/test_channel.py -k not_valid_is_dropped",
-        ranks=0,
     ),
     Mutant(
         "watchdog.protocol.decode",
@@ -93,7 +83,6 @@ MUTANTS = [
         new="if False:",
         fault="A connection that sends JSON values other than objects is not closed.",
         tests="tests/unit/test_channel.py -k sender_of_garbage",
-        ranks=0,
     ),
     Mutant(
         "_validator",
@@ -101,7 +90,6 @@ MUTANTS = [
         new="isinstance(value, list)",
         fault="The elements of lists in messages are not validated, so rank 0 fails when it prints a malformed report.",
         tests="tests/unit/test_channel.py -k not_valid_is_dropped",
-        ranks=0,
     ),
     Mutant(
         "_validator",
@@ -109,7 +97,6 @@ MUTANTS = [
         new="",
         fault="Reports with a whole number of seconds are dropped.",
         tests="tests/unit/test_channel.py -k arrive_as_they_were_sent",
-        ranks=0,
     ),
     # -- bootstrap() ----------------------------------------------------------------------------------------
     Mutant(
@@ -126,7 +113,6 @@ MUTANTS = [
         new="(earlier := session.current()) is not None",
         fault="bootstrap() after shutdown() returns the World that was shut down.",
         tests="tests/launch/test_exit.py -k world_of_one",
-        ranks=0,
     ),
     Mutant(
         "bootstrap",
@@ -134,7 +120,6 @@ MUTANTS = [
         new="if False:",
         fault="In a child process bootstrap() returns the World of its parent, with which every operation fails.",
         tests="tests/launch/test_children.py -k fork",
-        ranks=0,
     ),
     Mutant(
         "bootstrap",
@@ -142,7 +127,6 @@ MUTANTS = [
         new="",
         fault="If one rank fails within bootstrap(), the other ranks wait for it until the timeout.",
         tests="tests/launch/test_failures.py -k one_rank_fails_within_bootstrap",
-        ranks=0,
     ),
     Mutant(
         "dump_flight_recorder",
@@ -159,7 +143,6 @@ MUTANTS = [
         new="error",
         fault="An error that every rank raises is printed by every rank.",
         tests="tests/unit/test_agreement.py -k raises_the_error_of_rank_0",
-        ranks=0,
     ),
     Mutant(
         "decide_on_rank_0",
@@ -167,7 +150,6 @@ MUTANTS = [
         new="error",
         fault="The error of one rank does not name the rank.",
         tests="tests/unit/test_agreement.py -k lowest_failing_rank",
-        ranks=0,
     ),
     Mutant(
         "failures",
@@ -175,7 +157,6 @@ MUTANTS = [
         new="str(error) or None",
         fault="A rank whose exception has no message counts as successful.",
         tests="tests/unit/test_agreement.py -k failures_are_known",
-        ranks=0,
     ),
     Mutant(
         "agreement.minimum",
@@ -183,7 +164,6 @@ MUTANTS = [
         new="",
         fault="Each rank uses cross-memory attach if it can itself, although the other ranks cannot.",
         tests="tests/unit/test_agreement.py -k condition_is_true",
-        ranks=0,
     ),
     Mutant(
         "all_equal",
@@ -191,7 +171,6 @@ MUTANTS = [
         new="1",
         fault="Of the arguments that must be equal on all ranks only the first one is compared.",
         tests="tests/unit/test_agreement.py -k values_are_equal",
-        ranks=0,
     ),
     # -- the wire format ------------------------------------------------------------------------------------
     Mutant(
@@ -200,7 +179,6 @@ MUTANTS = [
         new="if False:",
         fault="mpicomm.recv accepts a message of torch.distributed.send, and waits for the rest of it.",
         tests="tests/unit/test_pytree.py -k without_the_magic_number",
-        ranks=0,
     ),
     Mutant(
         "aligned",
@@ -208,7 +186,6 @@ MUTANTS = [
         new="size",
         fault="Data with leaves of different dtypes cannot be unpacked by the receiver.",
         tests="tests/unit/test_pytree.py -k every_kind",
-        ranks=0,
     ),
     Mutant(
         "wire_format.decode",
@@ -224,7 +201,6 @@ MUTANTS = [
         new="if False:",
         fault="A description with too few leaves is accepted, and the data are rebuilt incompletely.",
         tests="tests/unit/test_pytree.py -k another_number_of_leaves",
-        ranks=0,
     ),
     Mutant(
         "output_buffers",
@@ -232,7 +208,6 @@ MUTANTS = [
         new="False",
         fault="On a rank without a GPU, receiving data of a GPU fails with an error of CUDA that names no remedy.",
         tests="tests/unit/test_pytree.py -k data_on_a_gpu",
-        ranks=0,
     ),
     Mutant(
         "_bytes_of",
@@ -240,7 +215,6 @@ MUTANTS = [
         new="tensor.detach().contiguous()",
         fault="A conjugated complex tensor is an error in the operations on data.",
         tests="tests/unit/test_pytree.py -k conjugated",
-        ranks=0,
     ),
     # -- the start of a job -------------------------------------------------------------------------------
     Mutant(
@@ -249,7 +223,6 @@ MUTANTS = [
         new="sorted(set(nodes))",
         fault="The nodes are numbered by their names instead of by their ranks.",
         tests="tests/unit/test_topology.py -k 'any_placement or numbered'",
-        ranks=0,
     ),
     Mutant(
         "backend_choice.gpu_each",
@@ -257,7 +230,6 @@ MUTANTS = [
         new="len(owned) == len(uuids)",
         fault="NCCL is selected although two ranks share a GPU.",
         tests="tests/unit/test_backend_choice.py -k gpu_of_its_own",
-        ranks=0,
     ),
     Mutant(
         "StartRequest.check_repeats",
@@ -265,7 +237,6 @@ MUTANTS = [
         new="False",
         fault="A second bootstrap() with the same timeout in another unit is refused.",
         tests="tests/launch/test_arguments.py -k number_of_seconds",
-        ranks=0,
     ),
     Mutant(
         "_argument_that_needs_mpi",
@@ -273,7 +244,6 @@ MUTANTS = [
         new="False",
         fault="bootstrap(comm=...) under torchrun ignores the communicator.",
         tests="tests/launch/test_torchrun.py -k COMM_WORLD",
-        ranks=0,
     ),
     Mutant(
         "absent.report",
@@ -281,7 +251,6 @@ MUTANTS = [
         new="min(waiting_ranks, default=None)",
         fault="In a job of many nodes, one rank of each node prints a notice about absent ranks.",
         tests="tests/unit/test_absent.py -k one_rank_of_a_host",
-        ranks=0,
     ),
     Mutant(
         "require_on_rank_0",
@@ -289,7 +258,6 @@ MUTANTS = [
         new="False",
         fault="A job with more ranks than rank 0 may open files fails without the number of ranks that fit.",
         tests="tests/launch/test_open_files.py -k limit_that_is_too_low",
-        ranks=0,
     ),
     Mutant(
         "open_files.allow",
@@ -297,7 +265,6 @@ MUTANTS = [
         new="wanted",
         fault="A job that needs more open files than the hard limit allows is a ValueError of setrlimit.",
         tests="tests/launch/test_open_files.py -k limit_that_is_too_low",
-        ranks=0,
     ),
     Mutant(
         "other_group.refuse",
@@ -305,7 +272,6 @@ MUTANTS = [
         new="if True:",
         fault="init_process_group() before bootstrap() is an error of torch that does not name the call to delete.",
         tests="tests/launch/test_other_group.py -k every_rank_reports",
-        ranks=0,
     ),
     Mutant(
         "arguments.integer",
@@ -321,7 +287,6 @@ MUTANTS = [
         new="now - self._looked",
         fault="A job that was suspended for longer than the timeout ends when it continues.",
         tests="tests/unit/test_durations.py -k suspension",
-        ranks=0,
     ),
     Mutant(
         "compatibility.explained",
@@ -329,7 +294,6 @@ MUTANTS = [
         new="except MpicommError:",
         fault="With a new version of torch, a failure of the network is reported as an incompatibility.",
         tests="tests/unit/test_compatibility.py -k other_errors",
-        ranks=0,
     ),
     Mutant(
         "ThreadDevice.enter",
@@ -337,7 +301,6 @@ MUTANTS = [
         new="",
         fault="The thread that runs operations creates a context on GPU 0, in memory of another rank.",
         tests="tests/unit/test_gpus.py",
-        ranks=0,
     ),
     Mutant(
         "installed_by",
@@ -345,7 +308,6 @@ MUTANTS = [
         new="False",
         fault="An old version of Ray fails with an ImportError that does not name the required version.",
         tests="tests/unit/test_required_package.py -k too_old",
-        ranks=0,
     ),
     Mutant(
         "require_world",
@@ -353,7 +315,6 @@ MUTANTS = [
         new="",
         fault="The adapters accept None as the world, and fail with an AttributeError.",
         tests="tests/integrations/test_rpc.py -k must_be_a_world",
-        ranks=0,
     ),
     # -- reports of the watchdog --------------------------------------------------------------------------
     Mutant(
@@ -362,7 +323,6 @@ MUTANTS = [
         new="selectors.EVENT_WRITE",
         fault="The thread of the watchdog uses a whole core.",
         tests="tests/unit/test_channel.py -k writability",
-        ranks=0,
     ),
     Mutant(
         "_set_timeout",
@@ -370,7 +330,6 @@ MUTANTS = [
         new="seconds",
         fault="A connection with unacknowledged data is lost after milliseconds instead of seconds.",
         tests="tests/unit/test_channel.py -k lost_host",
-        ranks=0,
     ),
     Mutant(
         "dump._write",
@@ -378,7 +337,6 @@ MUTANTS = [
         new="0o644",
         fault="Other users can read the dump files.",
         tests="tests/unit/test_dump_files.py -k only_this_user",
-        ranks=0,
     ),
     Mutant(
         "hang_report._position",
@@ -386,7 +344,6 @@ MUTANTS = [
         new="row.running[-1]",
         fault="A hang report shows the latest of several running operations instead of the longest.",
         tests="tests/unit/test_hang_report.py -k of_several_operations",
-        ranks=0,
     ),
     Mutant(
         "local_processes.kill",
@@ -394,7 +351,6 @@ MUTANTS = [
         new="True",
         fault="A hub kills another process that has got the pid of a rank.",
         tests="tests/unit/test_local_processes.py -k another_process_with_its_pid",
-        ranks=0,
     ),
     Mutant(
         "OperationMonitor._report_once",
@@ -402,7 +358,6 @@ MUTANTS = [
         new="",
         fault="A hang is reported once a second.",
         tests="tests/unit/test_rank_reports.py -k reported_once",
-        ranks=0,
     ),
     Mutant(
         "OperationMonitor._check_operation",
@@ -410,7 +365,6 @@ MUTANTS = [
         new="self._hang_seconds",
         fault="An operation with a short timeout aborts the job without an earlier report of a possible hang.",
         tests="tests/unit/test_rank_reports.py -k half_of_its_timeout",
-        ranks=0,
     ),
     Mutant(
         "OperationMonitor.running",
@@ -418,7 +372,6 @@ MUTANTS = [
         new="",
         fault="Rank 0 reports a hang of an operation that has ended.",
         tests="tests/unit/test_rank_reports.py -k was_reported",
-        ranks=0,
     ),
     Mutant(
         "RankExit.report",
@@ -426,7 +379,6 @@ MUTANTS = [
         new="",
         fault="Rank 0 receives two reports of one exit, of which the second has another status.",
         tests="tests/unit/test_rank_reports.py -k first_status",
-        ranks=0,
     ),
     Mutant(
         "ConnectedRanks.close_collections",
@@ -434,7 +386,6 @@ MUTANTS = [
         new="silent",
         fault="The watchdog of a hub fails if a rank exits before it has reported its status.",
         tests="tests/unit/test_rank_reports.py -k exits_during",
-        ranks=0,
     ),
     Mutant(
         "ConnectedRanks._local_processes",
@@ -442,7 +393,6 @@ MUTANTS = [
         new="True",
         fault="A hub kills a process of its host that has the pid of a rank on another host.",
         tests="tests/unit/test_rank_reports.py -k another_host",
-        ranks=0,
     ),
     Mutant(
         "GPUReader.read",
@@ -450,6 +400,5 @@ MUTANTS = [
         new="False",
         fault="With a GPU driver that hangs, each request of `mpicomm top` leaves another thread.",
         tests="tests/unit/test_nvml.py -k driver_that_hangs",
-        ranks=0,
     ),
 ]

@@ -67,7 +67,6 @@ MUTANTS = [
         new="None",
         fault="TensorBoard shows the steps twice that a run repeats after a kill.",
         tests="tests/unit/test_loggers.py -k tensorboard_shows",
-        ranks=0,
     ),
     Mutant(
         "_tensorboard",
@@ -75,7 +74,6 @@ MUTANTS = [
         new="present: set[str] = set()",
         fault="TensorBoard shows an evaluation twice if the run was killed before the checkpoint that contains it.",
         tests="tests/unit/test_loggers.py -k tensorboard_shows",
-        ranks=0,
     ),
     Mutant(
         "_tensorboard_names",
@@ -83,7 +81,6 @@ MUTANTS = [
         new="",
         fault="An evaluation that a resumed run has not repeated before the next kill is lost in TensorBoard.",
         tests="tests/unit/test_loggers.py -k tensorboard_shows",
-        ranks=0,
     ),
     Mutant(
         "_rows_until",
@@ -91,7 +88,6 @@ MUTANTS = [
         new="rows",
         fault="The CSV file has the steps twice that a run repeats after a kill.",
         tests="tests/unit/test_loggers.py -k csv_file_has_each_row",
-        ranks=0,
     ),
     Mutant(
         "_rows_until",
@@ -99,7 +95,6 @@ MUTANTS = [
         new="csv.DictReader(file)",
         fault="A row of the CSV file that a crash truncated stays in the file.",
         tests="tests/unit/test_loggers.py -k csv_file_has_each_row",
-        ranks=0,
     ),
     Mutant(
         "StepProfiler._unused_path",

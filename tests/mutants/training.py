@@ -80,7 +80,6 @@ finally:
         new="0",
         fault="A run resumes from the oldest checkpoint instead of the newest.",
         tests="tests/training/test_runs.py -k killed_while_it_saves",
-        ranks=0,
     ),
     Mutant(
         "Checkpoints._save",
@@ -94,7 +93,6 @@ failure = self._store(temporary, state)
         fault="A checkpoint is marked complete before the ranks have written it.",
         # The kill during writing happens 1 ms after rank 0 begins: detected unless all files are on disk by then.
         tests="tests/training/test_runs.py -k killed_while_it_saves",
-        ranks=0,
     ),
     Mutant(
         "Checkpoints.abandon",
@@ -102,7 +100,6 @@ failure = self._store(temporary, state)
         new="",
         fault="An exception on one rank ends the job while a checkpoint is being written, which is lost.",
         tests="tests/training/test_runs.py -k test_a_loss_that_is_not_finite_ends_the_run",
-        ranks=0,
     ),
     Mutant(
         "Checkpoints._store",
@@ -134,7 +131,6 @@ failure = self._store(temporary, state)
         new="value.detach().cpu()",
         fault="On CPUs a checkpoint contains the live parameters, which training changes while they are written.",
         tests="tests/training/test_runs.py -k killed_while_it_saves",
-        ranks=0,
     ),
     Mutant(
         "restore",
@@ -151,7 +147,6 @@ failure = self._store(temporary, state)
         new="min",
         fault="After a failure the ranks return to the oldest state, and the newest step is lost.",
         tests="tests/unit/test_newest_state.py -k completed_the_step_sends_it",
-        ranks=0,
     ),
     Mutant(
         "Position.progress",
@@ -159,7 +154,6 @@ failure = self._store(temporary, state)
         new="(self.step,), self.evaluated_step",
         fault="A rank that has completed an epoch or its evaluation does not count as newer than the others.",
         tests="tests/unit/test_newest_state.py -k evaluated_epoch_is_newer",
-        ranks=0,
     ),
     Mutant(
         "seed_at",
@@ -167,7 +161,6 @@ failure = self._store(temporary, state)
         new='f"{where} {seed}"',
         fault="All steps draw the same random numbers, such as dropout masks.",
         tests="tests/unit/test_newest_state.py -k seeds_depend",
-        ranks=0,
     ),
     Mutant(
         "newest_complete",
@@ -175,7 +168,6 @@ failure = self._store(temporary, state)
         new="found",
         fault="A version of the shards counts as complete although a shard is lost.",
         tests="tests/unit/test_newest_state.py -k two_failed_neighbours",
-        ranks=0,
     ),
     Mutant(
         "TrainingLoop._share_step",
@@ -183,7 +175,6 @@ failure = self._store(temporary, state)
         new="",
         fault="The buffers of rank 0, such as the statistics of batch normalization, are lost with rank 0.",
         tests="tests/recovery/test_killed_training.py -k bits",
-        ranks=0,
     ),
     Mutant(
         "Assembly.assemble",
@@ -191,7 +182,6 @@ failure = self._store(temporary, state)
         new="True",
         fault="A spare in the place of rank 0 overwrites the parameters of all ranks with its own.",
         tests="tests/recovery/test_killed_training.py -k bits",
-        ranks=0,
     ),
     Mutant(
         "RecoveringCalls.run",
@@ -199,7 +189,6 @@ failure = self._store(temporary, state)
         new="False",
         fault="A spare repeats the calls that the other ranks have completed, and waits for them.",
         tests="tests/recovery/test_killed_training.py -k bits",
-        ranks=0,
     ),
     Mutant(
         "reports.runs",
@@ -207,7 +196,6 @@ failure = self._store(temporary, state)
         new='("resume",)',
         fault="The report counts steps that a failed rank 0 had reported, and that were repeated.",
         tests="tests/unit/test_runs.py -k only_the_failed_rank",
-        ranks=0,
     ),
     # -- data -----------------------------------------------------------------------------------------------
     Mutant(
@@ -216,7 +204,6 @@ failure = self._store(temporary, state)
         new="range(start + rank, end - (end - start) % self.size, self.size)",
         fault="Samples of a step that cannot be divided evenly among the ranks are dropped.",
         tests="tests/unit/test_shares.py -k every_sample",
-        ranks=0,
     ),
     Mutant(
         "LoaderSource.steps",
@@ -224,7 +211,6 @@ failure = self._store(temporary, state)
         new="(self._loader.batch_sampler, self._loader.dataset)",
         fault="The epoch is not set in a DistributedSampler of the user, and every epoch has the same order.",
         tests="tests/unit/test_shares.py -k gets_the_number_of_the_epoch",
-        ranks=0,
     ),
     Mutant(
         "_start_worker",
@@ -261,7 +247,6 @@ total *= count / dist.get_world_size()
         new="False",
         fault="After a crash in the middle of a line of the metrics file, the next entry is appended to it and lost.",
         tests="tests/unit/test_reporting.py -k after_a_crash",
-        ranks=0,
     ),
     Mutant(
         "FSDPModel.__init__",
@@ -359,7 +344,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="float(seconds)",
         fault="Flux's number for no limit is taken for a time, and an error message for a limit.",
         tests="tests/unit/test_leaving_in_time.py -k test_remaining_time_of_flux",
-        ranks=0,
     ),
     Mutant(
         "StopRequest._install_handlers",
@@ -367,7 +351,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="False",
         fault="At the time limit of Flux a run ends without a checkpoint.",
         tests="tests/unit/test_leaving_in_time.py -k time_limit_of_flux",
-        ranks=0,
     ),
     Mutant(
         "StopRequest._poll_scheduler",
@@ -375,7 +358,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="is_first = False",
         fault="A job with less time than the margin stops immediately, and never makes progress when restarted.",
         tests="tests/unit/test_leaving_in_time.py -k requests_a_stop",
-        ranks=0,
     ),
     # -- the metrics file and the display -------------------------------------------------------------------
     Mutant(
@@ -384,7 +366,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="self._total or 0",
         fault="The displayed remaining time is that of the epoch, not of the run.",
         tests="tests/unit/test_reporting.py -k progress_line",
-        ranks=0,
     ),
     Mutant(
         "Reporter.step",
@@ -392,7 +373,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="count // self._world.size",
         fault="The samples per second of the metrics file and of the display are those of one rank.",
         tests="tests/unit/test_reporting.py -k samples_per_second",
-        ranks=0,
     ),
     Mutant(
         "opened",
@@ -417,7 +397,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new='(row["nbytes"], row["us"])',
         fault="The bus bandwidth panel shows the latency.",
         tests="tests/unit/test_benchmark_reports.py -k curves",
-        ranks=0,
     ),
     Mutant(
         "_ratio",
@@ -425,7 +404,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new='f"{other / one:.2f}"',
         fault="The ratios of `mpicomm bench` to mpicomm and to an earlier run are inverted.",
         tests="tests/unit/test_benchmark_reports.py -k table_compares",
-        ranks=0,
     ),
     Mutant(
         "save",
@@ -433,7 +411,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="except PermissionError as error:",
         fault="If a plot cannot be written, the remedy is printed only for missing permissions.",
         tests="tests/unit/test_runs.py -k plot_that_cannot_be_written",
-        ranks=0,
     ),
     Mutant(
         "compute",
@@ -441,7 +418,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new='sum(each.number("samples_per_s") or 0.0 for each in steps) / len(steps) if steps else None',
         fault="The samples per second of a run are the mean of its entries' rates, regardless of their durations.",
         tests="tests/unit/test_runs.py -k figures_of_a_run",
-        ranks=0,
     ),
     Mutant(
         "_draw_communication",
@@ -449,7 +425,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new='parts["compute"]',
         fault="The plot of several runs shows computation time labelled as communication.",
         tests="tests/unit/test_runs.py -k plot_of_several_runs",
-        ranks=0,
     ),
     Mutant(
         "_counting",
@@ -457,7 +432,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new="each.step < entry.step",
         fault="A report omits the epoch and the evaluation that ended at the step from which a run resumed.",
         tests="tests/unit/test_runs.py -k epoch_that_was_not_repeated",
-        ranks=0,
     ),
     Mutant(
         "startup_table",
@@ -465,7 +439,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new='row[ours]["median"]',
         fault="The table of startup times compares mpicomm's median with the fastest start of the alternatives.",
         tests="tests/unit/test_benchmark_reports.py -k table_of_starts",
-        ranks=0,
     ),
     Mutant(
         "_column",
@@ -473,7 +446,6 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         new='"{0.value:.4g} ({0.which}, epoch {0.step})"',
         fault="The table of a run shows the step of the best value as its epoch.",
         tests="tests/unit/test_runs.py -k columns_of_one_table",
-        ranks=0,
     ),
     # -- benchmarks -----------------------------------------------------------------------------------------
     Mutant(
@@ -504,7 +476,6 @@ dist.all_reduce(torch.ones(1))
 """,
         fault="The time of the first all_reduce counts as part of the launch.",
         tests="tests/unit/test_benchmarks.py -k each_step_of_a_start",
-        ranks=0,
     ),
     Mutant(
         "selected",
@@ -512,7 +483,6 @@ dist.all_reduce(torch.ones(1))
         new='(read(path).split() or ["unknown"])[0].strip("[]")',
         fault="Result files contain the first huge-page setting that the kernel lists, not the selected one.",
         tests="tests/unit/test_benchmarks.py -k huge_pages",
-        ranks=0,
     ),
     Mutant(
         "MeasuredOperation.prepare",
@@ -520,7 +490,6 @@ dist.all_reduce(torch.ones(1))
         new="",
         fault="Elements that a backend does not write pass, because the previous backend's result is still in memory.",
         tests="tests/bench/test_operations.py -k another_backend_is_overwritten",
-        ranks=0,
     ),
     Mutant(
         "Overlap.percent",
@@ -528,7 +497,6 @@ dist.all_reduce(torch.ones(1))
         new="100 * (self.together - self.computation) / self.operation",
         fault="`mpicomm bench --async` reports the exposed share of an operation as its overlap.",
         tests="tests/unit/test_benchmarks.py -k overlap",
-        ranks=0,
     ),
     Mutant(
         "Ratio.is_met",
@@ -536,7 +504,6 @@ dist.all_reduce(torch.ones(1))
         new="self.value >= self.target",
         fault="`benchmarks.ratios` reports a target as met if the value exceeds its upper limit.",
         tests="tests/unit/test_benchmarks.py -k ratio_is_met",
-        ranks=0,
     ),
     Mutant(
         "sample_of",
@@ -544,7 +511,6 @@ dist.all_reduce(torch.ones(1))
         new="seconds",
         fault="The launch time includes the whole startup.",
         tests="tests/launch/test_bench.py -k beside_torchrun",
-        ranks=0,
     ),
     Mutant(
         "_of_all_ranks",
@@ -552,7 +518,6 @@ dist.all_reduce(torch.ones(1))
         new="min(of_ranks)",
         fault="Latency is that of the fastest rank.",
         tests="tests/unit/test_benchmarks.py -k slowest_rank",
-        ranks=0,
     ),
     Mutant(
         "_one_by_one",
@@ -570,7 +535,6 @@ synchronize()
 """,
         fault="The time to write the inputs again counts as time of the operation.",
         tests="tests/unit/test_benchmarks.py -k time_before_calls",
-        ranks=0,
     ),
     Mutant(
         "_measure",
@@ -602,7 +566,6 @@ synchronize()
         new="slice(0, len(x))",
         fault="`mpicomm bench decode` forgets the keys and values of earlier tokens.",
         tests="tests/bench/test_decode.py -k passes_over_all_tokens",
-        ranks=0,
     ),
     Mutant(
         "_row",
@@ -618,7 +581,6 @@ synchronize()
         new="bench.gather(mine)",
         fault="`benchmarks.gil` reports the time of rank 0, which runs the loop, as the wait of rank 1.",
         tests="tests/unit/test_benchmarks.py -k time_of_rank_1",
-        ranks=0,
     ),
     Mutant(
         "_rows",
@@ -626,7 +588,6 @@ synchronize()
         new="times[_COMPUTE].least / 1e3",
         fault="The time to fetch a batch also counts as computation, and is subtracted from communication.",
         tests="tests/unit/test_benchmarks.py -k parts_of_a_step",
-        ranks=0,
     ),
     Mutant(
         "wrong",
@@ -634,7 +595,6 @@ synchronize()
         new="",
         fault="Wrong elements after the last whole repetition of the pattern are not counted, in small results never.",
         tests="tests/bench/test_operations.py -k wrong_elements_are_counted",
-        ranks=0,
     ),
     # -- the trainer --------------------------------------------------------------------------------------
     Mutant(
@@ -708,7 +668,6 @@ synchronize()
         new="Call((content[:-1],), {}, content[-1])",
         fault="A batch (a, b, target) calls the model with one tuple instead of two arguments.",
         tests="tests/unit/test_batches.py -k outermost_level",
-        ranks=0,
     ),
     Mutant(
         "check_loss",
@@ -716,7 +675,6 @@ synchronize()
         new="isinstance(loss, torch.Tensor) and not loss.dim()",
         fault="A detached loss is an error of autograd that names no remedy.",
         tests="tests/unit/test_batches.py -k invalid_loss",
-        ranks=0,
     ),
     Mutant(
         "CallbackList.reporting_exceptions",
@@ -748,7 +706,6 @@ synchronize()
         new="if False:",
         fault="LBFGS is accepted, and fails in the first step.",
         tests="tests/unit/test_optimizers.py -k lbfgs",
-        ranks=0,
     ),
     Mutant(
         "_check_plateau",
@@ -756,7 +713,6 @@ synchronize()
         new="False",
         fault="ReduceLROnPlateau(mode='max') follows the loss, and lowers the learning rate while the loss decreases.",
         tests="tests/unit/test_optimizers.py -k unsupported_schedulers",
-        ranks=0,
     ),
     Mutant(
         "Losses.check",
@@ -764,7 +720,6 @@ synchronize()
         new="",
         fault="On a GPU a loss that is not finite does not end the run.",
         tests="tests/unit/test_losses.py -k read_late",
-        ranks=0,
     ),
     Mutant(
         "model_file.export",
@@ -828,7 +783,6 @@ synchronize()
         new="False",
         fault='Values of other libraries, such as precision="bf16-mixed", are errors without the replacement.',
         tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",
-        ranks=0,
     ),
     Mutant(
         "FigureMonitor._compare",
@@ -852,6 +806,5 @@ synchronize()
         new="self._tensors[0]",
         fault="In the restored state of a callback, all tensors are the first one.",
         tests="tests/unit/test_newest_state.py -k keep_their_tensors",
-        ranks=0,
     ),
 ]
