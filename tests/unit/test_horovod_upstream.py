@@ -9,7 +9,6 @@ import pytest
 
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 from tests.horovod_upstream import page, plugin, results
-from tests.horovod_upstream.results import Run
 
 
 def report(outcome: str, text: Any = "") -> Any:
@@ -38,17 +37,6 @@ def report(outcome: str, text: Any = "") -> Any:
 )
 def test_the_verdict_of_a_rank(reports: list[Any], expected: Verdict) -> None:
     assert plugin._verdict(reports) == expected
-
-
-def test_the_page_shows_every_test_on_every_mpi() -> None:
-    passed, skipped = Verdict(PASS), Verdict(SKIP, "No GPUs available")
-    runs = {2: Run({"test_a": passed, "test_b": skipped}, 7.4), 4: Run({"test_a": Verdict(FAIL, "a|b")}, 8.0)}
-    source = {"commit": "0123456789abcdef", "sha256": "fedcba"}
-    about = {"date": "2026-01-01", "cores": 2, "versions": {"torch": "2.13.0"}, "source": source}
-    text = page.text({"Open MPI": {**about, "runs": runs}})
-    assert "commit 0123456789 of Horovod" in text
-    assert "| Open MPI, 2 ranks | 1 | 0 | 1 | 7 |\n| Open MPI, 4 ranks | 0 | 1 | 0 | 8 |\n" in text
-    assert "| `test_a` | pass | **fail** | a\\|b |\n| `test_b` | skip |  | needs a GPU |\n" in text
 
 
 def test_the_page_is_that_of_the_results() -> None:

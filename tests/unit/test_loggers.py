@@ -135,25 +135,6 @@ def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: p
     assert fake.calls[-2][1][1] != identity, "a run that starts again is another run"
 
 
-def test_wandb_writes_a_run_in_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs where W&B is installed: the package is larger than all others of the tests together, except torch."""
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for begin in (0, 4):
-        with loggers.opened("wandb", tmp_path, begin) as log:
-            assert log is not None
-            log(entry("resume" if begin else "start", begin, batch_size=32))
-            run(log, begin, begin + 4)
-    wandb.teardown()
-    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    identity = (tmp_path / "wandb-id").read_text()
-    assert {path.name for path in files} == {f"run-{identity}.wandb"}
-    content = b"".join(path.read_bytes() for path in files)
-    assert b"eval/accuracy" in content
-    assert b"step/loss" in content
-
-
 def test_all_loggers_of_a_list_get_all_entries(tmp_path: Path) -> None:
     first: list[Entry] = []
     second: list[Entry] = []

@@ -57,11 +57,6 @@ def test_the_summary_counts_kills_after_which_the_job_did_not_continue() -> None
     assert (found["discarded_steps"], found["kills_with_state_transfer"]) == (2, len(gaps) // 2)
 
 
-def test_the_summary_without_a_gap() -> None:
-    found = summary([killed_job.result_of([[]], 10.0)])
-    assert (found["continued"], found["gap_s"], found["discarded_steps"]) == (0, None, None)
-
-
 # A process of rank sys.argv[2] writes steps of all processes, and steps of the remaining ones when the victim is dead.
 PROGRAM = """
 import glob, json, os, sys, time
