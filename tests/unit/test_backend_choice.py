@@ -13,13 +13,6 @@ from mpicomm.startup import backend_choice
 CONCRETE = [name for name in backend_choice.KNOWN if name != "auto"]
 
 
-@pytest.mark.parametrize(
-    "backend", [*backend_choice.KNOWN, None], ids=repr
-)  # pytest-mpi interprets a test id `mpi` as its marker
-def test_a_known_backend_is_accepted(backend: str | None) -> None:
-    backend_choice.check(backend)
-
-
 @pytest.mark.parametrize("backend", ["", "MPI", "ucc", "cpu:mpi", "cuda:nccl,cpu:mpi"])
 def test_another_is_refused_with_those_that_exist(backend: str) -> None:
     with pytest.raises(ValueError, match=r"^backend must be ") as caught:
@@ -41,10 +34,6 @@ def test_auto(has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
 @pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
 def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
     assert backend_choice.choose(backend, has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl) == backend
-
-
-@pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
-def test_the_requirements_of_a_backend_follow_from_its_name(backend: str | None) -> None:
     assert backend_choice.needs_mpi(backend) == ("mpi" in (backend or ""))
     assert backend_choice.needs_nccl(backend) == ("nccl" in (backend or ""))
 

@@ -14,7 +14,7 @@ from benchmarks.ratios import Ratio
 from mpicomm import terminal
 from mpicomm.cli.main import main
 from mpicomm.metrics_file import NAME
-from tests.launching import ROOT, run_alone
+from tests.launching import run_alone
 
 ENTRIES = [
     {"event": "start", "time": 1.0, "step": 0, "epoch": 0, "consumed": 0, "ranks": 2, "device": "cpu"},
@@ -86,11 +86,6 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
         assert text in output.err
 
 
-def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", a_run(tmp_path / "run"), "--plot", str(tmp_path / "gone" / "plot.png")]) == 2
-    assert "cannot write" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -116,11 +111,6 @@ def test_the_command_from_a_shell_needs_neither_torch_nor_mpi(tmp_path: Path) ->
     assert not modules & {"torch", "mpi4py", "numpy", "matplotlib"}
 
 
-def test_an_error_is_the_status_of_the_process(tmp_path: Path) -> None:
-    outcome = run_alone(["-m", "mpicomm", "report", str(tmp_path)])
-    assert (outcome.status, outcome.stdout) == (2, ""), outcome
-
-
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -135,8 +125,3 @@ def test_the_status_is_1_if_a_ratio_is_not_met(
     monkeypatch.setattr(ratios, "measure", lambda run, **_: found)
     assert ratios.main([]) == status
     assert ("not met" in capsys.readouterr().out) == (status == 1)
-
-
-def test_the_package_installs_the_command() -> None:
-    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]\n")[2]
-    assert scripts.startswith(f'mpicomm = "{main.__module__}:{main.__name__}"\n')

@@ -81,12 +81,6 @@ def ignore(number: int, frame: types.FrameType | None) -> None:
 # -- watching --------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_is_received(ear: Ear) -> None:
-    signals.watch(ear.fileno())
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert ear.received() == TERM
-
-
 @pytest.mark.parametrize("has_previous", [True, False])
 def test_unwatch_restores_the_previous_state(ear: Ear, other_ear: Ear, has_previous: bool) -> None:
     previous = other_ear.fileno() if has_previous else -1

@@ -116,11 +116,6 @@ def test_the_reader_of_imports_reads_them_all() -> None:
 
 
 @each_module
-def test_every_module_has_a_layer(module: str) -> None:
-    assert not layer_of(module) or layer_of(module) in LAYERS
-
-
-@each_module
 def test_imports_point_down(module: str) -> None:
     """This includes imports for the type checker: a module refers only to lower layers."""
     if not layer_of(module):
@@ -203,11 +198,6 @@ def test_importing_the_package_imports_little_of_ours() -> None:
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-@each_module
-def test_no_module_is_a_drawer_for_everything(module: str) -> None:
-    assert module.rpartition(".")[2] not in {"utils", "util", "helpers", "common", "misc"}
-
-
 def test_no_module_bears_the_name_of_a_public_function() -> None:
     """`mpicomm.bench` would be the function or the module, depending on earlier imports."""
     last = {module.split(".")[-1] for module in TREES if module != "mpicomm"}
@@ -251,11 +241,6 @@ def test_type_checkers_find_the_public_names() -> None:
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'mpicomm' has no attribute 'bootstarp'"):
         mpicomm.bootstarp  # noqa: B018
-
-
-@each_module
-def test_every_module_has_a_docstring(module: str) -> None:
-    assert ast.get_docstring(TREES[module])
 
 
 def test_examples_are_one_copy() -> None:
