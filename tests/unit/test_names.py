@@ -1,4 +1,4 @@
-"""Replaced names are absent from the project, and each name has one meaning."""
+"""Names are plain, and each has one meaning."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ SOURCES = [
     if "examples" not in path.relative_to(ROOT).parts
 ]
 
-# Replaced names of modules, classes, functions, parameters and attributes, as whole words.
-# Replaced settings, options and public names, anywhere in the text of the project.
 # Idioms in the names of functions, classes, parameters and variables, tests included, as words of the name.
 IDIOMS = (
     r"who|whoever|whatever|said|says?|told|tells?|everywhere|meets?|nobodys?|somebodys?|everybodys?|anybodys?|comes?|"

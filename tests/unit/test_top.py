@@ -39,21 +39,8 @@ def _publish(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publish]:
 
 
 def operation(seconds: float, name: str = "all_reduce") -> OperationInfo:
-    return OperationInfo(
-        number=7,
-        name=name,
-        group="0",
-        members="",
-        sequence=42,
-        is_message=False,
-        dtype="float32",
-        count=1024,
-        peer=None,
-        where=f"train.py:88 ({name})",
-        called=seconds,
-        seconds=seconds,
-        is_over=False,
-    )
+    where = f"train.py:88 ({name})"
+    return OperationInfo(7, name, "0", "", 42, False, "float32", 1024, None, where, seconds, seconds, False)
 
 
 STATUSES: list[Status] = [
