@@ -18,11 +18,6 @@ ONLY_MPI = Verdict(SKIP, "Only MPI supports all_to_all")
 BROKEN = Verdict(FAIL, "ValueError: no | such thing")
 
 
-@pytest.mark.parametrize("verdict", [PASSED, NO_GPU, BROKEN])
-def test_a_verdict_survives_as_text(verdict: Verdict) -> None:
-    assert Verdict.parse(str(verdict)) == verdict
-
-
 @pytest.mark.parametrize(
     "reason", ["CUDA is not available.", "Need at least 1 CUDA device", "Need at least 4 CUDA devices"]
 )
@@ -120,10 +115,6 @@ FILE = File(
         "Case.test_e": FileTest(1, NO_GPU, NO_GPU),
     },
 )
-
-
-def test_a_test_of_a_file_has_one_outcome() -> None:
-    assert FILE.counts() == {"both": 1, "only Gloo": 1, "only mpicomm": 1, "neither": 1, "skipped": 1}
 
 
 def test_the_page_has_the_files_and_the_tests_that_fail() -> None:

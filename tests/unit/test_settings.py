@@ -40,11 +40,6 @@ def test_an_empty_variable_counts_as_unset(field: str) -> None:
     assert Settings.from_environ({PREFIX + field.upper(): ""}) == Settings()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=repr)  # pytest-mpi interprets a test id `mpi` as its marker
-def test_each_launcher_is_known(launcher: str) -> None:
-    assert Settings.from_environ({"MPICOMM_LAUNCHER": launcher}).launcher == launcher
-
-
 @pytest.mark.parametrize("text", ["slrum", "MPI", "mpi "])
 def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
     with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER must be one of .*, got {text}\\.") as caught:
