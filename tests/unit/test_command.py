@@ -78,8 +78,12 @@ def test_warnings_do_not_mix_with_json(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, text in ((tmp_path / "gone", "does not exist"), (tmp_path, "is not the directory of a run")):
-        assert main(["report", a_run(tmp_path / f"good {text}"), str(wrong)]) == 2
+    good = a_run(tmp_path / "good")
+    for wrong, text in (
+        (tmp_path / "gone", "gone does not exist.\nPass the checkpoint_dir"),
+        (tmp_path, "is not the directory of a run: metrics.jsonl is missing.\nPass the"),
+    ):
+        assert main(["report", good, str(wrong)]) == 2
         output = capsys.readouterr()
         assert output.out == ""
         assert output.err.startswith("mpicomm report: ")

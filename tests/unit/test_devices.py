@@ -29,33 +29,15 @@ def test_ranks_that_see_the_whole_node_get_one_gpu_each(ranks: int) -> None:
     assert devices.assign([NODE] * ranks) == NODE[:ranks]
 
 
-def test_ranks_that_see_their_own_gpu_have_it_as_the_first() -> None:
-    assert devices.assign([[uuid] for uuid in NODE]) == NODE
-
-
 def test_the_order_in_which_a_rank_sees_gpus_counts() -> None:
     visible = [NODE, NODE[::-1]]
     assert devices.assign(visible) == [NODE[0], NODE[-1]]
-
-
-def test_ranks_with_fewer_visible_gpus_choose_first() -> None:
-    """A greedy assignment would give GPU-0 to the first rank and leave the last rank without a GPU."""
-    assert devices.assign([NODE[:2], NODE[:3], NODE[:1]]) == [NODE[1], NODE[2], NODE[0]]
 
 
 @pytest.mark.parametrize("each", [2, 3])
 def test_ranks_that_outnumber_gpus_share_evenly(each: int) -> None:
     users = collections.Counter(devices.assign([NODE] * each * len(NODE)))
     assert users == dict.fromkeys(NODE, each)
-
-
-def test_gpus_are_shared_only_where_necessary() -> None:
-    assert devices.assign([NODE[:1], NODE[:1], NODE[1:2]]) == [NODE[0], NODE[0], NODE[1]]
-
-
-def test_ranks_without_a_gpu_get_no_assignment() -> None:
-    assert devices.assign([[], NODE, []]) == [None, NODE[0], None]
-    assert devices.assign([]) == []
 
 
 @given(st.lists(subsets, max_size=5))
@@ -153,14 +135,8 @@ def test_ranks_with_a_gpu_each_are_accepted(size: int) -> None:
     devices.refuse_shared(["GPU-0"] * size, [f"host-{rank}" for rank in range(size)])
 
 
-def test_ranks_that_share_a_gpu_are_named() -> None:
-    uuids = ["GPU-0", "GPU-1", "GPU-0", "GPU-0"]
-    with pytest.raises(DeviceError, match=r"^ranks 0, 2, 3 on x share one GPU \(GPU-0\)"):
-        devices.refuse_shared(uuids, ["x"] * len(uuids))
-
-
 def test_the_host_on_which_a_gpu_is_shared_is_named() -> None:
-    with pytest.raises(DeviceError, match=r"^ranks 2, 3 on y share") as caught:
+    with pytest.raises(DeviceError, match=r"^ranks 2, 3 on y share one GPU \(GPU-0\)") as caught:
         devices.refuse_shared(["GPU-0", "GPU-1", "GPU-0", "GPU-0"], ["x", "x", "y", "y"])
     assert "backend='mpi'" in str(caught.value)
 

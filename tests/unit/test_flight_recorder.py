@@ -82,12 +82,6 @@ def test_the_last_operations_are_remembered(calls: int) -> None:
     assert (last.number, last.sequence) == (calls - 1, calls)
 
 
-def test_operations_that_the_ring_has_dropped_are_absent() -> None:
-    group = group_of()
-    numbers = [note(group, str(number)).number for number in range(RING + 1)]
-    assert [each.name for each in flight_recorder.recorded()] == [str(number) for number in numbers[1:]]
-
-
 def test_an_operation_that_runs_is_known_though_the_ring_has_dropped_it() -> None:
     group = group_of()
     first = note(group)
@@ -380,11 +374,6 @@ def test_the_line_is_found_in_a_long_function(lines: int) -> None:
     assert operation.where == f"train.py:{lines + 2} (call)"
 
 
-def test_the_line_is_found_after_a_gap() -> None:
-    source = "def call(note, group):\n" + "    # nothing\n" * 1000 + "    return note(group)\n"
-    assert function_of(source, "/home/user/train.py")(direct, group_of()).where == "train.py:1002 (call)"
-
-
 def test_where_the_main_thread_is() -> None:
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(flight_recorder.line_of_main_thread()))
@@ -511,15 +500,6 @@ def test_the_wait_for_earlier_operations_of_a_stream_does_not_count(monkeypatch:
     assert operations[2].start == 160
     assert flight_recorder.running() == operations[2:]
     assert [each.sequence for each in operations] == [1, 2, 3]
-
-
-def test_a_completed_operation_completes_all_before_it() -> None:
-    stream, works = StreamQueue(group_of()), list[Work]()
-    operations = start(stream, works, 100)
-    works[-1].is_over = True
-    flight_recorder.refresh_streams()
-    assert flight_recorder.running() == []
-    assert all(each.end for each in operations)
 
 
 def test_a_work_that_fails_is_over() -> None:

@@ -72,11 +72,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 # -- proof of identity -----------------------------------------------------------------------------------------------
 
 
-def test_rank_0_is_reached() -> None:
-    with rank_0(TOKEN) as places:
-        assert rendezvous.reaches(places[0], TOKEN)
-
-
 @pytest.mark.parametrize("callers", [1, 8])
 def test_rank_0_replies_to_all_on_every_address(callers: int) -> None:
     with rank_0(TOKEN, listeners=3) as places:
