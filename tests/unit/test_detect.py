@@ -126,11 +126,6 @@ def test_without_an_mpi_launcher_others_give_the_rank() -> None:
     assert detect.guess_rank({}) == 0
 
 
-def test_no_variable_is_in_two_tables() -> None:
-    names = [name for launcher in (*MPI_LAUNCHERS, TORCHRUN, SLURM) for name in launcher.variables(COMPARED)]
-    assert len(names) == len(set(names))
-
-
 def test_plain_python_claims_nothing() -> None:
     launch = detect.detect({})
     assert launch == Launch("mpi", "plain python")
@@ -195,12 +190,6 @@ def test_rank_and_world_size_alone_are_not_torchrun() -> None:
 
 
 # -- b) MPI's launchers ----------------------------------------------------------------------------------------------
-
-
-@each_launcher
-@pytest.mark.parametrize("rank", range(LOCAL_SIZE))
-def test_mpi_and_its_launcher_agree(launcher: Launcher, rank: int) -> None:
-    assert problem(environ_of(launcher, rank=rank), rank, SIZE) is None
 
 
 @each_launcher
@@ -541,11 +530,6 @@ def test_launchers_without_mpi_must_set_rank_and_size(override: str, launcher: L
 
 
 # -- the library -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("library", "lacks"), [(OPEN_MPI, False), (MPICH, True), (MPICH_PMIX, False)])
-def test_whether_a_library_lacks_pmix(library: Library, lacks: bool) -> None:
-    assert library.lacks_pmix() is lacks
 
 
 def test_the_title_of_a_library_without_a_path() -> None:
