@@ -202,8 +202,7 @@ def test_a_loss_needs_no_gradient_where_nothing_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "found"),
-    [(A, A), ({"loss": A, "logits": B}, A), (Pair(A, B), Pair), (Graph(A, "g", []), Graph)],
+    ("outputs", "found"), [(A, A), ({"loss": A, "logits": B}, A), (Pair(A, B), Pair), (Graph(A, "g", []), Graph)]
 )
 def test_the_loss_in_the_outputs_of_a_model(outputs: Any, found: Any) -> None:
     loss = batches.loss_in(outputs)

@@ -121,12 +121,7 @@ def test_a_lost_host_is_noticed_after_the_configured_time() -> None:
         for end in (rank._up.socket, hub.children[1].socket):
             idle, interval, probes, unacknowledged = [
                 end.getsockopt(socket.IPPROTO_TCP, option)
-                for option in (
-                    socket.TCP_KEEPIDLE,
-                    socket.TCP_KEEPINTVL,
-                    socket.TCP_KEEPCNT,
-                    socket.TCP_USER_TIMEOUT,
-                )
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
             ]
             assert idle + interval * probes == 300
             assert unacknowledged == 300_000

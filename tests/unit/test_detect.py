@@ -487,12 +487,7 @@ def test_a_job_of_one_task_gives_no_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({"SLURM_STEP_ID": "0"}, 1),
-        ({}, 8),
-        (environ_of(MPIRUN, rank=0, size=1), 1),
-    ],
+    ("environ", "size"), [({"SLURM_STEP_ID": "0"}, 1), ({}, 8), (environ_of(MPIRUN, rank=0, size=1), 1)]
 )
 def test_usual_launches_give_no_warning(environ: dict[str, str], size: int) -> None:
     assert warning(environ, size) is None

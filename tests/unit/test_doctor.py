@@ -46,11 +46,7 @@ SOFTWARE = SoftwareFacts(
     OPEN_MPI,
 )
 LAUNCHERS = LauncherFacts(
-    OPEN_MPI,
-    {},
-    {"mpirun": ("/opt/ompi/bin/mpirun", OPEN_MPIS_OUTPUT)},
-    own="/opt/ompi/bin/mpiexec",
-    srun_list=SRUN,
+    OPEN_MPI, {}, {"mpirun": ("/opt/ompi/bin/mpirun", OPEN_MPIS_OUTPUT)}, own="/opt/ompi/bin/mpiexec", srun_list=SRUN
 )
 MEMORY = MemoryFacts(0, "0", 2**34, 2**33, "madvise")
 LIMITS = LimitFacts(10, 1024, 2**20, 2**16)

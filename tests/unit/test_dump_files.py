@@ -16,8 +16,8 @@ NAMES = {"fr_trace_rank_3", "rank-3.json", "rank-3.stacks.txt"}
 
 def test_only_this_user_can_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "dumps" / "job"
-    for _ in range(2):  # later files replace the first ones
-        path = dump.write(folder, 3, {"size": 4}, is_of_job=True)
+    for size in (3, 4):  # later files replace the first ones
+        path = dump.write(folder, 3, {"size": size}, is_of_job=True)
     assert path == folder / "rank-3.json"
     assert json.loads(path.read_text())["size"] == 4
     assert {each.name for each in folder.iterdir()} == NAMES

@@ -599,13 +599,6 @@ def test_a_rank_writes_its_operations_and_stacks(tmp_path: Path) -> None:
     assert "test_a_rank_writes_its_operations_and_stacks" in (path.parent / "rank-3.stacks.txt").read_text()
 
 
-def test_files_are_written_anew(tmp_path: Path) -> None:
-    for calls in (1, 2):
-        note(group_of()).finish()
-        path = dump.write(str(tmp_path), 0, {})
-        assert len(json.loads(path.read_text())["operations"]) == calls
-
-
 def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=f"file{os.sep}folder"):

@@ -34,20 +34,8 @@ printf '%s\0' "$name" "$@" $'\036' >>"$CALLS"  # at once: there may be several a
 status=STATUS_$name
 exit "${!status:-0}"
 """
-STARTERS = (
-    "python",
-    "mpicomm",
-    "srun",
-    "scontrol",
-    "qsub",
-    "pbs_tmrsh",
-    "bsub",
-    "blaunch",
-    "flux",
-    "torchrun",
-    "module",
-)
 SUBMITTERS = ("scontrol", "qsub", "bsub", "flux")
+STARTERS = (*SUBMITTERS, "python", "mpicomm", "srun", "pbs_tmrsh", "blaunch", "torchrun", "module")
 
 VARIABLES = {
     "slurm": {

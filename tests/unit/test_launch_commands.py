@@ -405,12 +405,7 @@ ON_HOSTS = [
         "-n 16 -hosts a:8,b:8",
         "1",
     ),
-    (
-        Request(PROGRAM, hosts=(Host("a"),)),
-        f"-n 1 --host a:1 {UNBOUND} {FORWARDED}",
-        "-n 1 -hosts a:1",
-        "8",
-    ),
+    (Request(PROGRAM, hosts=(Host("a"),)), f"-n 1 --host a:1 {UNBOUND} {FORWARDED}", "-n 1 -hosts a:1", "8"),
     (
         Request(PROGRAM, 6, hosts=(Host("a", 1), Host("b", 1))),  # three ranks on each host
         f"-n 6 --host a:1,b:1 {UNBOUND} {FORWARDED}",

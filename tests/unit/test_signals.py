@@ -226,7 +226,7 @@ def test_a_process_that_unwatched_on_another_thread_still_ends_by_sigterm() -> N
         "signals.watch(end.fileno())\n"
         "thread = threading.Thread(target=signals.unwatch)\n"
         "thread.start()\nthread.join()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(3600)",
+        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(3600)"
     )
     assert outcome.status == -signal.SIGTERM
 
@@ -264,7 +264,7 @@ def test_a_process_is_ended_as_sigterm_does(thread: bool) -> None:
     outcome = run_alone(
         "import signal, threading, time\n"
         "from mpicomm.watchdog import signals\n"
-        f"signal.signal(signal.SIGTERM, lambda *_: None)\n{call}\ntime.sleep(3600)",
+        f"signal.signal(signal.SIGTERM, lambda *_: None)\n{call}\ntime.sleep(3600)"
     )
     assert outcome.status == -signal.SIGTERM
 
