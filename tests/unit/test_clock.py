@@ -33,7 +33,6 @@ def exchange(
     """Let a rank ask its hub; the messages travel for `there` and `back` seconds."""
     clocks.shift = shifts[0]
     probe = rank.probe()
-    assert probe is not None
     clocks.now, clocks.shift = clocks.now + there, shifts[1]
     answer = hub.answer(probe)
     clocks.now, clocks.shift = clocks.now + back, shifts[0]
@@ -45,7 +44,6 @@ def test_the_error_is_at_most_half_of_the_round_trip(clocks: Clocks, there: floa
     rank = ClockMonitor(1)
     exchange(clocks, rank, ClockMonitor(0), (-40.0, 0.0), there, back)
     offset = rank.offset()
-    assert offset is not None
     assert offset.error == pytest.approx((there + back) / 2)
     assert abs(offset.seconds - 40.0) <= offset.error + 1e-9
     assert offset.seconds - 40.0 == pytest.approx((there - back) / 2)
@@ -58,7 +56,6 @@ def test_the_offset_of_the_hub_is_added(clocks: Clocks) -> None:
     exchange(clocks, hub, ClockMonitor(0), (-3.0, 0.0), 1e-3, 1e-3)
     exchange(clocks, rank, hub, (7.0, -3.0), 1e-4, 1e-4)
     offset = rank.offset()
-    assert offset is not None
     assert (offset.seconds, offset.error) == pytest.approx((-7.0, 1.1e-3), rel=1e-4)
 
 
@@ -66,7 +63,6 @@ def test_ranks_with_one_clock_have_no_error(clocks: Clocks) -> None:
     rank = ClockMonitor(1)
     exchange(clocks, rank, ClockMonitor(0), (0.0, 0.0), 0.2, 0.1)
     offset = rank.offset()
-    assert offset is not None
     assert (offset.seconds, offset.error) == (0.0, 0.0)
     assert rank.probe() is None  # until the next period
 
@@ -76,11 +72,9 @@ def test_the_shortest_round_trip_counts_until_the_clocks_may_have_diverged(clock
     for seconds in [1e-4, *[1e-2] * (clock._FIRST_SAMPLES - 1)]:
         exchange(clocks, rank, zero, (2.0, 0.0), 0.0, seconds)
     best = rank.offset()
-    assert best is not None
     assert best.error == pytest.approx(5e-5, abs=1e-5)
     assert rank.probe() is None
     clocks.now += 1000.0
     exchange(clocks, rank, zero, (2.0, 0.0), 0.0, 1e-2)
     latest = rank.offset()
-    assert latest is not None
     assert latest.error == pytest.approx(5e-3, abs=1e-5)

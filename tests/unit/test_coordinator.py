@@ -104,6 +104,11 @@ class Court:
         for rank in ranks:
             self.receive(StatusReport(rank, self.number, status_of(**status)))
 
+    def answer_all(self) -> None:
+        """Answer for all ranks, which completes the collection."""
+        self.answer(*range(SIZE))
+        self.tick()
+
     @property
     def number(self) -> int:
         """The number of the last status collection."""
@@ -159,6 +164,11 @@ def status_of(sequence: int = 42, **changes: Any) -> RankStatus:
     return dataclasses.replace(status, **changes)
 
 
+@pytest.fixture(name="court")
+def _court() -> Court:
+    return Court()
+
+
 # -- dead ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -167,8 +177,7 @@ def died(rank: int, reason: str = "killed") -> str:
     return f"[mpicomm] rank {rank} of {SIZE} on node0 died: {reason}; aborting the job\n{DEATH_REMEDY}"
 
 
-def test_a_rank_that_died_is_named_once_and_ends_the_job() -> None:
-    court = Court()
+def test_a_rank_that_died_is_named_once_and_ends_the_job(court: Court) -> None:
     for rank in (2, 2, 3, 1):
         court.lose(rank, "its process has ended")
     assert court.hands.printed == [died(2, "its process has ended")]
@@ -176,8 +185,7 @@ def test_a_rank_that_died_is_named_once_and_ends_the_job() -> None:
     assert court.hands.claims == 1
 
 
-def test_reports_before_mpicomm_run_is_connected_are_repeated() -> None:
-    court = Court()
+def test_reports_before_mpicomm_run_is_connected_are_repeated(court: Court) -> None:
     court.leave(1)
     court.lose(2)
     court.hands.to_parent.clear()
@@ -213,8 +221,7 @@ def test_a_job_that_recovers_continues_without_a_rank_that_got_sigterm() -> None
     assert court.hands.to_all == [protocol.RanksFailed({"2": reason})]
 
 
-def test_the_launcher_may_end_the_job_first_and_an_abort_is_repeated() -> None:
-    court = Court()
+def test_the_launcher_may_end_the_job_first_and_an_abort_is_repeated(court: Court) -> None:
     court.lose(2)
     court.tick(LAUNCHER - 0.01)
     assert (court.coordinator.is_ending, court.coordinator.is_busy, court.hands.aborts) == (True, True, [])
@@ -226,23 +233,20 @@ def test_the_launcher_may_end_the_job_first_and_an_abort_is_repeated() -> None:
     assert court.hands.aborts == [1, 1]
 
 
-def test_a_rank_that_left_and_does_not_wait_for_the_others_has_not_died() -> None:
-    court = Court()
+def test_a_rank_that_left_and_does_not_wait_for_the_others_has_not_died(court: Court) -> None:
     court.leave(2, waits=False)
     court.lose(2)
     court.tick(100)
     assert (court.hands.printed, court.hands.to_all, court.coordinator.is_busy) == ([], [], False)
 
 
-def test_a_rank_that_left_and_waits_for_the_others_can_die() -> None:
-    court = Court()
+def test_a_rank_that_left_and_waits_for_the_others_can_die(court: Court) -> None:
     court.leave(2)
     court.lose(2)
     assert court.hands.printed == [died(2, "killed")]
 
 
-def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement() -> None:
-    court = Court()
+def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement(court: Court) -> None:
     court.receive(protocol.ExitingAtOnce(2, 3))
     court.lose(2)
     assert court.hands.printed == [
@@ -256,8 +260,7 @@ def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement() -> Non
 # -- failure reports and abort of the job ----------------------------------------------------------------------------
 
 
-def test_a_rank_that_failed_and_then_died_reports_the_failure_itself() -> None:
-    court = Court()
+def test_a_rank_that_failed_and_then_died_reports_the_failure_itself(court: Court) -> None:
     court.receive(protocol.RankFailed(2))
     court.lose(2)
     assert (court.hands.printed, court.hands.claims) == ([], 0)
@@ -268,8 +271,7 @@ def test_a_rank_that_failed_and_then_died_reports_the_failure_itself() -> None:
     assert court.hands.aborts == [1]
 
 
-def test_a_rank_that_got_sigterm_and_then_died_is_named_so() -> None:
-    court = Court()
+def test_a_rank_that_got_sigterm_and_then_died_is_named_so(court: Court) -> None:
     court.receive(protocol.RankTerminated(2))
     assert court.hands.to_all == []
     court.lose(2)
@@ -295,15 +297,13 @@ def test_a_coordinator_without_the_claim_does_not_report_exits() -> None:
     court.leave(2)
     court.wait_in(0)
     court.tick(GATHER)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert (court.hands.printed, court.hands.kinds()) == ([], [CollectStatus, JobEnding])
     court.tick(REPORTER)
     assert court.hands.aborts == [1]
 
 
-def test_no_status_is_requested_while_the_job_ends() -> None:
-    court = Court()
+def test_no_status_is_requested_while_the_job_ends(court: Court) -> None:
     court.lose(2)
     court.hang(1)
     court.tick(COLLECT_SECONDS + 1)
@@ -311,8 +311,7 @@ def test_no_status_is_requested_while_the_job_ends() -> None:
     assert len(court.hands.printed) == 1
 
 
-def test_a_death_matters_more_than_a_report_in_progress() -> None:
-    court = Court()
+def test_a_death_matters_more_than_a_report_in_progress(court: Court) -> None:
     court.hang(1)
     court.answer(*range(SIZE))
     court.lose(2)
@@ -321,8 +320,7 @@ def test_a_death_matters_more_than_a_report_in_progress() -> None:
     assert court.hands.aborts == [1]
 
 
-def test_a_broken_group_is_reported_to_all() -> None:
-    court = Court()
+def test_a_broken_group_is_reported_to_all(court: Court) -> None:
     message = GroupBroken("0", "rank 2 gave up")
     court.receive(message)
     assert court.hands.to_all == [message]
@@ -333,8 +331,7 @@ def test_a_broken_group_is_reported_to_all() -> None:
 
 
 @pytest.mark.parametrize("exit_first", [True, False])
-def test_a_rank_that_left_while_others_wait_for_it_is_named(exit_first: bool) -> None:
-    court = Court()
+def test_a_rank_that_left_while_others_wait_for_it_is_named(court: Court, exit_first: bool) -> None:
     if exit_first:
         court.leave(2, status=None)
     for rank in (0, 1, 3):
@@ -363,8 +360,7 @@ def test_a_rank_that_left_while_others_wait_for_it_is_named(exit_first: bool) ->
     assert court.hands.aborts == [1]
 
 
-def test_a_coordinator_that_will_check_the_exited_ranks_is_busy() -> None:
-    court = Court()
+def test_a_coordinator_that_will_check_the_exited_ranks_is_busy(court: Court) -> None:
     court.leave(2)
     assert not court.coordinator.is_busy
     court.wait_in(0)
@@ -377,63 +373,54 @@ def test_several_exited_ranks_are_named_together() -> None:
     court.leave(1)
     court.wait_in(0)
     court.tick(GATHER)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     (text,) = court.hands.printed
     assert text.startswith("[mpicomm] ranks 1, 2 of 4 on node0, node1 have exited, but other ranks wait for them; ")
 
 
-def test_exited_ranks_of_collectives_and_of_messages_are_named_together() -> None:
-    court = Court()
+def test_exited_ranks_of_collectives_and_of_messages_are_named_together(court: Court) -> None:
     court.leave(1, sequence=99)
     court.leave(2)
     court.wait_in(0, sequence=None, needs="1")
     court.wait_in(3)
     court.tick(TRANSIT)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].startswith("[mpicomm] ranks 1, 2 of 4 on node0 have exited, but other ranks wait")
 
 
 @pytest.mark.parametrize(("left_with", "ends_with"), [(None, 1), (0, 1), (3, 3)])
-def test_the_job_ends_with_the_status_of_the_exited_rank(left_with: int | None, ends_with: int) -> None:
-    court = Court()
+def test_the_job_ends_with_the_status_of_the_exited_rank(court: Court, left_with: int | None, ends_with: int) -> None:
     court.leave(2, status=left_with)
     court.wait_in(0)
     court.tick(GATHER)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     court.tick(DUMP)
     assert court.hands.aborts == [ends_with]
 
 
 @pytest.mark.parametrize("reached", [42, 43])
-def test_a_rank_that_left_after_its_arrival_is_not_awaited(reached: int) -> None:
-    court = Court()
+def test_a_rank_that_left_after_its_arrival_is_not_awaited(court: Court, reached: int) -> None:
     court.leave(2, sequence=reached)
     court.wait_in(0, sequence=42)
     court.tick(100)
     assert (court.hands.to_all, court.coordinator.is_busy) == ([], False)
 
 
-def test_a_rank_that_never_used_a_group_is_awaited() -> None:
-    court = Court()
+def test_a_rank_that_never_used_a_group_is_awaited(court: Court) -> None:
     court.leave(2, sequence=99)
     court.wait_in(0, sequence=1, group="5")
     court.tick(GATHER)
     assert court.hands.kinds() == [CollectStatus]
 
 
-def test_a_rank_that_left_is_not_awaited_in_groups_without_it() -> None:
-    court = Court()
+def test_a_rank_that_left_is_not_awaited_in_groups_without_it(court: Court) -> None:
     court.leave(2)
     court.wait_in(0, needs="0, 1")
     court.tick(100)
     assert court.hands.to_all == []
 
 
-def test_a_rank_that_continues_did_not_wait_for_the_exited_one() -> None:
-    court = Court()
+def test_a_rank_that_continues_did_not_wait_for_the_exited_one(court: Court) -> None:
     court.wait_in(0)
     court.leave(2)
     court.end_wait(0)
@@ -443,8 +430,7 @@ def test_a_rank_that_continues_did_not_wait_for_the_exited_one() -> None:
 
 
 @pytest.mark.parametrize("exit_first", [True, False])
-def test_a_message_from_an_exited_rank_does_not_arrive(exit_first: bool) -> None:
-    court = Court()
+def test_a_message_from_an_exited_rank_does_not_arrive(court: Court, exit_first: bool) -> None:
     for happens in (court.leave, court.wait_in) if exit_first else (court.wait_in, court.leave):
         if happens == court.leave:
             court.leave(2, sequence=99)
@@ -453,13 +439,11 @@ def test_a_message_from_an_exited_rank_does_not_arrive(exit_first: bool) -> None
     court.tick(GATHER)
     assert court.hands.to_all == []  # the message may still be in transit
     court.tick(TRANSIT - GATHER)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].startswith("[mpicomm] rank 2 of 4 on node0 has exited, but other ranks wait for it")
 
 
-def test_a_long_message_may_be_on_its_way_for_longer() -> None:
-    court = Court()
+def test_a_long_message_may_be_on_its_way_for_longer(court: Court) -> None:
     court.wait_in(0, sequence=None, needs="2")
     court.leave(2, sequence=99, sends=True)
     court.tick(HANG_SECONDS - 0.01)
@@ -468,20 +452,17 @@ def test_a_long_message_may_be_on_its_way_for_longer() -> None:
     assert court.hands.kinds() == [CollectStatus]
 
 
-def test_a_rank_that_left_in_an_unmatched_operation_still_waits() -> None:
-    court = Court()
+def test_a_rank_that_left_in_an_unmatched_operation_still_waits(court: Court) -> None:
     for rank in (0, 1, 3):
         court.leave(rank)
     court.leave(2, sequence=42, is_stuck=True)
     court.wait_in(2)
     court.tick(GATHER)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].startswith("[mpicomm] ranks 0, 1, 3 of 4 on node0 have exited, but other ranks wait")
 
 
-def test_shutdown_waits_for_no_exited_rank() -> None:
-    court = Court()
+def test_shutdown_waits_for_no_exited_rank(court: Court) -> None:
     for rank in range(SIZE):
         court.leave(rank)
     court.wait_in(2, sequence=43)
@@ -490,9 +471,8 @@ def test_shutdown_waits_for_no_exited_rank() -> None:
 
 
 @pytest.mark.parametrize("silent", [None, NotResponding(3.0, "")], ids=["no word", "its hub's word"])
-def test_a_rank_that_does_not_reply_may_have_stopped_waiting(silent: NotResponding | None) -> None:
+def test_a_rank_that_does_not_reply_may_have_stopped_waiting(court: Court, silent: NotResponding | None) -> None:
     """The wait counts again as soon as the rank answers and still waits."""
-    court = Court()
     court.wait_in(0)
     court.leave(2)
     court.tick(GATHER)
@@ -502,13 +482,11 @@ def test_a_rank_that_does_not_reply_may_have_stopped_waiting(silent: NotRespondi
     court.tick(COLLECT_SECONDS)
     assert (court.hands.printed, court.coordinator.is_ending) == ([], False)
     court.tick(TRANSIT)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].startswith("[mpicomm] rank 2 of 4 on node0 has exited, but other ranks wait for it")
 
 
-def test_a_message_from_any_source_may_arrive_until_all_others_have_left() -> None:
-    court = Court()
+def test_a_message_from_any_source_may_arrive_until_all_others_have_left(court: Court) -> None:
     court.wait_in(0, sequence=None)
     court.leave(1)
     court.leave(2)
@@ -519,26 +497,22 @@ def test_a_message_from_any_source_may_arrive_until_all_others_have_left() -> No
     assert court.hands.to_all == []
     court.tick(TRANSIT - GATHER)
     assert court.hands.kinds() == [CollectStatus]
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].startswith("[mpicomm] ranks 1-3 of 4 on node0 have exited")
 
 
-def test_exits_are_decided_after_all_ranks_have_waited() -> None:
-    court = Court()
+def test_exits_are_decided_after_all_ranks_have_waited(court: Court) -> None:
     court.leave(2)
     court.wait_in(0)
     court.tick(GATHER / 2)
     court.leave(3)
     court.tick(GATHER / 2)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].startswith("[mpicomm] ranks 2, 3 of 4 on node0 have exited")
 
 
 @pytest.mark.parametrize("stuck", [None, 0, 3])
-def test_all_ranks_are_notified_when_all_have_left(stuck: int | None) -> None:
-    court = Court()
+def test_all_ranks_are_notified_when_all_have_left(court: Court, stuck: int | None) -> None:
     for rank in (2, 0, 3):
         court.leave(rank, is_stuck=rank == stuck)
     assert court.hands.to_all == []
@@ -569,8 +543,7 @@ def test_it_costs_little_that_many_wait(monkeypatch: pytest.MonkeyPatch) -> None
 # -- hangs and timeouts ----------------------------------------------------------------------------------------------
 
 
-def test_a_hang_is_reported_with_the_positions_of_all_ranks() -> None:
-    court = Court()
+def test_a_hang_is_reported_with_the_positions_of_all_ranks(court: Court) -> None:
     court.hang(3, seconds=61.4)
     assert court.hands.to_one == [Acknowledgement(3)]
     assert court.hands.to_all == [CollectStatus(1, files=True)]
@@ -587,49 +560,41 @@ def test_a_hang_is_reported_with_the_positions_of_all_ranks() -> None:
     assert (court.coordinator.is_busy, court.hands.aborts, court.hands.claims) == (False, [], 0)
 
 
-def test_after_a_hang_where_timeouts_are_exceptions() -> None:
-    court = Court()
+def test_after_a_hang_where_timeouts_are_exceptions(court: Court) -> None:
     court.ask(PossibleHang, 3, 61.0, 1800.0, raises=True)
     court.answer(0, 1, 2, 3)
     court.tick()
     assert "rank 3 has waited 61 s; raising TimeoutError at the 1800 s timeout\n" in court.hands.printed[0]
 
 
-def test_simultaneous_hangs_are_one_report() -> None:
-    court = Court()
+def test_simultaneous_hangs_are_one_report(court: Court) -> None:
     for rank in range(SIZE):
         court.hang(rank)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.kinds() == [CollectStatus]
     assert len(court.hands.printed) == 1
     assert "rank 0 has waited" in court.hands.printed[0]
     assert court.hands.to_one == [Acknowledgement(rank) for rank in range(SIZE)]
 
 
-def test_a_hang_is_reported_once_in_its_time() -> None:
-    court = Court()
+def test_a_hang_is_reported_once_in_its_time(court: Court) -> None:
     court.hang(0)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     court.tick(HANG_SECONDS - 0.01)
     court.hang(1)
     court.tick(COLLECT_SECONDS)
     assert court.hands.kinds() == [CollectStatus]
     assert court.hands.to_one == [Acknowledgement(0), Acknowledgement(1)]
     court.hang(2)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.kinds() == [CollectStatus, CollectStatus]
     assert len(court.hands.printed) == 2
 
 
 @pytest.mark.parametrize("timeout", [1800.0, 0.5])
-def test_a_deadline_ends_the_job(timeout: float) -> None:
-    court = Court()
+def test_a_deadline_ends_the_job(court: Court, timeout: float) -> None:
     court.deadline(1, timeout + 1, timeout)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     (text,) = court.hands.printed
     assert text == (
         f"[mpicomm] rank 1 of 4 on node0 timed out after {timeout:g} s in all_reduce #42, float32[1024]; "
@@ -653,21 +618,17 @@ def test_ranks_that_do_not_respond_are_named_with_the_timeout() -> None:
     assert court.hands.printed[0].startswith(f"[mpicomm] {cause}; aborting the job\n")
 
 
-def test_a_timeout_is_received_during_the_report_of_a_hang() -> None:
-    court = Court()
+def test_a_timeout_is_received_during_the_report_of_a_hang(court: Court) -> None:
     court.hang(0)
     court.deadline(1, 31.0, 30.0)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     (text,) = court.hands.printed
     assert "timed out after 30 s in " in text
 
 
-def test_a_deadline_does_not_wait_for_the_next_report() -> None:
-    court = Court()
+def test_a_deadline_does_not_wait_for_the_next_report(court: Court) -> None:
     court.hang(0)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     court.deadline(1, 31.0, 30.0)
     assert court.hands.kinds() == [CollectStatus, CollectStatus]
 
@@ -683,8 +644,7 @@ class AnswersAtOnce(Hands):
             self.court.end_wait(0)
 
 
-def test_an_operation_of_rank_0_may_end_before_its_status_is_collected() -> None:
-    court = Court()
+def test_an_operation_of_rank_0_may_end_before_its_status_is_collected(court: Court) -> None:
     court.hands = court.coordinator._actions = AnswersAtOnce()
     court.hands.court = court
     court.deadline(0, 61.0, 60.0)
@@ -693,17 +653,14 @@ def test_an_operation_of_rank_0_may_end_before_its_status_is_collected() -> None
     assert (court.hands.printed, court.coordinator.is_ending) == ([], False)
 
 
-def test_a_hang_that_ends_during_the_collection_is_not_reported() -> None:
-    court = Court()
+def test_a_hang_that_ends_during_the_collection_is_not_reported(court: Court) -> None:
     court.hang(0)
     court.end_wait(0)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert (court.hands.printed, court.coordinator.is_busy) == ([], False)
 
 
-def test_a_timeout_that_ends_during_the_collection_ends_no_job() -> None:
-    court = Court()
+def test_a_timeout_that_ends_during_the_collection_ends_no_job(court: Court) -> None:
     court.hang(0)
     court.deadline(1, 31.0, 30.0)
     court.end_wait(1, 8)  # a different operation
@@ -715,19 +672,16 @@ def test_a_timeout_that_ends_during_the_collection_ends_no_job() -> None:
     assert (court.hands.aborts, court.coordinator.is_ending) == ([], False)
 
 
-def test_exited_ranks_that_are_no_longer_awaited_are_not_named() -> None:
-    court = Court()
+def test_exited_ranks_that_are_no_longer_awaited_are_not_named(court: Court) -> None:
     court.leave(2)
     court.wait_in(0)
     court.tick(GATHER)
     court.end_wait(0)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert (court.hands.printed, court.coordinator.is_ending) == ([], False)
 
 
-def test_files_are_written_at_the_first_hang_and_at_the_end() -> None:
-    court = Court()
+def test_files_are_written_at_the_first_hang_and_at_the_end(court: Court) -> None:
     for _ in range(3):
         court.hang(0)
         court.answer(*range(SIZE))
@@ -753,8 +707,7 @@ def test_the_first_failure_to_write_files_is_printed() -> None:
 # -- status of all ranks ---------------------------------------------------------------------------------------------
 
 
-def test_a_collection_ends_in_any_case() -> None:
-    court = Court()
+def test_a_collection_ends_in_any_case(court: Court) -> None:
     court.hang(0)
     court.tick(COLLECT_SECONDS - 0.01)
     assert (court.hands.printed, court.coordinator.is_busy) == ([], True)
@@ -764,8 +717,7 @@ def test_a_collection_ends_in_any_case() -> None:
     assert not court.coordinator.is_busy
 
 
-def test_a_late_reply_is_no_reply_to_the_next_request() -> None:
-    court = Court()
+def test_a_late_reply_is_no_reply_to_the_next_request(court: Court) -> None:
     court.hang(0)
     court.tick(COLLECT_SECONDS)
     court.answer(2, running=[operation_text(where="old.py:1")])
@@ -806,21 +758,18 @@ def test_ranks_of_a_hub_that_does_not_reply_are_shown_as_such() -> None:
     ]
 
 
-def test_a_rank_that_left_is_shown_as_left() -> None:
-    court = Court()
+def test_a_rank_that_left_is_shown_as_left(court: Court) -> None:
     court.leave(2, status=0)
     court.tick(12)
     court.hang(0)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert court.hands.printed[0].splitlines()[2] == "  rank 2         exited 12 s ago with status 0"
 
 
 # -- missing ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_wait_timed_out_gets_the_missing_ranks() -> None:
-    court = Court()
+def test_a_rank_whose_wait_timed_out_gets_the_missing_ranks(court: Court) -> None:
     court.miss(1)
     assert court.hands.to_all == [CollectStatus(1, files=False)]
     court.answer(0, 1)
@@ -834,16 +783,14 @@ def test_a_rank_whose_wait_timed_out_gets_the_missing_ranks() -> None:
     assert (court.hands.printed, court.hands.aborts, court.coordinator.is_ending) == ([], [], False)
 
 
-def test_only_those_of_the_group_can_be_missing() -> None:
-    court = Court()
+def test_only_those_of_the_group_can_be_missing(court: Court) -> None:
     court.miss(1, needs="0, 1")
     court.answer(*range(SIZE), sequence=41)
     court.tick()
     assert court.answers()[-1].ranks == "0, 1"
 
 
-def test_a_rank_that_does_not_reply_is_missing() -> None:
-    court = Court()
+def test_a_rank_that_does_not_reply_is_missing(court: Court) -> None:
     court.miss(1)
     court.answer(0, 1, 3)
     court.tick(COLLECT_SECONDS)
@@ -851,8 +798,7 @@ def test_a_rank_that_does_not_reply_is_missing() -> None:
     assert "rank 2  not responding" in court.answers()[-1].table
 
 
-def test_every_request_is_answered() -> None:
-    court = Court()
+def test_every_request_is_answered(court: Court) -> None:
     court.hang(0)
     for rank in (1, 2, 3):
         court.miss(rank, sequence=43)
@@ -863,11 +809,9 @@ def test_every_request_is_answered() -> None:
     assert len(court.hands.printed) == 1
 
 
-def test_no_rank_is_missing() -> None:
-    court = Court()
+def test_no_rank_is_missing(court: Court) -> None:
     court.miss(1)
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert (court.answers()[-1].ranks, court.answers()[-1].table) == ("", "")
 
 
@@ -899,8 +843,7 @@ def test_an_observer_gets_the_status_of_every_rank() -> None:
     assert court.hands.printed == []
 
 
-def test_an_observer_is_answered_without_a_silent_or_an_exited_rank() -> None:
-    court = Court()
+def test_an_observer_is_answered_without_a_silent_or_an_exited_rank(court: Court) -> None:
     court.leave(2, status=3)
     number = observe(court)
     court.answer(0, 2, 3)
@@ -921,8 +864,7 @@ def test_an_observer_is_answered_without_a_failed_rank() -> None:
     assert messages[1] == StatusReport(1, number, NotResponding(0.0, "it has failed"))
 
 
-def test_an_observer_neither_hides_nor_answers_a_hang() -> None:
-    court = Court()
+def test_an_observer_neither_hides_nor_answers_a_hang(court: Court) -> None:
     observed = observe(court)
     court.hang(0)  # while the ranks answer the observer
     assert court.hands.to_all[-1] == CollectStatus(court.number, files=True)
@@ -931,20 +873,17 @@ def test_an_observer_neither_hides_nor_answers_a_hang() -> None:
         court.receive(StatusReport(rank, observed, status_of()))
     court.tick()
     assert (len(court.hands.observed), court.hands.printed) == (1, [])
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     assert len(court.hands.printed) == 1
     assert len(court.hands.observed) == 1
 
 
-def test_observers_share_a_collection_and_wait_for_the_next() -> None:
-    court = Court()
+def test_observers_share_a_collection_and_wait_for_the_next(court: Court) -> None:
     for _ in range(3):
         court.coordinator.observe(court.now)
     court.tick()
     court.coordinator.observe(court.now)  # the answer that is under way is for this one, too
-    court.answer(*range(SIZE))
-    court.tick()
+    court.answer_all()
     court.coordinator.observe(court.now)
     court.tick(PAUSE / 2)
     assert court.hands.kinds() == [CollectStatus]
@@ -952,8 +891,7 @@ def test_observers_share_a_collection_and_wait_for_the_next() -> None:
     assert court.hands.kinds() == [CollectStatus, CollectStatus]
 
 
-def test_an_observer_of_a_job_that_is_ending_is_refused() -> None:
-    court = Court()
+def test_an_observer_of_a_job_that_is_ending_is_refused(court: Court) -> None:
     observe(court)
     court.lose(2)
     court.tick()

@@ -171,7 +171,6 @@ def test_under_torchrun_nothing_else_is_compared() -> None:
 def test_several_torchruns_of_one_node_are_several_worlds(outer: dict[str, str]) -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
     message = detect.warning_of_agents(torchrun | outer)
-    assert message is not None
     assert f"started {SIZE} torchruns" in message
     assert "WORLD_SIZE=2" in message
     assert detect.warning_of_agents(torchrun) is None
@@ -197,7 +196,6 @@ def test_rank_and_world_size_alone_are_not_torchrun() -> None:
 def test_a_world_of_one_contradicts_its_launcher(launcher: Launcher, library: Library) -> None:
     environ = environ_of(launcher)
     message = problem(environ, 0, 1, library)
-    assert message is not None
     assert launcher.title in message
     assert all(f"{name}={value}" in message for name, value in environ.items())
     assert f"MPI: rank 0 of 1 ({library.title})" in message
@@ -220,7 +218,6 @@ def test_a_launcher_of_one_process_agrees_with_a_world_of_one(launcher: Launcher
 @pytest.mark.parametrize("launcher", [each for each in MPI_LAUNCHERS if each.size], ids=lambda launcher: launcher.title)
 def test_the_remedy_has_the_number_of_ranks(launcher: Launcher) -> None:
     message = problem(environ_of(launcher), 0, 1)
-    assert message is not None
     assert f"{SIZE} processes were started" in message
     assert f"  {starter(launcher, OPEN_MPI)} -n {SIZE} {COMMAND}\n" in message
 
@@ -257,7 +254,6 @@ def test_one_agreeing_launcher_is_sufficient_in_a_larger_world(outer: Launcher) 
 def test_one_agreeing_launcher_is_not_sufficient_in_a_world_of_one() -> None:
     environ = environ_of(MPIRUN, rank=0, size=4) | environ_of(PMI, rank=0, size=1, local_rank=0, local_size=1)
     message = problem(environ, 0, 1)
-    assert message is not None
     assert "OMPI_COMM_WORLD_SIZE=4" in message
     assert "MPICOMM_LAUNCHER=single" in message
 
@@ -289,7 +285,6 @@ def before(environ: dict[str, str], library: Library, override: str | None = Non
 
 def test_mpich_under_mpirun_is_an_error_before_it_aborts() -> None:
     message = before(environ_of(MPIRUN) | environ_of(PMIX), MPICH)
-    assert message is not None
     assert MPIRUN.title in message
     assert MPICH.title in message
     assert f"  {MPICH.mpiexec} -n {SIZE} {COMMAND}\n" in message
@@ -299,7 +294,6 @@ def test_mpich_under_mpirun_is_an_error_before_it_aborts() -> None:
 def test_mpich_under_srun_with_pmix_is_an_error_with_the_right_type() -> None:
     environ = environ_of(PMIX) | {"SLURM_STEP_ID": "0", "SLURM_MPI_TYPE": "pmix_v4"}
     message = before(environ, MPICH)
-    assert message is not None
     assert "srun --mpi=pmix_v4" in message
     assert f"  srun --mpi=pmi2 {COMMAND}\n" in message
 
@@ -307,7 +301,6 @@ def test_mpich_under_srun_with_pmix_is_an_error_with_the_right_type() -> None:
 def test_mpich_under_pals_with_pmix_alone_is_an_error_before_it_aborts() -> None:
     """PALS passes the rank in its own variables; the only process management interface that it offers here is PMIx."""
     message = before(environ_of(PALS, rank=1, local_size=LOCAL_SIZE) | environ_of(PMIX, rank=1), MPICH)
-    assert message is not None
     assert f"  {MPICH.mpiexec} -n {LOCAL_SIZE} {COMMAND}\n" in message, "the ranks of the node"
 
 
@@ -340,7 +333,6 @@ def test_no_error_before_init_if_the_user_sets_the_launcher(override: str) -> No
 def test_srun_without_a_pmi(library: Library, kind: str, rank: int) -> None:
     environ = environ_of(SLURM, rank=rank) | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": str(SIZE)}
     message = problem(environ, 0, 1, library)
-    assert message is not None
     assert f"SLURM_STEP_NUM_TASKS={SIZE} SLURM_PROCID={rank}" in message
     assert library.title in message
     assert f"  srun --mpi={kind} {COMMAND}\n" in message
@@ -350,7 +342,6 @@ def test_srun_without_a_pmi(library: Library, kind: str, rank: int) -> None:
 def test_the_pmi_that_srun_offered_is_named() -> None:
     environ = environ_of(SLURM) | {"SLURM_STEP_ID": "0", "SLURM_MPI_TYPE": "cray_shasta"}
     message = problem(environ, 0, 1)
-    assert message is not None
     assert "--mpi=cray_shasta" in message
 
 
@@ -359,7 +350,6 @@ def test_pmix_under_slurm_sets_no_size_but_slurm_does(rank: int) -> None:
     """PMIX_RANK=0 alone would agree with a world of size 1."""
     environ = environ_of(PMIX, rank=rank) | environ_of(SLURM, rank=rank) | {"SLURM_STEP_ID": "0"}
     message = problem(environ, 0, 1)
-    assert message is not None
     assert f"{SIZE} " in message.splitlines()[0], "every rank is to say how many were started, not what it can guess"
     assert f"  srun --mpi={OPEN_MPI.srun_type} {COMMAND}\n" in message
     assert problem(environ, rank, SIZE) is None
@@ -379,7 +369,6 @@ def test_a_step_of_one_task_is_a_world_of_one() -> None:
 def test_rank_and_world_size_that_differ_are_left_over(stale: dict[str, str], rank: int, size: int) -> None:
     environ = stale | (environ_of(PMI) if size == SIZE else {})
     message = problem(environ, rank, size)
-    assert message is not None
     assert " ".join(f"{name}={value}" for name, value in stale.items()) in message
     assert f"MPI reports rank {rank} of {size}" in message
     assert "unset RANK WORLD_SIZE" in message
@@ -393,7 +382,6 @@ def test_rank_and_world_size_that_agree_are_accepted(rank: int) -> None:
 
 def test_only_variables_that_differ_are_reported_as_leftovers() -> None:
     message = problem({"RANK": "0", "WORLD_SIZE": str(SIZE)}, 0, 1)
-    assert message is not None
     assert f"has WORLD_SIZE={SIZE}," in message
 
 
@@ -418,7 +406,6 @@ COPIES = {
 def test_copies_that_mpi_does_not_connect_are_an_error(name: str) -> None:
     environ, shown = COPIES[name]
     message = problem(environ, 0, 1)
-    assert message is not None
     assert shown in message
     assert f"\n  mpicomm run {COMMAND}\n" in message
     assert "MPICOMM_LAUNCHER=single" in message
@@ -444,7 +431,6 @@ def test_ranks_of_mpirun_are_no_copies(name: str) -> None:
 def test_the_remedy_under_flux_is_its_plugin_for_open_mpi(library: Library) -> None:
     environ = environ_of(by_title("Flux"), rank=0)
     message = problem(environ, 0, 1, library)
-    assert message is not None
     plugin = " -o pmi=pmix" if library is OPEN_MPI else ""
     assert f"  flux run{plugin} -n {SIZE} {COMMAND}\n" in message
     needed = "\nFlux connects this library only by its plugin flux-pmix. Install flux-pmix, then start with\n"
@@ -474,7 +460,6 @@ def test_plain_python_in_a_batch_script_is_a_world_of_one_with_a_warning(
     environ = {"SLURM_PROCID": "0"} if job is MANY else {}
     assert problem(environ, 0, 1) is None
     message = warning(environ, job=job)
-    assert message is not None
     assert number in message
     assert starter in message
     assert f"with `{job.launcher}`" in message

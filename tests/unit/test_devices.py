@@ -146,7 +146,6 @@ def test_why_an_assigned_gpu_cannot_be_used(cuda: str | None, reason: str, monke
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     why = devices.why_unusable("SLURM_GPUS_PER_TASK=1")
-    assert why is not None
     assert why.startswith("SLURM_GPUS_PER_TASK=1 assigns GPUs, but torch ")
     assert reason in why
     with pytest.raises(DeviceError, match=reason):

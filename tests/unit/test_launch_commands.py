@@ -167,14 +167,12 @@ def test_hosts_without_numbers_share_the_ranks() -> None:
 def test_a_slurm_allocation_is_used_completely(variables: str, nodes: int, ranks: int) -> None:
     environ = dict(each.split("=") for each in variables.split())
     job = SlurmAllocation.from_environ({"SLURM_JOB_ID": "7", **environ})
-    assert job is not None
     assert (job.nodes, job.ranks) == (nodes, ranks)
 
 
 def test_the_cpus_of_an_allocation() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32", "SLURM_CPUS_PER_TASK": "8"}
     job = SlurmAllocation.from_environ(environ)
-    assert job is not None
     assert (job.cpus, job.cpus_per_task) == ((64, 64, 32), 8)
 
 
@@ -196,7 +194,6 @@ LSF = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 4 b 2 ", "LSB_DJOB_NUMPROC": "6", 
 )
 def test_the_scheduler_of_a_job_gives_its_number_of_ranks(environ: dict[str, str], ranks: int) -> None:
     job = allocation.from_environ(environ, read={"/aux/0": "a\n" * 4 + "b\n"}.__getitem__)
-    assert job is not None
     assert job.ranks == ranks
 
 

@@ -85,7 +85,6 @@ def test_the_command_of_each_scheduler(
     (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     clock = time_left.clock(environ)
-    assert clock is not None
     assert clock() == 120
 
 
@@ -114,7 +113,6 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_scheduler_is_queried(squeue: Path) -> None:
     clock = time_left.clock(os.environ)
-    assert clock is not None
     squeue.write_text("2:00\n")
     assert clock() == 120
     squeue.unlink()

@@ -40,14 +40,12 @@ def test_a_csv_file_has_each_row_once_after_a_kill(tmp_path: Path) -> None:
     """The first process is killed in step 10, the second at once; they resume from steps 8 and 4."""
     path = tmp_path / "metrics.csv"
     with loggers.opened("csv", tmp_path, 0) as log:
-        assert log is not None
         run(log, 0, 10)
     with path.open("a") as file:
         file.write("step,1")  # the row of step 11, which the crash truncated
     with loggers.opened(["csv"], tmp_path, 8) as log:
         assert log is not None
     with loggers.opened("csv", tmp_path, 4) as log:
-        assert log is not None
         run(log, 4, 12, resumes_at_evaluation=True)
     rows = rows_of(path)
     events = [("step", step) for step in range(1, 13)]
@@ -71,7 +69,6 @@ def test_tensorboard_shows_each_point_once_after_a_kill(tmp_path: Path) -> None:
 
     for begin, end, is_before_evaluation in ((0, 10, False), (4, 7, True), (8, 10, True), (8, 12, True)):
         with loggers.opened("tensorboard", tmp_path, begin) as log:
-            assert log is not None
             run(log, begin, end, resumes_at_evaluation=is_before_evaluation)
             if end == 7:
                 log(entry("step", 8, loss=1 / 8))
@@ -114,7 +111,6 @@ def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: p
     loggers.check("wandb", None)
     for begin in (0, 4):
         with loggers.opened("wandb", tmp_path, begin) as log:
-            assert log is not None
             log(entry("resume" if begin else "start", begin, batch_size=32))
             log(entry("step", begin + 1, loss=0.5, lr=None))
     (_, (directory, identity, resume)), *_ = fake.calls
@@ -139,7 +135,6 @@ def test_all_loggers_of_a_list_get_all_entries(tmp_path: Path) -> None:
     first: list[Entry] = []
     second: list[Entry] = []
     with loggers.opened([first.append, "csv", second.append], tmp_path, 0) as log:
-        assert log is not None
         run(log, 0, 4)
     assert first == second
     assert len(first) == 9

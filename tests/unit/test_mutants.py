@@ -119,7 +119,6 @@ def test_a_mark_precedes_the_statement_with_the_code(
     place: str, old: str, line: int, package: list[syntax.Module]
 ) -> None:
     position = syntax.statement(package, place, old, "x")
-    assert position is not None
     assert position[1] == line
 
 

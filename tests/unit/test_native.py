@@ -35,7 +35,6 @@ def by_library(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> to
     addresses = (ctypes.c_void_p * len(terms))(*[term.data_ptr() for term in terms])
     is_wide = out.dtype != terms[0].dtype
     library = native.library()
-    assert library is not None
     library.mpicomm_sum(kind, addresses, len(terms), out.data_ptr(), is_wide, numbers * terms[0].numel(), divisor)
     return out
 

@@ -66,7 +66,6 @@ def test_a_spare_in_another_trainer_is_an_error_on_all_ranks() -> None:
 def test_a_recovery_has_the_failures_of_the_source_and_the_time_of_its_last_step() -> None:
     position = Position(step=7)
     recovery = newest_state.decide([standing(has_joined=True), standing(1, 7, at=60.0)]).recovery(position, 2)
-    assert recovery is not None
     position.advance(3)
     assert (recovery.position.step, recovery.last_step_at, recovery.joined) == (7, 60.0, (0,))
     assert recovery.describe(0.25) == (
@@ -78,7 +77,6 @@ def test_a_recovery_has_the_failures_of_the_source_and_the_time_of_its_last_step
 
 def test_without_a_step_the_gap_begins_with_the_failure() -> None:
     recovery = newest_state.decide([standing(0, 0)]).recovery(Position(), 1)
-    assert recovery is not None
     assert recovery.last_step_at == FAILURE.detected_at
 
 

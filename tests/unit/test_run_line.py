@@ -44,7 +44,6 @@ def test_an_option_of_another_launcher_is_refused_with_the_command_that_is_meant
 )
 def test_options_that_follow_the_program_get_a_note(line: str, options: str, meant: str, kept: str | None) -> None:
     note = run_line.note(line.split())
-    assert note is not None
     name = line.split()[line.startswith("-m")]
     first, command, last = note.splitlines()
     assert first == f"{options} follows {name}, and is passed to it. If it is meant for mpicomm run:"
