@@ -253,40 +253,24 @@ def measured() -> dict[str, dict[str, Any]]:
         *operations("reduce_scatter", False, mpi=dict(zip(sizes, (12.0, 10.0, 4.0, 3.0), strict=True)), mpi4py=mpi4py),
     ]
     large[0]["wrong"] = 2
+    fast = {4: 3.0, 2**10: 4.0, 2**20: 100.0, 2**24: 9.0, 2**26: 4000.0}
     gloo = {4: 90.0, 2**10: 100.0, 2**20: 600.0, 2**24: 1.0, 2**26: 8000.0}
-    steps = {("ddp", "small"): 1.2, ("ddp", "middle"): 1.6, ("fsdp", "small"): 1.1, ("fsdp", "middle"): 1.4}
+    narrow = operations("all_reduce", dtype="bfloat16", mpi={2**25: 30.0})
+    ratios_of_steps = {("ddp", "small"): 1.2, ("ddp", "middle"): 1.6, ("fsdp", "small"): 1.1, ("fsdp", "middle"): 1.4}
+    steps = [
+        {"strategy": strategy, "model": model, "backend": backend, "ms": ms}
+        for (strategy, model), ratio in ratios_of_steps.items()
+        for backend, ms in (("mpi", 2.0 * ratio), ("gloo", 99.0), ("none", 2.0))
+    ]
+    tokens = {"one process": (50.0, 0), "mpi": (90.0, 0), "gloo": (45.0, 1), "none": (99.0, None)}
+    decoded = [{"backend": name, "tokens_per_s": rate, "wrong": wrong} for name, (rate, wrong) in tokens.items()]
     return {
         "small": {"rows": small},
         "large": {"rows": large},
-        "all_reduce": {
-            "rows": operations(
-                "all_reduce", mpi={4: 3.0, 2**10: 4.0, 2**20: 100.0, 2**24: 9.0, 2**26: 4000.0}, gloo=gloo
-            )
-        },
-        "bfloat16": {
-            "rows": [
-                *operations("all_reduce", dtype="bfloat16", mpi={2**25: 30.0}),
-                *operations("all_reduce", mpi={2**26: 40.0}),
-            ]
-        },
-        "steps": {
-            "rows": [
-                {"strategy": strategy, "model": model, "backend": backend, "ms": ms}
-                for (strategy, model), ratio in steps.items()
-                for backend, ms in (("mpi", 2.0 * ratio), ("gloo", 99.0), ("none", 2.0))
-            ]
-        },
-        "decode": {
-            "rows": [
-                {"backend": backend, "tokens_per_s": tokens, "wrong": wrong}
-                for backend, tokens, wrong in (
-                    ("one process", 50.0, 0),
-                    ("mpi", 90.0, 0),
-                    ("gloo", 45.0, 1),
-                    ("none", 99.0, None),
-                )
-            ]
-        },
+        "all_reduce": {"rows": operations("all_reduce", mpi=fast, gloo=gloo)},
+        "bfloat16": {"rows": [*narrow, *operations("all_reduce", mpi={2**26: 40.0})]},
+        "steps": {"rows": steps},
+        "decode": {"rows": decoded},
         "gil": {"milliseconds": {"mpicomm": {"longer": 4.5}, "Gloo": {"longer": 9.0}}},
         "startup": {
             "starts": [{"way": "torchrun + Gloo"}, {"way": "mpicomm", "steps": {"bootstrap": 0.1}}],
@@ -316,12 +300,9 @@ def test_the_fastest_row_of_all_runs_counts_and_wrong_elements_of_each() -> None
     runs = [
         {
             "ranks": 2,
-            "rows": [{"backend": "mpi", "us": 5.0, "wrong": 1}, {"backend": "gloo", "us": 7.0, "wrong": None}],
-        },
-        {
-            "ranks": 2,
-            "rows": [{"backend": "mpi", "us": 4.0, "wrong": 0}, {"backend": "gloo", "us": 8.0, "wrong": None}],
-        },
+            "rows": [{"backend": "mpi", "us": mpi, "wrong": wrong}, {"backend": "gloo", "us": gloo, "wrong": None}],
+        }
+        for mpi, wrong, gloo in ((5.0, 1, 7.0), (4.0, 0, 8.0))
     ]
     assert ratios.fastest(runs) == {
         "ranks": 2,

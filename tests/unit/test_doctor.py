@@ -65,6 +65,11 @@ def text(found: list[Finding]) -> str:
     return "\n".join(f"{each.message}\n{each.remedy}" for each in found)
 
 
+def expect(found: list[Finding], faulty: list[object], shown: str) -> None:
+    assert faults(found) == faulty
+    assert shown in text(found)
+
+
 def test_facts_without_a_fault_have_no_findings_but_ok() -> None:
     found = [
         *software_check.check(SOFTWARE),
@@ -149,9 +154,7 @@ OF_MPICH = {"mpirun": ("/usr/bin/mpirun", HYDRAS_OUTPUT), "mpiexec": ("/usr/bin/
     ],
 )
 def test_launchers_that_do_not_fit(changes: dict[str, object], expected: list[object], shown: str) -> None:
-    found = launcher_check.check(dataclasses.replace(LAUNCHERS, **changes))  # type: ignore[arg-type]
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(launcher_check.check(dataclasses.replace(LAUNCHERS, **changes)), expected, shown)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +170,7 @@ def test_launchers_that_do_not_fit(changes: dict[str, object], expected: list[ob
     ],
 )
 def test_the_result_of_two_ranks(job: TrialJob, expected: list[object], shown: str) -> None:
-    found = launcher_check.check_trial_job(job)
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(launcher_check.check_trial_job(job), expected, shown)
 
 
 # -- memory and limits -------------------------------------------------------------------------------------------------
@@ -189,9 +190,7 @@ def test_the_result_of_two_ranks(job: TrialJob, expected: list[object], shown: s
     ],
 )
 def test_memory(changes: dict[str, object], expected: list[object], shown: str) -> None:
-    found = memory_check.check(dataclasses.replace(MEMORY, **changes))  # type: ignore[arg-type]
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(memory_check.check(dataclasses.replace(MEMORY, **changes)), expected, shown)  # type: ignore[arg-type]
 
 
 def test_the_memory_of_another_process_is_read() -> None:
@@ -214,9 +213,7 @@ def test_the_memory_of_another_process_is_read() -> None:
     ],
 )
 def test_limits(changes: dict[str, object], expected: list[object], shown: str) -> None:
-    found = limit_check.check(dataclasses.replace(LIMITS, **changes))  # type: ignore[arg-type]
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(limit_check.check(dataclasses.replace(LIMITS, **changes)), expected, shown)  # type: ignore[arg-type]
 
 
 # -- network, processors and GPUs --------------------------------------------------------------------------------------
@@ -239,9 +236,7 @@ LO, ETH, DOCKER = ("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("docker0", "172.17
     ],
 )
 def test_the_network(changes: dict[str, object], expected: list[object], shown: str) -> None:
-    found = network_check.check(dataclasses.replace(NETWORK, **changes))  # type: ignore[arg-type]
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(network_check.check(dataclasses.replace(NETWORK, **changes)), expected, shown)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -257,9 +252,7 @@ def test_the_network(changes: dict[str, object], expected: list[object], shown: 
     ],
 )
 def test_the_processors(changes: dict[str, object], expected: list[object], shown: str) -> None:
-    found = processor_check.check(dataclasses.replace(PROCESSORS, **changes))  # type: ignore[arg-type]
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(processor_check.check(dataclasses.replace(PROCESSORS, **changes)), expected, shown)  # type: ignore[arg-type]
 
 
 NO_GPU = GPUFacts(0, (), None, None, "")
@@ -278,9 +271,7 @@ NO_GPU = GPUFacts(0, (), None, None, "")
     ],
 )
 def test_gpus(facts: GPUFacts, expected: list[object], shown: str) -> None:
-    found = gpu_check.check(facts)
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(gpu_check.check(facts), expected, shown)
 
 
 # -- the ranks of a job ------------------------------------------------------------------------------------------------
@@ -304,8 +295,7 @@ def with_change(facts: list[RankFacts], rank: int, **changes: object) -> list[Ra
 
 def test_equal_hosts_have_no_faults() -> None:
     found = job_check.check(ranks("a", "a", "b", "b"))
-    assert faults(found) == []
-    assert "the hosts reach rank 0 by eth0" in text(found)
+    expect(found, [], "the hosts reach rank 0 by eth0")
 
 
 @pytest.mark.parametrize(
@@ -330,8 +320,7 @@ def test_equal_hosts_have_no_faults() -> None:
 )
 def test_hosts_that_differ(rank: int, changes: dict[str, object], expected: tuple[str, str], shown: str) -> None:
     found = job_check.check(with_change(ranks("a", "b", "c"), rank, **changes))
-    assert faults(found) == [expected]
-    assert shown in text(found)
+    expect(found, [expected], shown)
 
 
 def test_a_version_that_differs_on_one_host_is_shown_with_the_rank() -> None:
@@ -358,15 +347,12 @@ def test_the_binding_of_the_ranks_of_a_host(
         dataclasses.replace(each, processors=ProcessorFacts(own, len(own), of_host, None, omp, len(cpus)))
         for each, own in zip(ranks(*["a"] * len(cpus)), cpus, strict=True)
     ]
-    found = job_check.check(facts)
-    assert faults(found) == expected
-    assert shown in text(found)
+    expect(job_check.check(facts), expected, shown)
 
 
 def test_ranks_that_share_gpus() -> None:
     found = job_check.check(ranks("a", "a", "a", gpus=("GPU-0", "GPU-1")))
-    assert faults(found) == [("GPUs of ranks", "warning")]
-    assert "3 ranks on a share 2 GPUs" in text(found)
+    expect(found, [("GPUs of ranks", "warning")], "3 ranks on a share 2 GPUs")
     own = [dataclasses.replace(each, gpus=(f"GPU-{each.rank}",)) for each in ranks("a", "a", "a")]
     assert faults(job_check.check(own)) == []
 

@@ -53,6 +53,11 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(got.view(integer)[~is_nan], expected.view(integer)[~is_nan])
 
 
+def compare(terms: list[torch.Tensor], divisor: int) -> None:
+    expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
+    assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+
+
 def random_bits(dtype: torch.dtype, number: int, count: int) -> list[torch.Tensor]:
     """Return tensors of random bits, which include special values in dtypes of few bits."""
     generator = torch.manual_seed(count)
@@ -65,8 +70,7 @@ def random_bits(dtype: torch.dtype, number: int, count: int) -> list[torch.Tenso
 def test_the_same_bits(dtype: torch.dtype, number: int) -> None:
     for count, divisor in itertools.product(COUNTS, (1, number) if dtype in FLOATS else (1,)):
         terms = random_bits(dtype, number, count)
-        expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
-        assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+        compare(terms, divisor)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -74,9 +78,7 @@ def test_the_same_bits(dtype: torch.dtype, number: int) -> None:
 def test_ordinary_numbers(dtype: torch.dtype, divisor: int) -> None:
     """Random bits hardly contain numbers of similar magnitude, whose sums have to be rounded."""
     values = torch.randn(3, 5 * BLOCK + 3, generator=torch.manual_seed(1)).to(dtype)
-    terms = list(values)
-    expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
-    assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+    compare(list(values), divisor)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -87,8 +89,7 @@ def test_special_numbers(dtype: torch.dtype) -> None:
     terms = [torch.view_as_complex(torch.stack([each, each.flip(0)], 1)) if dtype.is_complex else each.to(dtype)
              for each in (first, second)]  # fmt: skip
     for divisor in (1, 2):
-        expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
-        assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
+        compare(terms, divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -97,8 +98,7 @@ def test_every_narrow_number_and_every_tie(dtype: torch.dtype) -> None:
     for other in (0.0, 2.0**-9, 2.0**-12, 2.0**-25, 1.0, 60000.0, 65504.0, 16.0):
         terms = [every, torch.full_like(every, other)]
         for divisor in (1, 2, 3):
-            expected = by_torch(terms, torch.empty_like(every), divisor)
-            assert_same_bits(by_library(terms, torch.empty_like(every), divisor), expected)
+            compare(terms, divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
