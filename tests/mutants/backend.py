@@ -24,7 +24,6 @@ MUTANTS = [
     Mutant(
         "Executor.submit_plain",
         old="self._state.fail(operation, error)",
-        new="",
         fault="A group remains usable after an all_reduce on the fast path has failed.",
         tests="tests/mpi/test_shm.py -k test_unequal_sizes_are_refused_on_all_ranks",
         ranks=4,
@@ -136,7 +135,6 @@ MUTANTS = [
     Mutant(
         "DenseCollectives.scatter",
         old="start += nbytes",
-        new="",
         fault="scatter of small tensors copies all parts to the place of the first one.",
         tests="tests/mpi/test_fast_path.py -k scatter",
         ranks=4,
@@ -209,7 +207,6 @@ MUTANTS = [
     Mutant(
         "Executor._note",
         old="operation.limit = timeout.total_seconds()",
-        new="",
         fault="The watchdog ends the job at the group's timeout, although the call has its own longer timeout.",
         tests="tests/launch/test_own_timeouts.py",
     ),
@@ -288,7 +285,6 @@ if not is_given_up:
 for callback in after:
     callback.has_ended.wait()
 """,
-        new="",
         fault="An operation does not wait for the callbacks of other groups that were added before it.",
         tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
         ranks=4,
@@ -304,7 +300,6 @@ for callback in after:
     Mutant(
         "Worker.submit",
         old="self._timer.set(_SOON_NS)",
-        new="",
         fault="An operation starts only when its caller waits for it.",
         tests="tests/mpi/test_async.py -k test_an_operation_runs_although_its_caller_does_not_wait",
         ranks=4,
@@ -320,7 +315,6 @@ for callback in after:
     Mutant(
         "Worker.submit",
         old="self._changed.wait_for(lambda: not self._jobs, _START_SECONDS)",
-        new="",
         fault="A long operation starts only when its caller releases the GIL, for which the other ranks wait.",
         tests="tests/mpi/test_async.py -k test_a_long_operation_starts_within_its_call",
         ranks=4,
@@ -347,7 +341,6 @@ for callback in after:
 for work in self._watched:
     work.finish()
 """,
-        new="",
         fault="The future of an incomplete message never completes when its group is destroyed or aborted.",
         tests="tests/launch/test_aborted_groups.py -k future",
     ),
@@ -363,7 +356,6 @@ for work in self._watched:
     Mutant(
         "MessageWork._settle",
         old="self._error = error",
-        new="",
         fault="The error of a message that is shorter than its tensor is ignored, and the tensor keeps old values.",
         tests="tests/mpi/test_messages.py -k test_a_message_of_another_size_is_an_error",
         ranks=4,
@@ -371,7 +363,6 @@ for work in self._watched:
     Mutant(
         "MessageWork._settle",
         old="self._keeper.forget(self)",
-        new="",
         fault="Completed messages and their tensors are never freed.",
         tests="tests/mpi/test_messages.py -k test_completed_messages_are_not_kept",
         ranks=4,
@@ -434,7 +425,6 @@ interface.divide(dense, self.divisor)
     Mutant(
         "_messages",
         old="mpi.api().Request.Waitall(requests)",
-        new="",
         fault="An exchange of parts that are too long for one call returns before its messages have completed.",
         tests="tests/mpi/test_all_to_all.py -k test_even_parts",
         ranks=4,
@@ -442,7 +432,6 @@ interface.divide(dense, self.divisor)
     Mutant(
         "_Blocks.fill",
         old="block.copy_(got)",
-        new="",
         fault="Blocks that the collective call moves, between larger ones, are received and not copied to the output.",
         tests="tests/mpi/test_all_to_all.py",
         ranks=4,

@@ -8,7 +8,6 @@ MUTANTS = [
     Mutant(
         "until_rank_0_leaves",
         old="store.set(key, _with_causes(error))",
-        new="",
         fault="Rank 0 does not announce that it has left the block with an exception, so the other ranks wait.",
         tests="tests/launch/test_serving.py -k wait_until",
     ),
@@ -29,7 +28,6 @@ MUTANTS = [
     Mutant(
         "_wait_for_rank_0",
         old="rank_failures.check(None)",
-        new="",
         fault="Ranks that serve rank 0 do not recover with the others after a failure.",
         tests="tests/recovery/test_recovery.py -k serve",
     ),

@@ -20,7 +20,6 @@ MUTANTS = [
 if bucket not in self._started:
     self._start(bucket)
 """,
-        new="",
         fault="A parameter without a gradient on this rank does not take part, and the other ranks wait for it.",
         tests="tests/horovod/test_optimizer.py -k without_a_gradient",
         ranks=4,
@@ -61,7 +60,6 @@ if bucket not in self._started:
     Mutant(
         "_replace_state",
         old="optimizer.state.clear()",
-        new="",
         fault="A rank keeps the state of its optimizer if the root has none.",
         tests="tests/horovod/test_functions.py -k state_is_that_of_the_root",
         ranks=4,
@@ -69,7 +67,6 @@ if bucket not in self._started:
     Mutant(
         "broadcast_object",
         old="_check_pickled(content, [root_rank], length.tolist())",
-        new="",
         fault="An object that the root cannot pickle is an error of other operations on the other ranks.",
         tests="tests/horovod/test_functions.py -k cannot_be_pickled",
         ranks=4,
@@ -93,7 +90,6 @@ if bucket not in self._started:
     Mutant(
         "run.wrapper",
         old="state.restore()",
-        new="",
         fault="After a failure, training continues from parameters that were not committed.",
         tests="tests/launch/test_horovod_scripts.py -k killed",
     ),

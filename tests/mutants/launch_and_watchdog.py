@@ -69,7 +69,6 @@ MUTANTS = [
 for operation in flight_recorder.running():
     operation.extend_deadline(late)
 """,
-        new="",
         fault="The time for which a process is suspended counts toward the timeout of its operations.",
         tests="tests/launch/test_ends.py -k test_a_job_that_was_suspended_continues",
     ),
@@ -190,14 +189,12 @@ if answers and all(answers) and number in _STOPS:
     Mutant(
         "Supervisor._handle_signal",
         old='self._terminate("second Ctrl-C")',
-        new="",
         fault="A second Ctrl-C does not end a program that handles the first one and goes on.",
         tests="tests/launch/test_supervisor.py -k second",
     ),
     Mutant(
         "_for_step",
         old='child[_EXPORT] = "ALL"',
-        new="",
         fault="In a job of `sbatch --export=NONE` the ranks get no variables.",
         tests="tests/unit/test_launch_commands.py -k test_srun_passes_all_variables",
     ),
@@ -218,7 +215,6 @@ if answers and all(answers) and number in _STOPS:
     Mutant(
         "Supervisor.run",
         old="self._handle_signals()",
-        new="",
         fault="The ranks are restarted although SIGTERM has arrived after the end of the launcher.",
         tests="tests/launch/test_supervisor.py -k after_the_end_of_the_launcher",
     ),
@@ -232,7 +228,6 @@ if answers and all(answers) and number in _STOPS:
     Mutant(
         "Supervisor._handle_signal",
         old="child_process.signal_descendants(signal.SIGSTOP)",
-        new="",
         fault="Ctrl-Z stops mpicomm run, and the ranks continue.",
         tests="tests/launch/test_supervisor.py -k ctrl_z",
     ),
@@ -246,14 +241,12 @@ if answers and all(answers) and number in _STOPS:
     Mutant(
         "JobListener.ask_to_stop",
         old="job.answers.pop(number, None)",
-        new="",
         fault="The answer to an earlier signal decides on a later one.",
         tests="tests/unit/test_job_listener.py -k belongs_to_the_last_question",
     ),
     Mutant(
         "attach_parent.attach",
         old="self._coordinator.repeat_reports_to_parent()",
-        new="",
         fault="A successful job counts as failed if a rank exits before rank 0 is connected to mpicomm run.",
         tests="tests/unit/test_job_listener.py -k before_rank_0_is_connected",
     ),
@@ -407,7 +400,6 @@ else:
     Mutant(
         "raised_on_all_ranks",
         old="error.is_on_all_ranks = True",
-        new="",
         fault="An error that every rank raises is not marked as such, so every rank prints it.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
     ),
@@ -657,7 +649,6 @@ else:
     Mutant(
         "top.run",
         old="chosen = exact or chosen",
-        new="",
         fault="`mpicomm top run-1` is refused if there is a job run-10.",
         tests="tests/unit/test_top.py -k whole_name",
     ),
@@ -678,7 +669,6 @@ else:
     Mutant(
         "launch_plan._build",
         old="environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])",
-        new="",
         fault="`mpicomm run` on each rank of mpirun starts a job for every rank.",
         tests="tests/launch/test_run.py -k a_rank_starts_no_job",
     ),
@@ -699,7 +689,6 @@ else:
     Mutant(
         "JobObserver._handle",
         old='raise OSError(f"job {self.job.name} refuses the request: {message.reason}")',
-        new="",
         fault="`mpicomm top` waits for a job that has refused its request, instead of an error with the reason.",
         tests="tests/unit/test_observers.py -k refusal_is_an_error",
     ),
@@ -727,7 +716,6 @@ else:
     Mutant(
         "unused_hosts.refuse",
         old="raise LaunchError(problem)",
-        new="",
         fault="In Kubernetes, a job whose launcher ignored the host file runs all ranks in one container.",
         tests="tests/launch/test_unused_hosts.py",
     ),

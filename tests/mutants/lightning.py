@@ -29,7 +29,6 @@ MUTANTS = [
     Mutant(
         "WorldEnvironment.set_global_rank",
         old="_unused.discard(self)",
-        new="",
         fault="Trainer refuses a strategy that uses the environment.",
         tests="tests/integrations/test_lightning.py -k test_a_distributed_strategy_uses_the_environment",
     ),

@@ -18,8 +18,8 @@ class Mutant:
     old: str = dataclasses.field(kw_only=True)
     """Code that occurs exactly once in it."""
 
-    new: str = dataclasses.field(kw_only=True)
-    """The replacement; empty to remove statements."""
+    new: str = dataclasses.field(default="", kw_only=True)
+    """The replacement; empty, as by default, to remove statements."""
 
     fault: str = dataclasses.field(kw_only=True)
     """The resulting misbehaviour, in one sentence."""

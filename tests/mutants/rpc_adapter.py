@@ -8,21 +8,18 @@ MUTANTS = [
     Mutant(
         "workers",
         old='warnings.filterwarnings("ignore", message=_OWN_WARNING)',
-        new="",
         fault="init_rpc's own warning is printed on every rank",
         tests="tests/integrations/test_rpc.py",
     ),
     Mutant(
         "_selected_interface",
         old="del os.environ[_INTERFACE]",
-        new="",
         fault="TP_SOCKET_IFNAME remains set after workers()",
         tests="tests/integrations/test_rpc.py",
     ),
     Mutant(
         "workers",
         old="_require_no_agent()",
-        new="",
         fault="The inner one of two nested blocks calls init_rpc a second time, instead of an error.",
         tests="tests/integrations/test_rpc.py -k blocks",
     ),
@@ -36,7 +33,6 @@ MUTANTS = [
     Mutant(
         "workers",
         old="require_world(world)",
-        new="",
         fault="workers(None) is an AttributeError.",
         tests="tests/integrations/test_rpc.py -k must_be_a_world",
     ),

@@ -17,7 +17,6 @@ MUTANTS = [
     Mutant(
         "NativeSlots._run",
         old="self._on_wait()",
-        new="",
         fault="MPI does not progress while a rank waits in slots, and the end of the group does not end the wait.",
         tests="tests/mpi/test_slots.py -k 'progresses or breaks'",
         ranks=2,
@@ -105,7 +104,6 @@ MUTANTS = [
     Mutant(
         "CMACollectives.all_gather",
         old="self._comm.Barrier()",
-        new="",
         fault="all_gather returns while other ranks still read this rank's tensor.",
         tests="tests/mpi/test_shm.py -k test_all_gather_waits_for_ranks_that_are_still_reading",
         ranks=4,
@@ -161,7 +159,6 @@ MUTANTS = [
     Mutant(
         "_open",
         old="os.close(opened)",
-        new="",
         fault="A rank that opens the shared memory of another rank does not close the descriptor.",
         tests="tests/mpi/test_shm.py -k test_nothing_is_left",
         ranks=4,
@@ -213,7 +210,6 @@ while self._comms:
     Mutant(
         "_between_nodes",
         old="how = dataclasses.replace(how, wide=reduction.wide)",
-        new="",
         fault="Between nodes, sums of narrow integers saturate at the largest value instead of wrapping around.",
         tests="tests/mpi/test_shm.py -k 'test_narrow_integers_wrap_around and nodes'",
         ranks=4,
@@ -244,7 +240,6 @@ while self._comms:
     Mutant(
         "_delegate.method",
         old="self._operations.executor.batch.add(work)",
-        new="",
         fault="The work of a batch does not wait for the operations of the inner backend.",
         tests="tests/mpi/test_composite.py -k test_a_batch_of_calls_inside",
         ranks=4,

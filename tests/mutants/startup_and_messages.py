@@ -30,42 +30,36 @@ MUTANTS = [
     Mutant(
         "Channel._admit",
         old="self._expected.remove(proof.rank)",
-        new="",
         fault="A second connection of a rank replaces its first one, whose messages are then ignored.",
         tests="tests/unit/test_channel.py -k gets_in_once",
     ),
     Mutant(
         "Channel._admit",
         old="self._stop_listening()",
-        new="",
         fault="A hub continues to listen on its port after all ranks have connected.",
         tests="tests/unit/test_channel.py -k listening_socket_is_closed",
     ),
     Mutant(
         "Channel._drop",
         old="del self.children[connection.rank]",
-        new="",
         fault="A hub continues to wait for the status of a rank whose connection is lost.",
         tests="tests/unit/test_channel.py -k hub_notices_which_child",
     ),
     Mutant(
         "Channel.close",
         old="self._authenticator.close()",
-        new="",
         fault="shutdown() leaves the connections of ranks and other processes open that have not authenticated.",
         tests="tests/unit/test_channel.py -k close_closes_all",
     ),
     Mutant(
         "Channel.close_in_child",
         old="connection.close()",
-        new="",
         fault="The exit of a rank is not detected as long as a child process that it forked is running.",
         tests="tests/unit/test_channel.py -k hide_the_end_of_a_rank",
     ),
     Mutant(
         "Channel.answer_observers",
         old="self.send_to_parent(message)",
-        new="",
         fault="`mpicomm top` gets no answer from a job that `mpicomm run` started.",
         tests="tests/unit/test_channel.py -k forwards_answers",
     ),
@@ -94,7 +88,6 @@ MUTANTS = [
     Mutant(
         "_validator",
         old="accepted = (*accepted, int)",
-        new="",
         fault="Reports with a whole number of seconds are dropped.",
         tests="tests/unit/test_channel.py -k arrive_as_they_were_sent",
     ),
@@ -102,7 +95,6 @@ MUTANTS = [
     Mutant(
         "bootstrap",
         old="request.check_repeats(earlier.request, earlier.world.backend, earlier.world.device)",
-        new="",
         fault="A second bootstrap() with another backend or timeout ignores it without an error.",
         tests="tests/mpi/test_groups.py -k again_with_other_arguments",
         ranks=2,
@@ -124,14 +116,12 @@ MUTANTS = [
     Mutant(
         "bootstrap",
         old="session.arm_abort(base.rank, base.size, base)",
-        new="",
         fault="If one rank fails within bootstrap(), the other ranks wait for it until the timeout.",
         tests="tests/launch/test_failures.py -k one_rank_fails_within_bootstrap",
     ),
     Mutant(
         "dump_flight_recorder",
         old='PATH.or_none().check(directory, "directory", "dump_flight_recorder")',
-        new="",
         fault="A wrong type of the argument of dump_flight_recorder is an error without a remedy.",
         tests="tests/collective_ops/test_arguments.py -k dump_flight_recorder",
         ranks=2,
@@ -161,7 +151,6 @@ MUTANTS = [
     Mutant(
         "agreement.minimum",
         old="comm.Allreduce(mpi.api().IN_PLACE, least, mpi.api().MIN)",
-        new="",
         fault="Each rank uses cross-memory attach if it can itself, although the other ranks cannot.",
         tests="tests/unit/test_agreement.py -k condition_is_true",
     ),
@@ -190,7 +179,6 @@ MUTANTS = [
     Mutant(
         "wire_format.decode",
         old='raise MpicommError(f"{sender} could not send its data: {leaves}")',
-        new="",
         fault="If src cannot send its data, the error on the other ranks does not give the reason.",
         tests="tests/collective_ops/test_errors.py -k broadcast_of_nothing",
         ranks=2,
@@ -298,7 +286,6 @@ MUTANTS = [
     Mutant(
         "ThreadDevice.enter",
         old="prepare_thread_for_events(self._device)",
-        new="",
         fault="The thread that runs operations creates a context on GPU 0, in memory of another rank.",
         tests="tests/unit/test_gpus.py",
     ),
@@ -312,7 +299,6 @@ MUTANTS = [
     Mutant(
         "require_world",
         old='_WORLD.check(world, "world")',
-        new="",
         fault="The adapters accept None as the world, and fail with an AttributeError.",
         tests="tests/integrations/test_rpc.py -k must_be_a_world",
     ),
@@ -355,7 +341,6 @@ MUTANTS = [
     Mutant(
         "OperationMonitor._report_once",
         old="reported.add(kind)",
-        new="",
         fault="A hang is reported once a second.",
         tests="tests/unit/test_rank_reports.py -k reported_once",
     ),
@@ -369,14 +354,12 @@ MUTANTS = [
     Mutant(
         "OperationMonitor.running",
         old="self._report(protocol.WaitEnded(self._rank, number))",
-        new="",
         fault="Rank 0 reports a hang of an operation that has ended.",
         tests="tests/unit/test_rank_reports.py -k was_reported",
     ),
     Mutant(
         "RankExit.report",
         old="self.is_reported = True",
-        new="",
         fault="Rank 0 receives two reports of one exit, of which the second has another status.",
         tests="tests/unit/test_rank_reports.py -k first_status",
     ),

@@ -56,7 +56,6 @@ MUTANTS = [
     Mutant(
         "restore",
         old='parts.logged.restore([own["logged"]])',
-        new="",
         fault="The values logged since the last entry are lost when a run resumes.",
         tests="tests/training/test_logged_values.py -k resumed_run",
         ranks=4,
@@ -78,7 +77,6 @@ MUTANTS = [
     Mutant(
         "_tensorboard_names",
         old="names.clear()",
-        new="",
         fault="An evaluation that a resumed run has not repeated before the next kill is lost in TensorBoard.",
         tests="tests/unit/test_loggers.py -k tensorboard_shows",
     ),

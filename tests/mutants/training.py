@@ -44,7 +44,6 @@ finally:
     Mutant(
         "load_of_all_ranks",
         old='parts.callbacks.load(run["callbacks"])',
-        new="",
         fault="A resumed run starts with new states of its callbacks.",
         tests="tests/training/test_callbacks.py -k in_parts",
         ranks=2,
@@ -60,7 +59,6 @@ finally:
     Mutant(
         "TrainingLoop._evaluate_if_due",
         old="parallel.share_buffers(self.parts.wrapped.inner)",
-        new="",
         fault="An evaluation within an epoch gives other figures in a run that resumes with it.",
         tests="tests/training/test_callbacks.py -k in_parts",
         ranks=2,
@@ -97,7 +95,6 @@ failure = self._store(temporary, state)
     Mutant(
         "Checkpoints.abandon",
         old="concurrent.futures.wait([self._running], _LAST_SAVE_SECONDS)",
-        new="",
         fault="An exception on one rank ends the job while a checkpoint is being written, which is lost.",
         tests="tests/training/test_runs.py -k test_a_loss_that_is_not_finite_ends_the_run",
     ),
@@ -135,7 +132,6 @@ failure = self._store(temporary, state)
     Mutant(
         "restore",
         old='parts.losses.total, parts.losses.count = own["losses"]',
-        new="",
         fault="The losses since the last entry are lost when a run resumes, and the loss of the epoch differs.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=4,
@@ -172,7 +168,6 @@ failure = self._store(temporary, state)
     Mutant(
         "TrainingLoop._share_step",
         old="parallel.share_buffers(self.parts.wrapped.inner)",
-        new="",
         fault="The buffers of rank 0, such as the statistics of batch normalization, are lost with rank 0.",
         tests="tests/recovery/test_killed_training.py -k bits",
     ),
@@ -289,7 +284,6 @@ self.scaler.unscale_(optimizer)
     Mutant(
         "restore",
         old='np.random.set_state(found["numpy"])',
-        new="",
         fault="NumPy's random numbers are not restored from a checkpoint.",
         tests="tests/training/test_checkpoints.py -k run_in_parts",
         ranks=2,
@@ -487,7 +481,6 @@ dist.all_reduce(torch.ones(1))
     Mutant(
         "MeasuredOperation.prepare",
         old="self.receive.fill_(known_inputs.POISON)",
-        new="",
         fault="Elements that a backend does not write pass, because the previous backend's result is still in memory.",
         tests="tests/bench/test_operations.py -k another_backend_is_overwritten",
     ),
@@ -547,7 +540,6 @@ synchronize()
     Mutant(
         "_measure",
         old="wrong[name] += _wrong_after(operation, call, bench)",
-        new="",
         fault="`mpicomm bench` does not detect results that are wrong only after some calls.",
         tests="tests/bench/test_operations.py -k wrong_after_some_calls",
         ranks=2,
@@ -592,7 +584,6 @@ synchronize()
     Mutant(
         "wrong",
         old="found += int((part[whole:] != expected[: len(part) - whole]).sum())",
-        new="",
         fault="Wrong elements after the last whole repetition of the pattern are not counted, in small results never.",
         tests="tests/bench/test_operations.py -k wrong_elements_are_counted",
     ),
@@ -632,7 +623,6 @@ synchronize()
     Mutant(
         "Trainer.fit",
         old="self._stop_request.reset()",
-        new="",
         fault="After a signal has stopped a run, each further fit() of the same process stops immediately.",
         tests="tests/training/test_checkpoints.py -k stop_request_during_the_evaluation",
         ranks=2,
@@ -717,7 +707,6 @@ synchronize()
     Mutant(
         "Losses.check",
         old="raise _not_finite(step, indices, value)",
-        new="",
         fault="On a GPU a loss that is not finite does not end the run.",
         tests="tests/unit/test_losses.py -k read_late",
     ),
@@ -732,7 +721,6 @@ synchronize()
     Mutant(
         "write_whole",
         old="os.fsync(file.fileno())",
-        new="",
         fault="After a power failure the file of export() can be empty under its final name.",
         tests="tests/training/test_model_files.py -k synced_before",
         ranks=2,
@@ -740,7 +728,6 @@ synchronize()
     Mutant(
         "write_whole",
         old="temporary.unlink(missing_ok=True)",
-        new="",
         fault="A failed export() leaves a partial file on the full disk.",
         tests="tests/training/test_model_files.py -k leaves_the_one_before",
         ranks=2,
@@ -772,7 +759,6 @@ synchronize()
     Mutant(
         "CombinedOptimizer.load_state_dict",
         old="self._share()",
-        new="",
         fault="A resumed run with CombinedOptimizer continues with an empty state of the optimizers.",
         tests="tests/training/test_own_steps.py -k 'several_losses and ddp'",
         ranks=2,
@@ -795,7 +781,6 @@ synchronize()
     Mutant(
         "EarlyStopping.on_fit_start",
         old="self._end_if_due(trainer)",
-        new="",
         fault="A run that EarlyStopping has ended continues when the program is started again.",
         tests="tests/training/test_callbacks.py -k early_stopping_ends",
         ranks=2,
