@@ -71,10 +71,8 @@ def test_the_shortest_round_trip_counts_until_the_clocks_may_have_diverged(clock
     rank, zero = ClockMonitor(1), ClockMonitor(0)
     for seconds in [1e-4, *[1e-2] * (clock._FIRST_SAMPLES - 1)]:
         exchange(clocks, rank, zero, (2.0, 0.0), 0.0, seconds)
-    best = rank.offset()
-    assert best.error == pytest.approx(5e-5, abs=1e-5)
+    assert rank.offset().error == pytest.approx(5e-5, abs=1e-5)
     assert rank.probe() is None
     clocks.now += 1000.0
     exchange(clocks, rank, zero, (2.0, 0.0), 0.0, 1e-2)
-    latest = rank.offset()
-    assert latest.error == pytest.approx(5e-3, abs=1e-5)
+    assert rank.offset().error == pytest.approx(5e-3, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The pure parts of `python -m tests.compat`: the requested versions, and the table entry of a result."""
+"""The pure parts of `python -m tests.compat`: the verdict on a part, and the table entry of a result."""
 
 from __future__ import annotations
 
