@@ -134,7 +134,6 @@ mutants: $(ENVS) ## apply faults to copies of the package, one at a time, and ch
 
 generated-mutants: .venv/.ready ## install a generator of faults, and apply generated faults to modules that use no MPI
 	$(openmpi) pip install -qq -e ".[mutants]" -c constraints.txt
-	$(openmpi) pytest tests/unit/test_mutants.py
 	$(openmpi) python -m tests.mutants.generated
 
 limits: $(ENVS) ## run tests with 2.2 billion elements and thousands of groups (16 GiB), with both MPIs
