@@ -61,16 +61,31 @@ def _trace(copy: Copy, results: dict[str, Any], files: list[str], jobs: int) -> 
     """Run the tests without the mark `mpi` once, with a mark at each mutant."""
     copy.add_marks(MUTANTS)
     for some in _parts(files, _FILES_PER_RUN):
+        earlier = _forget(results, some)
         for test in copy.outcomes([*some, "-m", "not mpi", "-n", str(jobs), "--dist", "loadfile"]):
             executed = copy.hits(test)
             if JOB in executed:
                 results["scenarios"][test.name] = round(test.total_seconds, 1)
                 for name in executed - {JOB}:
-                    results["mutants"].setdefault(name, {}).setdefault(test.name, None)
+                    results["mutants"].setdefault(name, {})[test.name] = earlier.get((name, test.name))
         _write(results)
     for name in set(results["mutants"]) - _needed(results):
         del results["mutants"][name]
     _write(results)
+
+
+def _forget(results: dict[str, Any], files: list[str]) -> dict[tuple[str, str], bool | None]:
+    """Remove the records of the scenarios in some files; return which mutants they detect."""
+    of_files = tuple(f"{file}::" for file in files)
+    forgotten = [test for test in results["scenarios"] if test.startswith(of_files)]
+    earlier = {
+        (name, test): each[test] for name, each in results["mutants"].items() for test in forgotten if test in each
+    }
+    for test in forgotten:
+        del results["scenarios"][test]
+    for name, test in earlier:
+        del results["mutants"][name][test]
+    return earlier
 
 
 def _test_files() -> list[str]:
