@@ -19,7 +19,7 @@ from mpicomm import mpi
 from mpicomm.backend import mpi_calls
 from mpicomm.backend.work import MessageWork
 from tests.mpi.sweep import sweep
-from tests.time_limits import scaled
+from tests.time_limits import scaled, wait_until
 from tests.worlds import Group, on_groups
 
 pytestmark = pytest.mark.each_torch("p2p")
@@ -224,6 +224,7 @@ def test_a_group_destroyed_with_a_message_on_its_way(world: mpicomm.World) -> No
         future = work.get_future()
         with pytest.warns(UserWarning, match="with 1 messages in flight"):
             dist.destroy_process_group(group)
+        wait_until(future.done, "the future has completed")
         with pytest.raises(mpicomm.MpicommError, match="destroyed before recv of float32"):
             future.wait()
     elif world.rank == 0:

@@ -342,7 +342,8 @@ for work in self._watched:
     work.finish()
 """,
         fault="The future of an incomplete message never completes when its group is destroyed or aborted.",
-        tests="tests/launch/test_aborted_groups.py -k future",
+        tests="tests/mpi/test_messages.py -k on_its_way",
+        ranks=2,
     ),
     # -- work.py --------------------------------------------------------------------------------------------
     Mutant(
