@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpicomm.backend import compatibility, groups, torch_internals
+from mpicomm.backend import backward_errors, compatibility, groups, torch_internals
 from mpicomm.backend.composite import CompositeProcessGroup
 from mpicomm.backend.operations import Operations
 from mpicomm.backend.process_group import MPIProcessGroup
@@ -35,6 +35,7 @@ def create_with_nccl(options: Any, backend_options: Any, backend_name: str) -> C
 
 
 def _make_operations(options: Any, *, takes_gpu_tensors: bool) -> Operations:
+    backward_errors.watch()
     seconds = options.timeout.total_seconds()
     if ranks := list(options.global_ranks_in_group):
         return groups.make(options.group_id, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)

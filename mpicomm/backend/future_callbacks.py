@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mpicomm.backend import backward_errors, torch_internals
 from mpicomm.errors import MpicommError
 
 _log = logging.getLogger(__name__)
@@ -65,14 +66,26 @@ class OrderedFuture(torch.futures.Future[Any]):
     Callbacks of C++ code and of `torch.futures.collect_all` bypass this class and run when the future completes.
     """
 
-    def __init__(self, queue: Queue, devices: list[int | str | torch.device]) -> None:
-        super().__init__(devices=devices)
+    def __init__(self, queue: Queue, tensors: Sequence[torch.Tensor]) -> None:
+        """Create a future of an operation.
+
+        Args:
+            tensors: The tensors that the operation writes.
+        """
+        super().__init__(devices=torch_internals.gpus_of(tensors))
         self._queue = queue
-        self._devices = devices
+        self._tensors = tensors
+        self._is_in_backward = torch_internals.is_in_backward()
+
+    def set_exception(self, error: Exception) -> None:
+        """Complete the future with an error; a backward pass in which it was created raises the error, too."""
+        if self._is_in_backward:
+            backward_errors.record(error)
+        torch_internals.set_error(self, error, self._tensors)
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> OrderedFuture:
         """Add a callback and return a future of its result."""
-        result = OrderedFuture(self._queue, self._devices)
+        result = OrderedFuture(self._queue, self._tensors)
 
         def run() -> None:
             try:
@@ -104,7 +117,7 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
         return futures[0]
     if futures and all(isinstance(each, OrderedFuture) for each in futures):
         return futures[-1].then(lambda _: [each.value() for each in futures])  # the queue completes futures in order
-    return torch.futures.collect_all(list(futures))
+    return torch.futures.collect_all(list(futures)).then(lambda _: [each.value() for each in futures])
 
 
 def set_queue_thread(runs_queue: bool) -> bool:

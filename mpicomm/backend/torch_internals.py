@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import functools
 import sys
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import compatibility, versions
-from mpicomm.errors import RankFailedError
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -43,12 +41,14 @@ compatibility.require(
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
     "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._current_graph_task_id",
     "_C._dispatch_tls_is_dispatch_key_excluded",
     "_C._len_torch_dispatch_stack",
     "_foreach_copy_",
     "autograd._profiler_enabled",
     "autograd._engine_run_backward",
     "autograd.graph._engine_run_backward",
+    "futures.Future._set_unwrap_func",
     "distributed.ReduceOp.RedOpType",
     "distributed.distributed_c10d._check_p2p_op_list",
     "distributed.distributed_c10d._coalescing_manager",
@@ -179,21 +179,32 @@ def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[An
     return future
 
 
-def error_with_tensors(error: RankFailedError, tensors: Sequence[torch.Tensor]) -> RankFailedError:
-    """Return a copy of an error as the result of a future on which DDP may wait.
+def set_error(future: torch.futures.Future[Any], error: Exception, tensors: Sequence[torch.Tensor]) -> None:
+    """Complete a future with an error: Python code that asks for the value gets the error, C++ code gets the tensors.
 
-    `Future.set_exception` stores the exception as the result, which Python code raises. DDP's C++ code takes the first
-    tensor in it, and crashes if it has no tensor. `check_backward` then reports the error.
+    With `Future.set_exception` C++ code gets the exception as the value. DDP takes the tensor in it, and crashes since
+    there is none. `check_backward` then reports the error.
     """
-    copied = copy.copy(error)
-    copied.tensors = tensors  # type: ignore[attr-defined]
-    return copied
+
+    def value(_: object) -> None:
+        raise error
+
+    future._set_unwrap_func(value)
+    future.set_result(list(tensors))
 
 
-def check_backward(check: Callable[[Exception | None], None]) -> None:
-    """Call a function after every backward pass, with its error or None; the function may raise another error.
+def is_in_backward() -> bool:
+    """Return whether this thread computes gradients in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def check_backward(check: Callable[[float, Exception | None], None]) -> None:
+    """Call a function after every backward pass; it may raise another error than that of the pass.
 
     In a backward pass, DDP's C++ code waits for operations; their errors are lost there, or lose their type.
+
+    Args:
+        check: Takes the time at which the pass began, as of `time.monotonic()`, and its error or None.
     """
     global _backward_check  # noqa: PLW0603  there is one autograd engine
     if _backward_check is None:
@@ -202,12 +213,13 @@ def check_backward(check: Callable[[Exception | None], None]) -> None:
         @functools.wraps(run)
         def run_and_check(*args: Any, **kwargs: Any) -> Any:
             assert _backward_check is not None
+            start = time.monotonic()
             try:
                 result = run(*args, **kwargs)
             except Exception as error:
-                _backward_check(error)
+                _backward_check(start, error)
                 raise
-            _backward_check(None)
+            _backward_check(start, None)
             return result
 
         torch.autograd._engine_run_backward = run_and_check
@@ -215,7 +227,7 @@ def check_backward(check: Callable[[Exception | None], None]) -> None:
     _backward_check = check
 
 
-_backward_check: Callable[[Exception | None], None] | None = None
+_backward_check: Callable[[float, Exception | None], None] | None = None
 
 
 def next_node() -> int:

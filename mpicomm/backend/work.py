@@ -15,7 +15,7 @@ from mpicomm import mpi
 from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.future_callbacks import OrderedFuture, Queue, all_of
 from mpicomm.durations import Deadline, seconds_of
-from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.errors import MpicommError
 from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
@@ -141,10 +141,7 @@ class QueuedWork(_Work):
         if self._error is None:
             future.set_result(self.tensors)
         else:
-            error = self._failure()
-            if isinstance(error, RankFailedError):
-                error = torch_internals.error_with_tensors(error, self.tensors)
-            future.set_exception(error)
+            future.set_exception(self._failure())
 
     def _failure(self) -> Exception:
         """Return the error that wait() raises."""
@@ -184,7 +181,7 @@ class QueuedWork(_Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future that completes when the operation does; its callbacks run in the group's queue."""
         if self._future is None:
-            made = OrderedFuture(self._queue, torch_internals.gpus_of(self.tensors))
+            made = OrderedFuture(self._queue, self.tensors)
             with self._lock:
                 if self._future is None:
                     if self._done:
@@ -224,7 +221,7 @@ class MessageWork(_Work):
         self._lock = threading.Lock()  # MPI forbids two threads to complete one request
         self._asking = threading.Lock()  # guards the creation of the future
         self._done = False
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: Timeout = None) -> bool:
@@ -304,17 +301,16 @@ class MessageWork(_Work):
     def finish(self) -> None:
         """Complete the future; its callbacks run on the calling thread, that of the poller."""
         assert self._future is not None
+        error = self._error
         if not self._done:
-            self._future.set_exception(
-                MpicommError(
-                    f"the group was destroyed before {self._what()} completed.\n"
-                    f"Call wait() on its work before you destroy the group."
-                )
+            error = MpicommError(
+                f"the group was destroyed before {self._what()} completed.\n"
+                f"Call wait() on its work before you destroy the group."
             )
-        elif self._error is None:
+        if error is None:
             self._future.set_result(self.tensors)
         else:
-            self._future.set_exception(self._error)
+            torch_internals.set_error(self._future, error, self.tensors)
 
     def _late(self, seconds: float) -> TimeoutError:
         partners = [rank for rank in self._operation.needs if rank != dist.get_rank()]

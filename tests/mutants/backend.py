@@ -30,6 +30,38 @@ MUTANTS = [
     ),
     # -- repairs --------------------------------------------------------------------------------------------
     Mutant(
+        "torch_internals.set_error",
+        old="future._set_unwrap_func(value)\nfuture.set_result(list(tensors))",
+        new="future.set_exception(error)",
+        fault="DDP takes an exception for the result of an operation, and ends the process with SIGSEGV.",
+        tests="tests/features/test_errors.py -k 'DDP and TimeoutError'",
+        ranks=4,
+    ),
+    Mutant(
+        "OrderedFuture.set_exception",
+        old="backward_errors.record(error)",
+        new="pass",
+        fault="A backward pass in which an operation failed ends without an error, with wrong gradients.",
+        tests="tests/features/test_errors.py -k 'DDP and TimeoutError'",
+        ranks=4,
+    ),
+    Mutant(
+        "backward_errors._check",
+        old="last[0] >= start",
+        new="True",
+        fault="A backward pass raises an error that an operation before it has raised.",
+        tests="tests/unit/test_failed_futures.py",
+        ranks=0,
+    ),
+    Mutant(
+        "future_callbacks.all_of",
+        old="torch.futures.collect_all(list(futures)).then(lambda _: [each.value() for each in futures])",
+        new="torch.futures.collect_all(list(futures))",
+        fault="A future of several messages succeeds although one has failed.",
+        tests="tests/unit/test_failed_futures.py",
+        ranks=0,
+    ),
+    Mutant(
         "Executor._run",
         old="BaseException",
         new="Exception",

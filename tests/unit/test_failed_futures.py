@@ -1,0 +1,69 @@
+"""Futures of operations that failed, and the backward pass that raises their errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpicomm.backend import backward_errors, torch_internals
+from mpicomm.backend.future_callbacks import all_of
+
+
+class LossOfContactError(Exception):
+    pass
+
+
+def failed(error: Exception) -> torch.futures.Future[list[torch.Tensor]]:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    torch_internals.set_error(future, error, [torch.ones(2)])
+    return future
+
+
+def test_the_value_of_a_failed_future_is_its_error() -> None:
+    error = LossOfContactError("planted")
+    future = failed(error)
+    for ask in (future.wait, future.value, future.value):
+        with pytest.raises(LossOfContactError) as raised:
+            ask()
+        assert raised.value is error
+
+
+def test_several_futures_fail_with_the_one_that_failed() -> None:
+    done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    done.set_result([])
+    with pytest.raises(RuntimeError, match="LossOfContactError: planted"):  # torch's type
+        all_of([done, failed(LossOfContactError("planted"))]).wait()
+
+
+def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
+    backward_errors.watch()
+    weight = torch.ones(1, requires_grad=True)
+    backward_errors.record(LossOfContactError("before"))
+    (2 * weight).sum().backward()  # does not raise
+    product = 2 * weight
+    product.register_hook(lambda _: backward_errors.record(LossOfContactError("within")))
+    with pytest.raises(LossOfContactError, match="within"):
+        product.sum().backward()
+    (2 * weight).sum().backward()
+
+
+def test_another_error_of_the_pass_is_the_cause() -> None:
+    backward_errors.watch()
+
+    def fail(_: torch.Tensor) -> None:
+        backward_errors.record(LossOfContactError("first"))
+        raise ValueError("second")
+
+    product = 2 * torch.ones(1, requires_grad=True)
+    product.register_hook(fail)
+    with pytest.raises(LossOfContactError, match="first") as raised:
+        product.sum().backward()
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_a_thread_knows_whether_it_is_in_a_backward_pass() -> None:
+    found = []
+    product = 2 * torch.ones(1, requires_grad=True)
+    product.register_hook(lambda _: found.append(torch_internals.is_in_backward()))
+    product.sum().backward()
+    assert (found, torch_internals.is_in_backward()) == ([True], False)
