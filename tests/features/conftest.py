@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -31,3 +32,15 @@ def groups_go(world: mpicomm.World) -> Iterator[None]:
 def mesh(world: mpicomm.World) -> dist.DeviceMesh:
     """A one-dimensional mesh of all ranks."""
     return dist.init_device_mesh("cpu", (world.size,))
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile with an empty cache and without compiler processes, because a rank must not fork."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from torch import _dynamo, _inductor
+
+    _dynamo.reset()
+    with _inductor.config.patch(compile_threads=1):
+        yield
+    _dynamo.reset()

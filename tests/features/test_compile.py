@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +14,8 @@ import mpicomm
 from tests import torches
 from tests.features.together import check, exchanged, numbers
 
+pytestmark = pytest.mark.usefixtures("compiler")
 each_backend = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-
-
-@pytest.fixture(autouse=True)
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile with an empty cache and without compiler processes, because a rank must not fork."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    from torch import _dynamo, _inductor
-
-    _dynamo.reset()
-    with _inductor.config.patch(compile_threads=1):
-        yield
-    _dynamo.reset()
 
 
 def counting(backend: str) -> Any:

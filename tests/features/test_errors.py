@@ -153,6 +153,7 @@ STEPS = {
 
 
 @pytest.mark.each_torch("errors")
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("error", errors(), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", STEPS)
 def test_an_error_keeps_its_type_and_its_message(
