@@ -3,13 +3,14 @@
     tensor --load--> dense buffer --MPI op--> dense buffer --store--> tensor
 
 `load` widens dtypes that are too narrow and multiplies by the factor of PREMUL_SUM; `store` divides for AVG and rounds
-once.
+once. MIN and MAX of floating-point numbers are computed on integers of the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,13 @@ _PIECE = 2**24  # elements widened at a time
 _SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
 _ORDERED = {"MIN", "MAX"}
+# The order of floats as integers. MPI does not define MIN and MAX of NaN and of 0 and -0: the results of ranks differ.
+_SORT_KEYS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -72,6 +80,9 @@ class Reduction:
     is_integer: bool = False
     """Whether the tensors hold integers, whose sums have the same bits in any order."""
 
+    keys: torch.dtype | None = None
+    """The integers that MPI reduces in place of the floating-point numbers (MIN and MAX); None if it reduces these."""
+
     ordered: OrderedSum | None = None
     """How torch's kernels compute the reduction through shared memory; None if they do not compute it as MPI does."""
 
@@ -87,7 +98,7 @@ class Reduction:
     @functools.cached_property
     def is_native(self) -> bool:
         """Whether MPI's operation on the tensor itself is the whole reduction."""
-        return self.wide is None and self.factor is None and self.divisor == 1
+        return self.wide is None and self.factor is None and self.divisor == 1 and self.keys is None
 
     def pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the tensor in pieces to reduce one by one: a wide copy of the whole tensor would take more memory."""
@@ -97,7 +108,7 @@ class Reduction:
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is reduced in pieces, for which it must be dense."""
-        return self.wide is not None and tensor.numel() > _PIECE
+        return (self.wide is not None or self.keys is not None) and tensor.numel() > _PIECE
 
     def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """Return dense memory with this rank's contribution: the tensor's own memory where possible.
@@ -112,12 +123,12 @@ class Reduction:
             if keep and dense is tensor:
                 dense = dense.detach().clone()
             dense.detach().mul_(self._factor_on(dense.device))
-        return dense
+        return dense if self.keys is None else self._sort_keys(dense, self.keys)
 
     def output_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return dense memory for the result that `store` copies to `tensor`."""
-        if self.wide is not None:
-            return torch.empty(tensor.shape, dtype=self.wide, device=tensor.device)
+        if (dtype := self.keys or self.wide) is not None:
+            return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
         return buffers.output_buffer(tensor)
 
     def store(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -130,18 +141,50 @@ class Reduction:
                 raw.copy_(torch.from_numpy(raw.cpu().numpy() // self.divisor))
             else:
                 raw.div_(self.divisor, rounding_mode="trunc")
+        if self.keys is not None:
+            keys = _numbers(dense)
+            dtype = self.wide or tensor.dtype
+            keys -= self._nan_shift(dtype)
+            _fold(keys, self.keys)
+            dense = dense.view(dtype)
+            # One NaN: the bits of others after a conversion to a narrow dtype depend on the processor's instructions.
+            dense.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
         buffers.unpack(dense, tensor)
+
+    def _sort_keys(self, dense: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return integers in the order of floats, -0 before 0, and NaN at the end that wins."""
+        result = dense.detach().clone().view(dtype)
+        keys = _numbers(result)
+        _fold(keys, dtype)
+        keys += self._nan_shift(dense.dtype)
+        return result
+
+    def _nan_shift(self, dtype: torch.dtype) -> int:
+        """Return the number that moves NaNs of one sign across the end of the integers, to those of the other sign."""
+        count = round(1 / torch.finfo(dtype).eps) - 1  # NaNs of each sign: one for each mantissa but that of infinity
+        return count if self.name == "MIN" else -count
 
     def _factor_on(self, device: torch.device) -> Any:
         return self.factor.detach().to(device) if isinstance(self.factor, torch.Tensor) else self.factor
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    """Return a tensor on the host as a NumPy array, which computes small ones twice as fast as torch."""
+    return tensor.detach().numpy() if tensor.is_cpu else tensor.detach()
+
+
+def _fold(bits: Any, dtype: torch.dtype) -> None:
+    """Convert the bits of floats to integers of their order in place, or back: reverse the negative ones."""
+    bits ^= (bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(dtype).max
 
 
 def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool = False) -> Reduction:
     """Return how to reduce tensors of `dtype` with `op` over `size` ranks.
 
     Integer averages are the sum divided by the size, rounded toward zero; for dtypes of less than 64 bits the sum
-    cannot overflow. MIN and MAX of complex numbers, bitwise operations on floats, PREMUL_SUM of integers and AVG of
-    bool are not defined.
+    cannot overflow. MIN and MAX of floating-point numbers are NaN if any number is, and take -0 for less than 0; all
+    ranks get the same bits. MIN and MAX of complex numbers, bitwise operations on floats, PREMUL_SUM of integers and
+    AVG of bool are not defined.
 
     Args:
         op: A `torch.distributed.ReduceOp`.
@@ -166,8 +209,9 @@ def _factor(op: Any) -> Any:
 
 @functools.cache
 def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
-    wide = _wide(name, dtype)
-    datatype = dtypes.arithmetic(wide or dtype)
+    wide = None if name in _ORDERED and dtype in _SORT_KEYS else _wide(name, dtype)
+    keys = _SORT_KEYS.get(wide or dtype) if name in _ORDERED else None
+    datatype = dtypes.arithmetic(keys or wide or dtype)
     mpi_name = (_BOOL_OPS if dtype == torch.bool else _MPI_OPS).get(name)
     if datatype is None:
         raise ValueError(
@@ -186,6 +230,7 @@ def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
         datatype,
         wide,
         divisor=divisor,
+        keys=keys,
         is_integer=dtype in _INTEGERS,
         ordered=_ordered(name, dtype, divisor),
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mpicomm.backend import dtypes, reductions
 from tests.mpi.counts import limit
 from tests.mpi.sweep import FEW
+from tests.torches import reduce_scatter_single
 from tests.worlds import Group, on_groups
 
 COUNT = 33
@@ -182,6 +183,41 @@ def test_reduce_scatter(group: Group, counts: None, dtype: torch.dtype, op: str)
             check(got, expected)
         check(share, expected[: group.rank])
     assert torch.equal(source.view(torch.uint8), values[group.rank].clone().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("counts", "dtype"),
+    [*[(WHOLE, dtype) for dtype in [*FLOATS, torch.float8_e5m2]], (IN_PARTS, torch.float32)],
+    indirect=["counts"],
+    ids=named,
+)
+@pytest.mark.parametrize("op", ORDERED)
+@pytest.mark.parametrize("group", ["world", "parity", "staged"], indirect=True)
+def test_extremes_of_nan_infinity_and_signed_zeros(group: Group, counts: None, dtype: torch.dtype, op: str) -> None:
+    special = torch.tensor([math.nan, math.inf, 0.0, 1.0, torch.finfo(dtype).smallest_normal / 2], dtype=torch.float64)
+    choices = torch.randint(10, (group.size, group.size * COUNT), generator=torch.manual_seed(3))
+    choices[:, :3] = 2 + 5 * (torch.arange(group.size).unsqueeze(1) == torch.arange(3)).to(torch.int64)  # one -0
+    values = torch.cat([special, -special])[choices].to(dtype)
+    expected = [_extreme(column, op) for column in zip(*values.tolist(), strict=True)]
+    tensor, block, one = values[group.rank].clone(), torch.empty(COUNT, dtype=dtype), values[group.rank, 0].clone()
+    dist.all_reduce(tensor, operation(op), group=group.handle)
+    dist.all_reduce(one, operation(op), group=group.handle)
+    reduce_scatter_single(block, values[group.rank], operation(op), group=group.handle)
+    assert [str(each) for each in tensor.tolist()] == [str(each) for each in expected]  # which shows -0.0
+    assert torch.equal(_bits(one), _bits(tensor[0]))
+    assert torch.equal(_bits(block), _bits(tensor[group.rank * COUNT :][:COUNT]))
+    of_ranks = [torch.empty_like(_bits(tensor)) for _ in range(group.size)]
+    dist.all_gather(of_ranks, _bits(tensor), group=group.handle)
+    assert all(torch.equal(each, of_ranks[0]) for each in of_ranks)  # also the bits of NaN
+
+
+def _extreme(column: tuple[float, ...], op: str) -> float:
+    is_nan = any(math.isnan(each) for each in column)
+    return math.nan if is_nan else FOLDS[op](column, key=lambda each: (each, math.copysign(1, each)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @on_groups("world")

@@ -437,6 +437,30 @@ interface.divide(dense, self.divisor)
         tests="tests/mpi/test_narrow_floats.py -k test_an_average_whose_sum_is_beyond_the_range",
         ranks=4,
     ),
+    Mutant(
+        "reductions._plan",
+        old="_SORT_KEYS.get(wide or dtype) if name in _ORDERED else None",
+        new="None",
+        fault="MIN and MAX of NaN, and of 0 and -0, are what MPI makes of them: the results of the ranks differ.",
+        tests="tests/mpi/test_matrix.py -k test_extremes",
+        ranks=4,
+    ),
+    Mutant(
+        "Reduction._nan_shift",
+        old="count if self.name == 'MIN' else -count",
+        new="0",
+        fault="A NaN with a sign is the least number for MAX, a NaN without one the greatest for MIN.",
+        tests="tests/mpi/test_matrix.py -k test_extremes",
+        ranks=4,
+    ),
+    Mutant(
+        "Reduction.store",
+        old="dense.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)",
+        new="dense.nan_to_num_(nan=0)",
+        fault="MIN and MAX replace NaN and infinities by numbers.",
+        tests="tests/mpi/test_matrix.py -k test_extremes",
+        ranks=4,
+    ),
     # -- dtypes.py ------------------------------------------------------------------------------------------
     Mutant(
         "backend.dtypes",
