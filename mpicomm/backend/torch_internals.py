@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import sys
@@ -10,12 +11,13 @@ import time
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data._utils import worker
 
 from mpicomm.backend import compatibility, versions
 
@@ -360,6 +362,16 @@ def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     return backend
+
+
+@contextlib.contextmanager
+def outside_workers() -> Iterator[None]:
+    """Make `torch.utils.data.get_worker_info()` return None in a block, as in the process of the program."""
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -12,6 +12,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import hashlib
 import itertools
 import operator
 import signal
@@ -22,6 +23,7 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -30,8 +32,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from mpicomm import arguments
+from mpicomm.backend import torch_internals
 from mpicomm.training import preemption, randomness
-from mpicomm.training.batches import count_samples
+from mpicomm.training.batches import count_samples, mapped
 
 # The attributes of a user's DataLoader that the DataLoader of a rank takes over unchanged.
 _PASSED_ON = ("worker_init_fn", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -84,6 +88,10 @@ class DataSource(abc.ABC):
 
     is_shared = True
     """Whether the ranks share one set of samples, so that another number of ranks can resume within an epoch."""
+
+    first_samples: tuple[str, list[bytes]] | None = None
+    """The name of the dataset, and digests of the first sample that each process of this rank has read in this epoch;
+    None if the ranks need not compare them."""
 
     _loaded: Iterator[Any] = iter(())
     """The batches of the current epoch, from a DataLoader."""
@@ -142,25 +150,35 @@ class DataRank:
     size: int
 
 
-def make_source(data: Any, options: LoaderOptions, place: DataRank, *, may_drop: bool = True) -> DataSource:
+SHARD = arguments.FLAG.or_none()
+
+
+def make_source(
+    data: Any, options: LoaderOptions, place: DataRank, *, shard: bool | None = None, may_drop: bool = True
+) -> DataSource:
     """Return the data source of this rank.
 
     Args:
-        data: A map-style or iterable-style dataset, or a DataLoader. The ranks share the samples of a dataset, and
-            those of a DataLoader with one of torch's own samplers, in batches of its batch size. A DataLoader with
-            another sampler or with an iterable-style dataset is used unchanged: each rank must pass its own share.
+        data: A map-style or iterable-style dataset, or a DataLoader.
+        shard: True: every rank passes the same samples, which the ranks share. False: each rank passes its own share,
+            which is used unchanged. None: the ranks share the samples of a dataset, and those of a DataLoader with a
+            sequential or shuffled order, in batches of its batch size. Any other DataLoader is used unchanged.
         may_drop: Whether to obey the drop_last of a DataLoader whose samples the ranks share.
 
     Raises:
         TypeError: If `data` is of another type.
-        ValueError: If the dataset is empty, or drop_last drops all of its samples.
+        ValueError: If the dataset is empty, drop_last drops all of its samples, or the ranks cannot share the samples.
     """
     if isinstance(data, DataLoader):
-        return _source_of_loader(data, options, place, may_drop)
-    if isinstance(data, IterableDataset):
-        return IterableSource(data, options, place)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return IndexedSource(data, options, place)
+        return _source_of_loader(data, options, place, shard, may_drop)
+    is_iterable = isinstance(data, IterableDataset)
+    if is_iterable or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        if shard is False:
+            shuffle = None if is_iterable or not len(data) else options.shuffle  # RandomSampler refuses empty datasets
+            workers, pin_memory = options.num_workers, options.pin_memory
+            loader = DataLoader(data, options.batch_size, shuffle, num_workers=workers, pin_memory=pin_memory)
+            return LoaderSource(loader, options)
+        return IterableSource(data, options, place, shard) if is_iterable else IndexedSource(data, options, place)
     raise TypeError(
         f"expected a dataset (with __getitem__ and __len__, or an IterableDataset) or a DataLoader, got a "
         f"{type(data).__name__}.\n"
@@ -168,25 +186,60 @@ def make_source(data: Any, options: LoaderOptions, place: DataRank, *, may_drop:
     )
 
 
-def _source_of_loader(loader: DataLoader[Any], options: LoaderOptions, place: DataRank, may_drop: bool) -> DataSource:
-    if isinstance(loader.dataset, IterableDataset) or not _is_usual(loader):
-        return LoaderSource(loader, options.grad_accum_steps)
-    assert loader.batch_size is not None
+def _source_of_loader(
+    loader: DataLoader[Any], options: LoaderOptions, place: DataRank, shard: bool | None, may_drop: bool
+) -> DataSource:
+    is_replaced = type(loader).__iter__ is not DataLoader.__iter__
+    if shard is None:
+        if is_replaced and _is_usual(loader) and place.size > 1:
+            raise ValueError(
+                f"{type(loader).__name__} has an __iter__ of its own, so the samples that it yields are unknown.\n"
+                f"Set shard=False if each rank passes its own share, or shard=True if the ranks are to share the "
+                f"samples of its dataset without this __iter__."
+            )
+        shard = not is_replaced and _is_usual(loader)
+    if not shard:
+        return LoaderSource(loader, options)
+    sampler: Any = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        raise ValueError(
+            "shard=True requires a DataLoader of a dataset with indices that has a batch_size, got one with an "
+            "iterable-style dataset, a batch_sampler, or without batches.\n"
+            "Pass the dataset itself with shard=True, or set shard=False if each rank passes its own share."
+        )
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "shard=True requires a sampler of all samples, got a DistributedSampler, which selects those of one rank."
+            "\nOmit the sampler, or omit shard=True."
+        )
     options = dataclasses.replace(
         options,
         batch_size=loader.batch_size,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
-        shuffle=isinstance(loader.sampler, RandomSampler),
+        shuffle=isinstance(sampler, RandomSampler),
     )
-    more = {name: getattr(loader, name) for name in _PASSED_ON}
+    drop_last = loader.drop_last and may_drop
+    own = None if _is_usual(loader) else sampler
+    length = len(sampler.data_source) if own is None else len(own)
+    return IndexedSource(
+        loader.dataset, options, place, length=length, sampler=own, drop_last=drop_last, **_loading(loader)
+    )
+
+
+def _loading(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a user's DataLoader that the DataLoader of a rank takes over."""
+    loading = {name: getattr(loader, name) for name in _PASSED_ON}
     if loader.collate_fn is not default_collate:
-        more["collate_fn"] = loader.collate_fn
-    return IndexedSource(loader.dataset, options, place, drop_last=loader.drop_last and may_drop, **more)
+        loading["collate_fn"] = loader.collate_fn
+    return loading
 
 
 def _is_usual(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader takes every sample of its dataset exactly once, sequentially or shuffled."""
+    """Return whether a loader takes the samples 0, 1, ... n - 1 of its dataset once, sequentially or shuffled.
+
+    n is the length of the sampler's data source, which can be smaller than that of the dataset.
+    """
     sampler: Any = loader.sampler
     if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
         return False
@@ -245,18 +298,29 @@ class IndexedSource(DataSource):
     is_counted = is_shared = True
 
     def __init__(
-        self, dataset: Any, options: LoaderOptions, place: DataRank, *, drop_last: bool = False, **loading: Any
+        self,
+        dataset: Any,
+        options: LoaderOptions,
+        place: DataRank,
+        *,
+        length: int | None = None,
+        sampler: Any = None,
+        drop_last: bool = False,
+        **loading: Any,
     ) -> None:
         """Partition a dataset among the ranks, and create the DataLoader of this rank.
 
         Args:
+            length: The number of samples in an epoch, the first ones of the dataset or those of `sampler`; None for
+                all of the dataset.
+            sampler: The sampler of the user that orders the samples of all ranks; None for the order of `options`.
             loading: More arguments of DataLoader.
 
         Raises:
             ValueError: If the dataset is empty, or drop_last drops all of its samples.
         """
         # 1. partition the dataset
-        length = len(dataset)
+        length = len(dataset) if length is None else length
         if not length:
             raise ValueError("the dataset must have at least one sample, got 0.\nCheck the source of the dataset.")
         self.partition = EpochPartition(length, options.batch_size, options.grad_accum_steps, place.size, drop_last)
@@ -268,7 +332,7 @@ class IndexedSource(DataSource):
             )
         # 2. create the loader
         self._rank = place.rank
-        self._seed, self._shuffle = options.seed, options.shuffle
+        self._seed, self._shuffle, self._sampler = options.seed, options.shuffle, sampler
         self._plan = _Plan()
         loading.setdefault("persistent_workers", options.num_workers > 0)
         plan: Any = self._plan  # Any: DataLoader accepts a batch sampler of other items than lists
@@ -294,10 +358,24 @@ class IndexedSource(DataSource):
         return Step([])
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch's samples in their order, the same on all ranks."""
+        """Return the indices of an epoch's samples in their order, the same on all ranks.
+
+        Raises:
+            ValueError: If the sampler of the user has another length.
+        """
+        seed = _mixed(self._seed, epoch, 0)
+        if self._sampler is not None:
+            _set_epoch(self._sampler, epoch)
+            indices = list(randomness.drawn(lambda: iter(self._sampler), seed))
+            if len(indices) != self.partition.length:
+                raise ValueError(
+                    f"the sampler must yield as many samples as its length, {self.partition.length}, got "
+                    f"{len(indices)}.\nCorrect its __len__ or its __iter__."
+                )
+            return torch.tensor(indices)
         if not self._shuffle:
             return torch.arange(self.partition.length)
-        generator = torch.Generator().manual_seed(_mixed(self._seed, epoch, 0))
+        generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.partition.length, generator=generator)
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
@@ -398,17 +476,21 @@ def _mixed(seed: int, epoch: int, sample: int) -> int:
 class IterableSource(DataSource):
     """An iterable-style dataset: every rank reads all of it, and keeps every n-th batch, with n ranks."""
 
-    def __init__(self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank, shard: bool | None = None
+    ) -> None:
         self._share = _Share(dataset, options.batch_size, place)
+        self._is_checked = shard is None
         self._seed = options.seed
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
         self._grad_accum_steps = options.grad_accum_steps
+        self._readers = max(1, options.num_workers)
         self._loader: DataLoader[Any] = DataLoader(
             self._share,
-            options.batch_size,
+            batch_size=None,
             num_workers=options.num_workers,
             pin_memory=options.pin_memory,
-            collate_fn=functools.partial(_counted, default_collate),
+            collate_fn=_unchanged,
             generator=self._generator,
             worker_init_fn=functools.partial(_start_worker, None),
         )
@@ -419,11 +501,13 @@ class IterableSource(DataSource):
 
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
         """Return the remaining steps of an epoch for this rank."""
-        self._share.start = consumed
-        self._generator.manual_seed(_mixed(self._seed, epoch, 0))
+        self._share.start, self._share.seed = consumed, _mixed(self._seed, epoch, 0)
+        self._generator.manual_seed(self._share.seed)
         _set_epoch(self._share.dataset, epoch)
-        self._loaded = iter(self._loader)
-        return _grouped(self._loaded, self._grad_accum_steps)
+        loaded = self._loaded = iter(self._loader)
+        digests = [next(loaded) for _ in range(self._readers)]
+        self.first_samples = (type(self._share.dataset).__name__, digests) if self._is_checked else None
+        return _grouped(loaded, self._grad_accum_steps)
 
     def first(self) -> Step:
         """Return the first batch of the dataset, whichever rank it belongs to."""
@@ -432,21 +516,53 @@ class IterableSource(DataSource):
 
 
 class _Share(IterableDataset[Any]):
-    """The samples of one rank: batches go to the ranks round-robin, and those of a rank to its workers round-robin."""
+    """The batches of one rank: batches go to the ranks round-robin, and those of a rank to its workers round-robin.
+
+    Each process reads all samples, with the same random numbers and without `get_worker_info()`, so that a dataset that
+    shuffles, or divides its samples among workers, yields the same samples in the same order in each of them.
+    """
 
     def __init__(self, dataset: IterableDataset[Any], batch_size: int, place: DataRank) -> None:
         self.dataset = dataset
-        self.start = 0
+        self.start = self.seed = 0
         self.batch_size = batch_size
         self._place = place
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield a digest of the first sample of the dataset, then the batches of this process."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for number, sample in enumerate(self.dataset, -self.start):
-            turn, rank = divmod(number // self.batch_size, self._place.size)
-            if number >= 0 and rank == self._place.rank and turn % workers == worker:
-                yield sample
+        reading = randomness.drawn(self._read, self.seed)
+
+        def read() -> Any:
+            with torch_internals.outside_workers():
+                return next(reading, [])
+
+        yield read()
+        for number, samples in enumerate(iter(read, [])):
+            turn, rank = divmod(number, self._place.size)
+            if rank == self._place.rank and turn % workers == worker:
+                yield _counted(default_collate, samples)
+
+    def _read(self) -> Iterator[Any]:
+        """Yield a digest of the first sample, then the batches of all ranks."""
+        samples = iter(self.dataset)
+        first = list(itertools.islice(samples, 1))
+        yield _digest(first)
+        remaining = itertools.islice(itertools.chain(first, samples), self.start, None)
+        while batch := list(itertools.islice(remaining, self.batch_size)):
+            yield batch
+
+
+def _digest(samples: list[Any]) -> bytes:
+    """Return a digest that is equal for equal samples in any process."""
+
+    def content(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return (value.dtype, value.shape, value.tolist()) if is_tensor else type(value)
+
+    text = repr([mapped(sample, content) for sample in samples])
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).digest()
 
 
 class LoaderSource(DataSource):
@@ -454,9 +570,9 @@ class LoaderSource(DataSource):
 
     is_shared = False
 
-    def __init__(self, loader: DataLoader[Any], grad_accum_steps: int) -> None:
+    def __init__(self, loader: DataLoader[Any], options: LoaderOptions) -> None:
         self._loader = _counting(loader)
-        self._grad_accum_steps = grad_accum_steps
+        self._grad_accum_steps = options.grad_accum_steps
 
     def total(self) -> None:
         """Return None: the number of samples that other ranks load is unknown."""

@@ -13,7 +13,7 @@ from mpicomm import arguments, session
 from mpicomm.arguments import FLAG
 from mpicomm.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
-from mpicomm.training.data import DataRank, IndexedSource, LoaderOptions, Step, make_source
+from mpicomm.training.data import SHARD, DataRank, IndexedSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import ParallelOptions
 from mpicomm.training.step_timing import Clock
 
@@ -31,6 +31,7 @@ def prepare(
     find_unused_parameters: bool = False,
     compile_model: bool = False,
     seed: int = 0,
+    shard: bool | None = None,
 ) -> tuple[Any, ...]:
     """Prepare a model, its optimizer and data loaders for a training loop of your own on all ranks (collective).
 
@@ -52,6 +53,8 @@ def prepare(
         find_unused_parameters: Set it if some steps do not use all parameters (DDP).
         compile_model: Use torch.compile, as `Trainer` does.
         seed: The seed of the order of samples.
+        shard: Whether the ranks share the samples of the loaders (True), or each rank passes its own share (False), as
+            in `Trainer.fit`.
 
     Returns:
         The model on the rank's device, wrapped in DistributedDataParallel or FSDP2; the optimizer; and a
@@ -69,9 +72,10 @@ def prepare(
     for name, value in (("find_unused_parameters", find_unused_parameters), ("compile_model", compile_model)):
         FLAG.check(value, name, "prepare")
     _SEED.check(seed, "seed", "prepare")
+    SHARD.check(shard, "shard", "prepare")
     for loader in loaders:
         _LOADER.check(loader, "each loader", "prepare")
-    prepared = [PreparedLoader(loader, world, seed) for loader in loaders]
+    prepared = [PreparedLoader(loader, world, seed, shard) for loader in loaders]
     # 2. replicate or shard the model
     names = parallel.names_in(optimizer, model)
     wrapped = parallel.wrap(model, optimizer, names, world.device, options, None)
@@ -83,12 +87,12 @@ class PreparedLoader:
 
     Each global batch takes the next `batch_size` x ranks samples in an order that all ranks agree on, for a shuffled
     loader a new one in each epoch. Every rank gets the same number of batches. A DataLoader with a sampler of your own,
-    or an iterable-style dataset, is used unchanged: each rank passes its own share.
+    or an iterable-style dataset, is used unchanged: each rank passes its own share, unless shard=True.
     """
 
-    def __init__(self, loader: DataLoader[Any], world: World, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], world: World, seed: int, shard: bool | None) -> None:
         self._world = world
-        self._source = make_source(loader, LoaderOptions(seed=seed), DataRank(world.rank, world.size))
+        self._source = make_source(loader, LoaderOptions(seed=seed), DataRank(world.rank, world.size), shard=shard)
         self._epoch = 0
         self.weight = 1.0
         """The weight of this rank's loss in the current batch: its samples x ranks / samples of all ranks.

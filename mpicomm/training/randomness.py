@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 _SEED_DISTANCE = 1_000_003  # distance between the seeds of consecutive ranks
 
@@ -18,15 +20,44 @@ _SEED_DISTANCE = 1_000_003  # distance between the seeds of consecutive ranks
 def seed_all(seed: int, rank: int = 0) -> None:
     """Seed the generators of Python, NumPy and torch with a different seed on each rank."""
     own = (seed + _SEED_DISTANCE * rank) % 2**63
-    random.seed(own)
-    np.random.seed(own % 2**32)
+    _seed_host(own)
     torch.manual_seed(own)  # seeds all devices
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def seed_at(where: str, seed: int, number: int, rank: int) -> None:
     """Seed the generators for a point of the run, such as step 7, so that repeating it draws the same numbers."""
     raw = hashlib.blake2b(f"{where} {number} {seed}".encode(), digest_size=6).digest()
     seed_all(int.from_bytes(raw, "big"), rank)
+
+
+def drawn(make: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
+    """Yield the items of an iterator that draws from generators of its own, which start at `seed`.
+
+    The generators of the program on the CPU are unchanged between the items.
+
+    Args:
+        make: Returns the iterator.
+        seed: The seed.
+    """
+    host = torch.device("cpu")
+    with preserved(host):
+        _seed_host(seed)
+        items, own = make(), states(host)
+    while True:
+        with preserved(host):
+            restore(own, host)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            own = states(host)
+        yield item
 
 
 def states(device: torch.device) -> dict[str, Any]:

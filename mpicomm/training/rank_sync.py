@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,15 @@ def aligned_steps(
     Yields:
         The step, and the number of its samples on all ranks.
     """
+    is_first = True
     while True:
         # 1. load the step, and agree on its number of samples
         clock.start()
         prepare()
         step = next(steps, Step([]))
+        if is_first and not source.is_counted:
+            check_first_samples(source)
+        is_first = False
         clock.add("data")
         count = step.total
         if not source.is_counted:
@@ -81,6 +86,29 @@ def aligned_steps(
         if not source.is_counted:
             step = (step if step.batches else padding()).with_length(most(len(step.batches)))
         yield step, count
+
+
+def check_first_samples(source: DataSource) -> None:
+    """Compare the first samples that the ranks have read from a dataset, if they share its samples (collective).
+
+    Raises:
+        TrainingError: On every rank, if they differ.
+    """
+    if source.first_samples is None:
+        return
+    name, own = source.first_samples
+    found = collectives.all_gather_object(own)
+    if len(set(itertools.chain.from_iterable(found))) == 1:
+        return
+    others = [rank for rank, of_rank in enumerate(found) if of_rank != found[0]]
+    where = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
+    raise raised_on_all_ranks(
+        TrainingError(
+            f"the ranks cannot share the iterable-style dataset {name}: its first sample differs between {where}.\n"
+            f"Set shard=False if it yields the share of each rank (eval_shard=False for eval_data), or shard=True if "
+            f"it yields all samples in the same order in every process."
+        )
+    )
 
 
 def no_data() -> ValueError:

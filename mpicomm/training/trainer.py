@@ -30,7 +30,7 @@ from mpicomm.training import (
 )
 from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.callbacks import Callback, CallbackList
-from mpicomm.training.data import DataRank, DataSource, LoaderOptions, make_source
+from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
 from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
@@ -45,6 +45,8 @@ from mpicomm.training.training_loop import FitCall, LoopOptions
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
+ShardedData = tuple[Any, bool | None]
+"""Data, and whether the ranks share them (`shard`)."""
 
 _EXPECTED = {
     "loss_fn": batches.LOSS_FUNCTION,
@@ -342,6 +344,8 @@ class Trainer:
         eval_data: Any = None,
         metrics: Mapping[str, evaluation.Metric] | None = None,
         *,
+        shard: bool | None = None,
+        eval_shard: bool | None = None,
         max_steps: int | None = None,
         max_time: float | None = None,
         eval_every: int | None = None,
@@ -355,8 +359,8 @@ class Trainer:
                 - a map-style dataset, which the ranks share: an epoch takes each sample once, in an order that depends
                   only on the seed and the epoch;
                 - an iterable-style dataset, which the ranks share and each rank reads completely;
-                - a DataLoader, which the ranks share likewise if its dataset is map-style and its sampler is one of
-                  torch's own; otherwise each rank uses its DataLoader unchanged.
+                - a DataLoader, which the ranks share likewise if its dataset is map-style and its order sequential or
+                  shuffled; otherwise each rank uses its DataLoader unchanged.
 
                 Batches have any structure that `Trainer` describes.
             epochs: The number of epochs of the whole run, including those before a resume. None if another argument
@@ -364,6 +368,11 @@ class Trainer:
             eval_data: Data of the same kinds, evaluated after each epoch.
             metrics: Functions by name. Each takes a batch's outputs and targets and returns one number per sample, or
                 their mean. Without `loss_fn` the second argument is the whole batch.
+            shard: False: each rank passes its own share of train_data, of any length, which is used unchanged. True:
+                every rank passes the same data, which the ranks share, also in the order of a sampler of your own.
+                None: as train_data describes; an iterable-style dataset whose first sample differs between the ranks is
+                an error.
+            eval_shard: The same for eval_data.
             max_steps: End the run after this number of optimizer steps, including those before a resume, also within an
                 epoch. A later call continues there.
             max_time: End the run after this number of seconds of this call, in the step in which the first rank reaches
@@ -394,6 +403,8 @@ class Trainer:
             epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated
         )
         evaluation.METRICS.check(metrics, "metrics", "fit")
+        SHARD.check(shard, "shard", "fit")
+        SHARD.check(eval_shard, "eval_shard", "fit")
         metrics, monitored = metrics or {}, "loss"
         self.figure_names = optimizers.figure_names(metrics, is_evaluated=is_evaluated)
         if schedule == optimizers.ON_METRIC:
@@ -409,7 +420,7 @@ class Trainer:
             evaluating=functools.partial(self._callbacks.evaluating, self),
         )
         with self._callbacks.reporting_exceptions(self):
-            return self._called(functools.partial(self._fit, fit_call, train_data, eval_data))
+            return self._called(functools.partial(self._fit, fit_call, (train_data, shard), (eval_data, eval_shard)))
 
     def stop(self, why: str) -> None:
         """End the run after the current step, or between two epochs, on all ranks; for callbacks, on one or more ranks.
@@ -437,12 +448,15 @@ class Trainer:
         self._reporter.write(event, self.position, **values)
 
     @foreign_arguments.explained("evaluate")
-    def evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None) -> dict[str, float]:
+    def evaluate(
+        self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None, *, shard: bool | None = None
+    ) -> dict[str, float]:
         """Return the mean loss and metrics over all samples of all ranks, each counted once (collective).
 
         Args:
             data: As in `fit`.
             metrics: As in `fit`.
+            shard: As in `fit`.
 
         Returns:
             The means by name, `loss` and the metrics, and `samples`, the number of samples.
@@ -453,10 +467,13 @@ class Trainer:
             ValueError: If a dataset is empty, or a metric is not callable or has a wrong shape.
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
-        return self._called(functools.partial(self._evaluate, data, metrics or {}))
+        SHARD.check(shard, "shard", "evaluate")
+        return self._called(functools.partial(self._evaluate, data, metrics or {}, shard))
 
     @foreign_arguments.explained("predict")
-    def predict(self, data: Any, *, has_targets: bool = True, all_ranks: bool = False) -> Any:
+    def predict(
+        self, data: Any, *, has_targets: bool = True, all_ranks: bool = False, shard: bool | None = None
+    ) -> Any:
         """Return the model's outputs for every sample, in the order of the data, each sample once (collective).
 
         The order is that of the dataset, also for a DataLoader that shuffles, whose drop_last is ignored. A DataLoader
@@ -470,6 +487,7 @@ class Trainer:
                 targets in either case.
             all_ranks: Whether every rank gets the outputs, instead of rank 0 only. With on_failure="recover" each rank
                 needs memory for all of them in any case, because another rank can become rank 0.
+            shard: As in `fit`.
 
         Returns:
             A tensor on the CPU, with one row for each sample, or a container of such tensors, as the model returns
@@ -483,9 +501,11 @@ class Trainer:
         """
         FLAG.check(has_targets, "has_targets", "predict")
         FLAG.check(all_ranks, "all_ranks", "predict")
+        SHARD.check(shard, "shard", "predict")
         # Another rank may become rank 0 after a failure, and then returns the result recorded by its own call.
         records_all = all_ranks or self._calls is not None
-        outputs = self._called(functools.partial(self._predict, data, has_targets=has_targets, all_ranks=records_all))
+        options = {"has_targets": has_targets, "all_ranks": records_all}
+        outputs = self._called(functools.partial(self._predict, data, shard, **options))
         return outputs if all_ranks or self.world.rank == 0 else None
 
     def log(self, **values: float | torch.Tensor) -> None:
@@ -524,19 +544,21 @@ class Trainer:
         return call() if self._calls is None else self._calls.run(call)
 
     @contextlib.contextmanager
-    def _opened(self, data: Any, options: LoaderOptions, *, may_drop: bool = True) -> Iterator[DataSource]:
+    def _opened(
+        self, data: Any, options: LoaderOptions, shard: bool | None, *, may_drop: bool = True
+    ) -> Iterator[DataSource]:
         rank = DataRank(self.world.rank, self.world.size)
-        with contextlib.closing(make_source(data, options, rank, may_drop=may_drop)) as source:
+        with contextlib.closing(make_source(data, options, rank, shard=shard, may_drop=may_drop)) as source:
             if self._calls is not None:
                 self._calls.check_source(source)
             yield source
 
     @contextlib.contextmanager
-    def _opened_outside_fit(self, data: Any, *, may_drop: bool = True) -> Iterator[DataSource]:
+    def _opened_outside_fit(self, data: Any, shard: bool | None, *, may_drop: bool = True) -> Iterator[DataSource]:
         """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks."""
         if self._calls is not None:
             self._calls.check_state()
-        with self._opened(data, self._evaluation_options, may_drop=may_drop) as source:
+        with self._opened(data, self._evaluation_options, shard, may_drop=may_drop) as source:
             if self._calls is not None:
                 self._calls.seed_at("evaluation", self.position.step)
             with self._callbacks.evaluating(self):
@@ -546,12 +568,13 @@ class Trainer:
     def _evaluation_options(self) -> LoaderOptions:
         return dataclasses.replace(self._options.loader, grad_accum_steps=1, shuffle=False)
 
-    def _fit(self, fit_call: FitCall, train_data: Any, eval_data: Any) -> History:
+    def _fit(self, fit_call: FitCall, train_data: ShardedData, eval_data: ShardedData) -> History:
         with contextlib.ExitStack() as stack:
-            train = stack.enter_context(self._opened(train_data, self._options.loader))
-            test = None
-            if eval_data is not None:
-                test = stack.enter_context(self._opened(eval_data, self._evaluation_options))
+            data, shard = train_data
+            train = stack.enter_context(self._opened(data, self._options.loader, shard))
+            test, (data, shard) = None, eval_data
+            if data is not None:
+                test = stack.enter_context(self._opened(data, self._evaluation_options, shard))
             loop = stack.enter_context(
                 training_loop.opened(fit_call, self._options, self._assembly, train, test, self._calls)
             )
@@ -559,15 +582,15 @@ class Trainer:
             loop.complete()
         return self.position.history
 
-    def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric]) -> dict[str, float]:
-        with self._opened_outside_fit(data) as source:
+    def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
+        with self._opened_outside_fit(data, shard) as source:
             found = evaluation.evaluate(self._assembly.step, source, metrics)
         assert found is not None  # it is never stopped
         means, count = found
         return {**means, "samples": count}
 
-    def _predict(self, data: Any, *, has_targets: bool, all_ranks: bool) -> Any:
-        with self._opened_outside_fit(data, may_drop=False) as source:
+    def _predict(self, data: Any, shard: bool | None, *, has_targets: bool, all_ranks: bool) -> Any:
+        with self._opened_outside_fit(data, shard, may_drop=False) as source:
             return prediction.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
 
     def _export(self, path: str | os.PathLike[str]) -> None:

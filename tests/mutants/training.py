@@ -208,6 +208,52 @@ failure = self._store(temporary, state)
         tests="tests/unit/test_shares.py -k gets_the_number_of_the_epoch",
     ),
     Mutant(
+        "_Share.__iter__",
+        old="""
+with torch_internals.outside_workers():
+    return next(reading, [])
+""",
+        new="return next(reading, [])",
+        fault="A stream that splits itself by worker is split again, and most of its samples are lost.",
+        tests="tests/unit/test_shares.py -k splits_itself_by_worker",
+    ),
+    Mutant(
+        "_Share.__iter__",
+        old="randomness.drawn(self._read, self.seed)",
+        new="self._read()",
+        fault="Of a stream that shuffles, the ranks take parts of different orders.",
+        tests="tests/unit/test_shares.py -k splits_itself_by_worker_or_shuffles",
+    ),
+    Mutant(
+        "check_first_samples",
+        old="len(set(itertools.chain.from_iterable(found))) == 1",
+        new="True",
+        fault="The share of each rank is split again, and most of the samples are lost.",
+        tests="tests/training/test_uneven.py -k splits_itself_by_rank",
+        ranks=2,
+    ),
+    Mutant(
+        "_source_of_loader",
+        old="len(sampler.data_source) if own is None else len(own)",
+        new="None if own is None else len(own)",
+        fault="A sampler over a part of the dataset is replaced by one over all of it.",
+        tests="tests/unit/test_shares.py -k outside_of_the_sampler",
+    ),
+    Mutant(
+        "_source_of_loader",
+        old="is_replaced and _is_usual(loader) and place.size > 1",
+        new="False",
+        fault="Each rank takes all samples of a DataLoader that has an __iter__ of its own.",
+        tests="tests/unit/test_shares.py -k cannot_be_shared",
+    ),
+    Mutant(
+        "IndexedSource.order",
+        old="randomness.drawn(lambda: iter(self._sampler), seed)",
+        new="self._sampler",
+        fault="Of the order of a sampler of the user, the ranks take parts of different orders.",
+        tests="tests/unit/test_shares.py -k samples_of_a_sampler",
+    ),
+    Mutant(
         "_start_worker",
         old="preemption.SIGNALS",
         new="preemption._WARNINGS",

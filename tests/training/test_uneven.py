@@ -29,8 +29,8 @@ pytestmark = pytest.mark.mpi
 
 
 class IterableSource(IterableDataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.pairs = samples(count)
+    def __init__(self, count: int, start: int = 0) -> None:
+        self.pairs = TensorDataset(*[each[start:] for each in samples(start + count).tensors])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.pairs)
@@ -90,6 +90,21 @@ def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) 
     (epoch,) = trainer.fit(loader, 1)
     assert (epoch["samples"], epoch["step"]) == (12 + 2 * (world.size - 1), 2)
     assert_trained(trainer, samples(12), [[*range(8), *[0, 1] * (world.size - 1)], list(range(8, 12))])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_splits_itself_by_rank(world: mpicomm.World, num_workers: int) -> None:
+    """It is refused before the first step, unless the program passes shard=False."""
+    own = IterableSource(3 + 2 * world.rank, start=4 * world.rank)
+    trainer = make_trainer(num_workers=num_workers)
+    names = "rank 1" if world.size == 2 else f"ranks 1-{world.size - 1}"
+    message = rf"dataset IterableSource: its first sample differs between rank 0 and {names}\.\nSet shard=False"
+    with pytest.raises(mpicomm.TrainingError, match=message):
+        trainer.fit(own, 1)
+    assert trainer.position.step == 0
+    count = sum(3 + 2 * rank for rank in range(world.size))
+    assert trainer.fit(own, 1, shard=False)[0]["samples"] == count
+    assert trainer.evaluate(own, shard=False)["samples"] == count
 
 
 def test_a_run_continues_while_some_ranks_have_data(world: mpicomm.World, directory: Path) -> None:

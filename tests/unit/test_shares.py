@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -11,8 +15,11 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from mpicomm.training.data import (
@@ -140,11 +147,11 @@ def test_a_sampler_of_the_users_own_gets_the_number_of_the_epoch() -> None:
 
 
 class Numbers(IterableDataset[torch.Tensor]):
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, start: int = 0) -> None:
+        self.length, self.start = length, start
 
     def __iter__(self):
-        return iter(zip(torch.arange(self.length), torch.arange(self.length), strict=True))
+        return iter(zip(*[torch.arange(self.start, self.start + self.length)] * 2, strict=True))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -163,6 +170,89 @@ def test_ranks_share_a_stream(length: int, num_workers: int) -> None:
     assert sorted(taken(first) + taken(rest)) == list(range(length)), "three ranks go on where two were"
     for each in (*feeds, *others):
         each.close()
+
+
+class SplitByWorker(Numbers):
+    """Divides its samples among the workers, as in torch's documentation."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return itertools.islice(super().__iter__(), first, None, step)
+
+
+class Shuffled(Numbers):
+    """Yields its samples in a random order."""
+
+    def __iter__(self):
+        return iter(random.sample(list(super().__iter__()), self.length))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [SplitByWorker, Shuffled])
+def test_ranks_share_a_stream_that_splits_itself_by_worker_or_shuffles(kind: type[Numbers], num_workers: int) -> None:
+    feeds = [IterableSource(kind(64), LoaderOptions(4, 2, num_workers), DataRank(rank, 2)) for rank in range(2)]
+    before = random.getstate()
+    steps = [list(each.steps(0, 0, 0)) for each in feeds]
+    assert sorted(taken(steps)) == list(range(64))
+    assert random.getstate() == before
+    assert len({digest for each in feeds for digest in each.first_samples[1]}) == 1
+    assert taken([list(feeds[0].steps(0, 32, 2))]) == taken([steps[0][2:]]), "it resumes with the same samples"
+    for each in feeds:
+        each.close()
+
+
+@pytest.mark.parametrize("shard", [None, True])
+def test_a_stream_that_splits_itself_by_rank_has_other_first_samples(shard: bool | None) -> None:
+    sources = [IterableSource(Numbers(8, rank), LoaderOptions(4), DataRank(rank, 2), shard) for rank in range(2)]
+    for each in sources:
+        next(each.steps(0, 0, 0), None)
+    assert (sources[0].first_samples == sources[1].first_samples) == (shard is True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [numbers, SplitByWorker])
+def test_own_shares_are_used_unchanged(kind: Any, num_workers: int) -> None:
+    own = make_source(kind(10), LoaderOptions(4, 1, num_workers), DataRank(1, 2), shard=False)
+    assert sorted(taken([list(own.steps(0, 0, 0))])) == list(range(10))
+    assert not own.is_shared
+    own.close()
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler(range(16)), RandomSampler(range(16))])
+def test_samples_outside_of_the_sampler_are_not_used(sampler: Any) -> None:
+    loader = DataLoader(numbers(64), batch_size=3, sampler=sampler)
+    steps = [list(make_source(loader, LoaderOptions(), DataRank(rank, 2)).steps(0, 0, 0)) for rank in range(2)]
+    assert sorted(taken(steps)) == list(range(16))
+
+
+def test_ranks_share_the_samples_of_a_sampler() -> None:
+    """All ranks draw the same order, whatever the generators of their programs hold."""
+    chosen = range(5, 22)
+    loader = DataLoader(numbers(64), batch_size=3, sampler=SubsetRandomSampler(chosen))
+    feeds = [make_source(loader, LoaderOptions(), DataRank(rank, 2), shard=True) for rank in range(2)]
+    orders = [taken([list(each.steps(epoch, 0, 0)) for each in feeds]) for epoch in range(2)]
+    assert [sorted(order) for order in orders] == [list(chosen)] * 2
+    assert orders[0] != orders[1]
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), 1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "shard", "message"),
+    [
+        (Own(numbers(8), 2), None, r"Own has an __iter__ of its own.*\nSet shard=False"),
+        (DataLoader(numbers(8), batch_sampler=[[0, 1]]), True, r"shard=True requires .* batch_sampler"),
+        (DataLoader(Numbers(8), 2), True, r"shard=True requires .* iterable-style"),
+        (DataLoader(numbers(8), sampler=DistributedSampler(numbers(8), 2, 0)), True, "got a DistributedSampler"),
+    ],
+)
+def test_loaders_that_cannot_be_shared_are_refused(loader: Any, shard: bool | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_source(loader, LoaderOptions(), DataRank(0, 2), shard=shard)
 
 
 class Noisy(TensorDataset):
