@@ -29,6 +29,7 @@ MODELS, ROUNDS, STEPS, BATCH = 6, 12, 50, 64
 def main() -> None:
     """Measure, and write the results on rank 0."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # the ranks share the samples
     with mpicomm.bootstrap("mpi") as world:
         count = STEPS * BATCH * world.size
         tensors = TensorDataset(torch.randn(count, 784), torch.zeros(count).long())

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import operator
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,9 @@ class DataSource(abc.ABC):
     first_samples: tuple[str, list[bytes]] | None = None
     """The name of the dataset, and digests of the first sample that each process of this rank has read in this epoch;
     None if the ranks need not compare them."""
+
+    layout: Mapping[str, object] = {"kind": "a share of each rank"}
+    """The properties by name that must be equal on all ranks."""
 
     _loaded: Iterator[Any] = iter(())
     """The batches of the current epoch, from a DataLoader."""
@@ -330,6 +333,16 @@ class IndexedSource(DataSource):
                 f"x {place.size} samples (batch_size x grad_accum_steps x ranks), got {length}.\n"
                 f"Reduce batch_size or grad_accum_steps, or set drop_last=False."
             )
+        self.layout = {
+            "kind": "a dataset with indices that the ranks share",
+            "number of samples": length,
+            "batch_size": options.batch_size,
+            "grad_accum_steps": options.grad_accum_steps,
+            "drop_last": drop_last,
+            "shuffle": options.shuffle,
+        }
+        if type(dataset) is TensorDataset:  # other datasets may have effects at an access
+            self.layout["digest of the first sample"] = _digest([dataset[0]]).hex()[:8]
         # 2. create the loader
         self._rank = place.rank
         self._seed, self._shuffle, self._sampler = options.seed, options.shuffle, sampler
@@ -480,6 +493,13 @@ class IterableSource(DataSource):
         self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank, shard: bool | None = None
     ) -> None:
         self._share = _Share(dataset, options.batch_size, place)
+        self.layout = {
+            "kind": "an iterable-style dataset that the ranks share",
+            "number of samples": self.total(),
+            "batch_size": options.batch_size,
+            "grad_accum_steps": options.grad_accum_steps,
+            "shard": shard,
+        }
         self._is_checked = shard is None
         self._seed = options.seed
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged

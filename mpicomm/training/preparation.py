@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,7 @@ def prepare(
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If strategy is unknown, a dataset is empty, or the optimizer has parameters of another model.
+        TrainingError: On every rank, if the loaders of the ranks differ.
         MpicommError: If `mpicomm.bootstrap()` was not called.
     """
     # 1. check the arguments
@@ -75,7 +77,7 @@ def prepare(
     SHARD.check(shard, "shard", "prepare")
     for loader in loaders:
         _LOADER.check(loader, "each loader", "prepare")
-    prepared = [PreparedLoader(loader, world, seed, shard) for loader in loaders]
+    prepared = [PreparedLoader(loader, world, seed, shard, f"loader {n}") for n, loader in enumerate(loaders, start=1)]
     # 2. replicate or shard the model
     names = parallel.names_in(optimizer, model)
     wrapped = parallel.wrap(model, optimizer, names, world.device, options, None)
@@ -90,9 +92,11 @@ class PreparedLoader:
     or an iterable-style dataset, is used unchanged: each rank passes its own share, unless shard=True.
     """
 
-    def __init__(self, loader: DataLoader[Any], world: World, seed: int, shard: bool | None) -> None:
+    def __init__(self, loader: DataLoader[Any], world: World, seed: int, shard: bool | None, name: str) -> None:
         self._world = world
-        self._source = make_source(loader, LoaderOptions(seed=seed), DataRank(world.rank, world.size), shard=shard)
+        place = DataRank(world.rank, world.size)
+        make = functools.partial(make_source, loader, LoaderOptions(seed=seed), place, shard=shard)
+        self._source = rank_sync.agreed_source(make, "prepare", name)
         self._epoch = 0
         self.weight = 1.0
         """The weight of this rank's loss in the current batch: its samples x ranks / samples of all ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +45,64 @@ def most(count: int) -> int:
 def all_true(is_so: bool) -> bool:
     """Return whether a condition is true on all ranks (collective)."""
     return total(not is_so) == 0
+
+
+def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
+    """Compare values that must be equal on all ranks (collective).
+
+    Args:
+        values: The values of this rank by name.
+        call: The call that needs them, for the error.
+        remedy: The last line of the error.
+
+    Raises:
+        TrainingError: On every rank, if one of them differs. The message has its values by rank.
+    """
+    found = collectives.all_gather_object(dict(values))
+    for name in dict.fromkeys(itertools.chain.from_iterable(found)):
+        rows = agreement.ranks_by_value([each.get(name) for each in found], range(len(found)))
+        if len(rows) > 1:
+            by_rank = ", ".join(f"{value} on {hang_report.called(ranks)}" for value, ranks in rows.items())
+            raise raised_on_all_ranks(
+                TrainingError(f"{call}: {name} must be equal on all ranks, got {by_rank}.\n{remedy}")
+            )
+
+
+def agreed_source(make: Callable[[], DataSource], call: str, argument: str, shard: str = "shard") -> DataSource:
+    """Return the data source of this rank, after comparing its layout with those of the other ranks (collective).
+
+    Args:
+        make: Returns the source of this rank.
+        call: The call that takes the data, for the error.
+        argument: Its argument for the data.
+        shard: Its argument that determines whether the ranks share the data.
+
+    Raises:
+        TypeError: As `make`.
+        ValueError: As `make`.
+        TrainingError: On every rank, if the layouts differ; on the other ranks, if `make` fails on some ranks.
+    """
+    source: DataSource | None = None
+    error: Exception | None = None
+    try:
+        source = make()
+    except (TypeError, ValueError) as caught:
+        error = caught
+    messages = collectives.all_gather_object(None if error is None else str(error))
+    if error is not None:
+        raise error
+    assert source is not None
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        raise raised_on_all_ranks(
+            TrainingError(f"{call}: {argument} of {hang_report.called(failed)}: {messages[failed[0]]}")
+        )
+    check_equal(
+        {f"the {name} of {argument}": value for name, value in source.layout.items()},
+        call,
+        f"Pass the same data on every rank, or set {shard}=False if each rank passes its own share.",
+    )
+    return source
 
 
 def aligned_steps(

@@ -60,6 +60,13 @@ class RunLimits:
         self._end_at = math.inf if self.max_time is None else time.monotonic() + self.max_time
 
     @property
+    def agreed(self) -> dict[str, object]:
+        """The limits that must be equal on all ranks, by name."""
+        names = ("epochs", "max_steps", "eval_every", "limit_batches", "grad_accum_steps")
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "whether there is eval_data": self.is_evaluated}
+
+    @property
     def is_voted(self) -> bool:
         """Whether the end can depend on a rank, so that the ranks have to agree on it."""
         return self.max_time is not None or self.has_callbacks

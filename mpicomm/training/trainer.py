@@ -26,6 +26,7 @@ from mpicomm.training import (
     parallel,
     prediction,
     randomness,
+    rank_sync,
     training_loop,
 )
 from mpicomm.training.assembly import Assembly, StepOptions
@@ -390,7 +391,8 @@ class Trainer:
                 Flux also SIGALRM), or the end of the allocation is near. The run has saved a checkpoint. Without
                 checkpoint_dir, it is not raised.
             CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model.
-            TrainingError: On a rank whose loss is not finite, or on every rank if the parameters of the ranks differ.
+            TrainingError: On a rank whose loss is not finite, or on every rank if the parameters, the data or the
+                limits of the ranks differ.
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
                 names.
             ValueError: If nothing limits the run, a limit is not positive, a dataset is empty, a metric is not callable
@@ -465,6 +467,7 @@ class Trainer:
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
                 names.
             ValueError: If a dataset is empty, or a metric is not callable or has a wrong shape.
+            TrainingError: On every rank, if the data of the ranks differ.
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
         SHARD.check(shard, "shard", "evaluate")
@@ -497,7 +500,8 @@ class Trainer:
             TypeError: If the data or the outputs have an unsupported type or structure.
             ValueError: If a dataset is empty, an output does not have one row for each sample, or the shapes of the
                 rows differ.
-            TrainingError: On every rank, if the data are empty, or the outputs of the ranks have different structures.
+            TrainingError: On every rank, if the data are empty, or the data of the ranks or the structures of their
+                outputs differ.
         """
         FLAG.check(has_targets, "has_targets", "predict")
         FLAG.check(all_ranks, "all_ranks", "predict")
@@ -545,20 +549,24 @@ class Trainer:
 
     @contextlib.contextmanager
     def _opened(
-        self, data: Any, options: LoaderOptions, shard: bool | None, *, may_drop: bool = True
+        self, data: Any, options: LoaderOptions, shard: bool | None, *names: str, may_drop: bool = True
     ) -> Iterator[DataSource]:
+        """Open data; `names` are those of the call and its arguments, for errors (collective)."""
         rank = DataRank(self.world.rank, self.world.size)
-        with contextlib.closing(make_source(data, options, rank, shard=shard, may_drop=may_drop)) as source:
+        make = functools.partial(make_source, data, options, rank, shard=shard, may_drop=may_drop)
+        with contextlib.closing(rank_sync.agreed_source(make, *names)) as source:
             if self._calls is not None:
                 self._calls.check_source(source)
             yield source
 
     @contextlib.contextmanager
-    def _opened_outside_fit(self, data: Any, shard: bool | None, *, may_drop: bool = True) -> Iterator[DataSource]:
+    def _opened_outside_fit(
+        self, data: Any, shard: bool | None, call: str, *, may_drop: bool = True
+    ) -> Iterator[DataSource]:
         """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks."""
         if self._calls is not None:
             self._calls.check_state()
-        with self._opened(data, self._evaluation_options, shard, may_drop=may_drop) as source:
+        with self._opened(data, self._evaluation_options, shard, call, "data", may_drop=may_drop) as source:
             if self._calls is not None:
                 self._calls.seed_at("evaluation", self.position.step)
             with self._callbacks.evaluating(self):
@@ -569,12 +577,15 @@ class Trainer:
         return dataclasses.replace(self._options.loader, grad_accum_steps=1, shuffle=False)
 
     def _fit(self, fit_call: FitCall, train_data: ShardedData, eval_data: ShardedData) -> History:
+        rank_sync.check_equal(fit_call.limits.agreed, "fit", "Pass the same arguments on every rank.")
         with contextlib.ExitStack() as stack:
             data, shard = train_data
-            train = stack.enter_context(self._opened(data, self._options.loader, shard))
+            train = stack.enter_context(self._opened(data, self._options.loader, shard, "fit", "train_data"))
             test, (data, shard) = None, eval_data
             if data is not None:
-                test = stack.enter_context(self._opened(data, self._evaluation_options, shard))
+                test = stack.enter_context(
+                    self._opened(data, self._evaluation_options, shard, "fit", "eval_data", "eval_shard")
+                )
             loop = stack.enter_context(
                 training_loop.opened(fit_call, self._options, self._assembly, train, test, self._calls)
             )
@@ -583,14 +594,14 @@ class Trainer:
         return self.position.history
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
-        with self._opened_outside_fit(data, shard) as source:
+        with self._opened_outside_fit(data, shard, "evaluate") as source:
             found = evaluation.evaluate(self._assembly.step, source, metrics)
         assert found is not None  # it is never stopped
         means, count = found
         return {**means, "samples": count}
 
     def _predict(self, data: Any, shard: bool | None, *, has_targets: bool, all_ranks: bool) -> Any:
-        with self._opened_outside_fit(data, shard, may_drop=False) as source:
+        with self._opened_outside_fit(data, shard, "predict", may_drop=False) as source:
             return prediction.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
 
     def _export(self, path: str | os.PathLike[str]) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,53 @@ def test_a_stream_that_splits_itself_by_rank(world: mpicomm.World, num_workers: 
     count = sum(3 + 2 * rank for rank in range(world.size))
     assert trainer.fit(own, 1, shard=False)[0]["samples"] == count
     assert trainer.evaluate(own, shard=False)["samples"] == count
+
+
+SHARES = [torch.arange(0.0, 8.0), torch.arange(2.0, 10.0), torch.arange(3.0, 9.0), torch.arange(4.0)]
+
+
+@pytest.mark.parametrize(
+    ("call", "data", "message"),
+    [
+        ("fit", lambda rank: samples(6 + 3 * rank), r"number of samples of train_data .*got 6 on rank 0, 9 on rank 1"),
+        ("eval_data", lambda rank: samples(6 + 3 * rank), r"number of samples of eval_data .*\n.*eval_shard=False"),
+        ("evaluate", lambda rank: TensorDataset(SHARES[rank]), r"digest of the first sample of data must be equal"),
+        ("predict", lambda rank: samples(6 + 3 * rank), r"predict: the number of samples of data .*9 on rank 1"),
+        ("prepare", lambda rank: samples(6 + 3 * rank), r"prepare: the number of samples of loader 1 .*9 on rank 1"),
+        ("prepare", lambda rank: samples(12), r"prepare: the batch_size of loader 1 .*got 2 on rank 0, 3 on rank 1"),
+        ("prepare", lambda rank: IterableSource(4) if rank else samples(12), r"the kind of loader 1 .*share of each"),
+        ("fit", lambda rank: samples(0 if rank else 6), r"must have at least one sample|train_data of ranks? 1.*: the"),
+    ],
+)
+def test_ranks_compare_their_data_before_they_train(world: mpicomm.World, call: str, data: Any, message: str) -> None:
+    own, model = data(min(world.rank, 1)), make_model()
+    trainer = make_trainer(model)
+    batch_size = 3 if "batch_size" in message and world.rank else 2
+    calls: dict[str, Callable[[], Any]] = {
+        "fit": lambda: trainer.fit(own, 1),
+        "eval_data": lambda: trainer.fit(samples(12), 1, eval_data=own),
+        "evaluate": lambda: trainer.evaluate(own),
+        "predict": lambda: trainer.predict(own),
+        "prepare": lambda: mpicomm.prepare(model, trainer.optimizer, DataLoader(own, batch_size=batch_size)),
+    }
+    with pytest.raises((mpicomm.TrainingError, ValueError), match=message):
+        calls[call]()
+    assert trainer.position.step == 0
+
+
+def test_ranks_compare_the_limits_of_a_run(world: mpicomm.World) -> None:
+    with pytest.raises(mpicomm.TrainingError, match=r"fit: epochs must be equal on all ranks, got 1 on rank 0, 2 on"):
+        make_trainer().fit(samples(12), 1 + min(world.rank, 1))
+
+
+def test_metrics_of_own_shares_are_over_all_samples(world: mpicomm.World) -> None:
+    values = torch.cat(SHARES[: world.size])
+    trainer = test_steps.make_trainer(nn.Linear(1, 1), batch_size=3)
+    trainer.loss_fn = lambda outputs, target: target.mean() + 0 * outputs.mean()
+    own = SHARES[world.rank][:, None]
+    found = trainer.evaluate(TensorDataset(own, own), {"value": lambda _, target: target[:, 0]}, shard=False)
+    assert (found["samples"], found["value"]) == (len(values), pytest.approx(values.mean().item()))
+    assert found["loss"] == pytest.approx(values.mean().item())
 
 
 def test_a_run_continues_while_some_ranks_have_data(world: mpicomm.World, directory: Path) -> None:
