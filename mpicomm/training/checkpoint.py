@@ -1,28 +1,24 @@
-"""Checkpoints of a run. A save is atomic: write to a temporary directory, sync, rename, write the marker COMPLETE.
+"""Checkpoints of a run. A save is atomic: write to a temporary directory, sync, rename, set the marker COMPLETE.
 
-A run resumes from the marked checkpoint with the most steps. A run that is killed while saving leaves a directory
-without a marker, which the next start removes. The content is in the format of torch.distributed.checkpoint, so that
-another number of ranks can read it.
+A run resumes from its marked checkpoint with the most steps. A run that is killed while saving leaves a directory with
+the marker INCOMPLETE, which the next start removes. The content is in the format of torch.distributed.checkpoint, so
+that another number of ranks can read it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
-import fcntl
 import functools
 import itertools
 import json
 import os
 import pickle
-import shutil
 import traceback
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,16 +30,11 @@ from mpicomm import agreement, mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError, RankFailedError, raised_on_all_ranks
-from mpicomm.training import files
+from mpicomm.training import run_directory
 from mpicomm.training.preemption import is_of_all_ranks
+from mpicomm.training.run_directory import RunDirectory
 from mpicomm.watchdog import exit_hooks
 
-_MARK = "COMPLETE"
-_TEMPORARY = ".partial"
-_PREFIX = "step-"
-_LOCK = ".lock"
-_IS_LOCKED = "another running job has locked it"
-_LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
 _LAST_SAVE_SECONDS = 60.0  # that a rank whose exception ends the job waits for the save in progress
 _VISIBLE_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
 
@@ -63,11 +54,11 @@ class Checkpoints:
             device: The device of this rank.
 
         Raises:
-            CheckpointError: On every rank, if a rank cannot write to the directory or another job uses it.
+            CheckpointError: On every rank, if a rank cannot write to the directory, another job uses it, or it has
+                checkpoints, but none of this run.
         """
         # 1. create the saving thread
         self.directory = Path(directory).absolute()
-        self._keep = keep
         self.kept: Collection[str] = ()
         """The names of checkpoints that are never removed, as of the next save."""
 
@@ -78,12 +69,19 @@ class Checkpoints:
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
         self._running: concurrent.futures.Future[None] | None = None
-        self._lock: TextIO | None = None
-        # 2. lock and check the directory
-        self._open()
-        # 3. agree on the newest checkpoint, and create the group of the saving thread
-        self.newest = collectives.broadcast_object(_newest(self.directory) if self._rank == 0 else None, src=0)
+        # 2. lock the directory, agree on the newest checkpoint, and check that all ranks can write
+        self._run_directory: RunDirectory | None = None  # on rank 0
+        newest, error = collectives.broadcast_object(self._open(keep) if self._rank == 0 else None, src=0)
+        if error is not None:
+            raise raised_on_all_ranks(error)
+        self.newest: Path | None = newest
         """The newest complete checkpoint, or None."""
+        try:
+            self._probe()
+        except BaseException:
+            self._release()
+            raise
+        # 3. create the group of the saving thread
         self._group = self._make_group()
 
     def _make_group(self) -> dist.ProcessGroup:
@@ -95,36 +93,38 @@ class Checkpoints:
         """
         return dist.new_group(backend="gloo" if dist.is_gloo_available() and not self._uses_mpicomm else None)
 
-    def _open(self) -> None:
+    def _open(self, keep: int) -> tuple[Path | None, CheckpointError | None]:
+        """Open the directory on rank 0, and return the newest checkpoint, and the error for all ranks, if any."""
+        try:
+            self._run_directory = RunDirectory(self.directory, keep)
+            return self._run_directory.newest(), None
+        except CheckpointError as error:
+            self._release()
+            return None, error
+        except OSError as error:
+            self._release()
+            return None, self._unusable(0, str(error))
+
+    def _probe(self) -> None:
+        """Check that each rank sees a file of rank 0 in the directory, and can write to it (collective)."""
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
-        self._agree(self._prepare if self._rank == 0 else _nothing)
-        self._agree((lambda: _write(token, b"")) if self._rank == 0 else _nothing)
-        self._agree(lambda: _probe(token, self._rank))
+        for act in (
+            (lambda: run_directory.write(token, b"")) if self._rank == 0 else _nothing,
+            functools.partial(_probe, token, self._rank),
+        ):
+            agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, self._unusable)
         if self._rank == 0:
             token.unlink(missing_ok=True)
 
-    def _prepare(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.directory / _LOCK).open("w")  # the kernel releases the lock however this process ends
-        if not mpi.poll(lambda: _is_locked(self._lock), _LOCK_SECONDS, longest_pause=0.1):
-            raise OSError(_IS_LOCKED)
-        self._remove_unmarked()
+    def _unusable(self, rank: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"rank {rank} cannot use {self.directory} for checkpoints: {why}.\n"
+            f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
+        )
 
-    def _agree(self, act: Callable[[], object]) -> None:
-        """Call `act`, and raise an error on every rank if it raises OSError on any rank (collective)."""
-
-        def failed(rank: int, why: str) -> CheckpointError:
-            if why == _IS_LOCKED:
-                return CheckpointError(
-                    f"checkpoint_dir {self.directory} is locked by another running job.\n"
-                    f"Wait for that job to end, cancel it, or pass another checkpoint_dir."
-                )
-            return CheckpointError(
-                f"rank {rank} cannot use {self.directory} for checkpoints: {why}.\n"
-                f"Pass a checkpoint_dir on a file system that all hosts share, to which this user can write."
-            )
-
-        agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, failed)
+    def _release(self) -> None:
+        if self._run_directory is not None:
+            self._run_directory.close()
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -174,39 +174,34 @@ class Checkpoints:
                     f"the checkpoint that is being written\n"
                 )
             concurrent.futures.wait([self._running], _LAST_SAVE_SECONDS)
-        if self._lock is not None:
-            self._lock.close()
+        self._release()
 
     def close(self) -> None:
         """Wait for the last save, then release the saving thread, the lock and the group (collective)."""
         self.wait()
         self._pool.shutdown()
-        if self._lock is not None:
-            self._lock.close()
+        self._release()
         dist.destroy_process_group(self._group)
 
     def _save(self, name: str, step: int, state: State, kept: Collection[str]) -> None:
         # Runs on the saving thread.
-        # 1. all ranks write the content, then rank 0 renames and marks it
-        path = self.directory / name
-        temporary = path.with_suffix(_TEMPORARY)
-        failure = self._store(temporary, state)
-        if not failure and self._rank == 0:
-            failure = self._publish(temporary, path, step)
-        # 2. agree on the result
-        outcome = [failure]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if not outcome[0]:
+        # 1. rank 0 creates a directory, all ranks write the content, then rank 0 renames and marks it
+        temporary, failure = self._of_rank_0(self._begin, name, step)
+        failure = failure or self._store(temporary, state)
+        if not failure:
+            path, failure = self._of_rank_0(self._publish, temporary, name)
+        # 2. remove old checkpoints, or the content of this one
+        if not failure:
             self.newest = path
-            if self._rank == 0:
-                self._remove_old(kept)
+            if self._run_directory is not None:
+                self._run_directory.remove_old(kept)
             return
-        if self._rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if self._run_directory is not None:
+            self._run_directory.remove_incomplete()
         last = f"The last complete checkpoint is {self.newest}." if self.newest else "No checkpoint is complete yet."
         raise raised_on_all_ranks(
             CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self.directory}: {outcome[0]}\n{last}\n"
+                f"cannot write the checkpoint of step {step} to {self.directory}: {failure}\n{last}\n"
                 f"Free space in this directory or correct its permissions, then start the run again."
             )
         )
@@ -226,37 +221,24 @@ class Checkpoints:
             return reason
         return ""
 
-    def _publish(self, temporary: Path, path: Path, step: int) -> str:
-        """Rename and mark the content, and return the reason of a failure or ""."""
-        try:
-            files.sync(temporary)
-            if path.exists():  # an unmarked directory that could not be removed
-                path.rename(path.with_suffix(f".{uuid.uuid4().hex}"))
-            temporary.rename(path)
-            files.sync(self.directory)
-            self._mark(path, step)
-        except OSError as error:
-            return str(error)
-        return ""
+    def _of_rank_0(self, act: Callable[..., Path], *arguments: Any) -> tuple[Path, str]:
+        """Return the result of a function on rank 0, and the reason of a failure or "" (collective)."""
+        outcome: list[Any] = [self.directory, ""]
+        if self._rank == 0:
+            try:
+                outcome[0] = act(*arguments)
+            except OSError as error:
+                outcome[1] = str(error)
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        return outcome[0], outcome[1]
 
-    def _remove_old(self, kept: Collection[str]) -> None:
-        """Remove all but the newest `keep` checkpoints and those in `kept`, and leftovers of earlier removals."""
-        old = sorted(self.directory.glob(f"{_PREFIX}*/{_MARK}"))[: -self._keep]
-        for mark in [each for each in old if each.parent.name not in kept]:
-            with _warning_on_failure(mark):
-                mark.unlink()  # before the content, so that no run resumes from a partly removed checkpoint
-        self._remove_unmarked()
+    def _begin(self, name: str, step: int) -> Path:
+        assert self._run_directory is not None
+        return self._run_directory.begin(name, step, ranks=dist.get_world_size(), torch=str(torch.__version__))
 
-    def _remove_unmarked(self) -> None:
-        for path in self.directory.glob(_PREFIX + "*"):
-            if not (path / _MARK).exists():
-                with _warning_on_failure(path):
-                    files.remove_tree(path)
-
-    def _mark(self, path: Path, step: int) -> None:
-        mark = {"step": step, "ranks": dist.get_world_size(), "torch": str(torch.__version__)}
-        _write(path / _MARK, json.dumps(mark).encode())
-        files.sync(path)
+    def _publish(self, temporary: Path, name: str) -> Path:
+        assert self._run_directory is not None
+        return self._run_directory.publish(temporary, name)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -374,29 +356,14 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
     checkpoints.close()
 
 
-@contextlib.contextmanager
-def _warning_on_failure(path: Path) -> Iterator[None]:
-    """Turn a failure to remove a file or directory into a warning: it only costs space, and the run can continue."""
-    try:
-        yield
-    except OSError as error:
-        message = f"cannot remove {path} yet: {error}. The next save tries again; the newer checkpoints are complete."
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
 def packed(objects: Mapping[str, Any]) -> State:
     """Return objects in the form in which a state contains them: pickled, under `object.<name>`."""
     return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
 
 
-def _newest(directory: Path) -> Path | None:
-    marks = sorted(directory.glob(f"{_PREFIX}*/{_MARK}"))
-    return marks[-1].parent if marks else None
-
-
 def _unreadable(path: Path, rank: int, why: str) -> CheckpointError:
     """Return the error for a checkpoint whose metadata cannot be read."""
-    mine, writer = str(torch.__version__), json.loads((path / _MARK).read_text()).get("torch")
+    mine, writer = str(torch.__version__), json.loads((path / run_directory.COMPLETE).read_text()).get("torch")
     what = f"cannot read the checkpoint {path}: rank {rank}: {why}."
     if mine == writer:
         return CheckpointError(f"{what}\nRemove that directory to resume from the previous checkpoint.")
@@ -419,22 +386,8 @@ def _probe(token: Path, rank: int) -> None:
     if not mpi.poll(token.exists, _VISIBLE_SECONDS, longest_pause=0.1):
         raise OSError("a file that rank 0 created in it is not visible on this rank")
     mine = token.with_suffix(f".{rank}")
-    _write(mine, b"mpicomm")
+    run_directory.write(mine, b"mpicomm")
     mine.unlink()
-
-
-def _write(path: Path, content: bytes) -> None:
-    files.write_whole(path, lambda file: file.write(content))
-
-
-def _is_locked(file: TextIO | None) -> bool:
-    """Lock a file against other processes; return False if another process holds the lock."""
-    assert file is not None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # some file systems do not support locks
-    return True
 
 
 def _nothing() -> None:

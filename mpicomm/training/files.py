@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -37,12 +38,26 @@ def sync(directory: Path) -> None:
         os.close(handle)
 
 
-def remove_tree(directory: Path) -> None:
+def remove_tree(directory: Path, last: str) -> None:
     """Remove a directory and as much of its content as possible.
+
+    Args:
+        directory: The directory.
+        last: The file that is removed when nothing else is left.
 
     Raises:
         OSError: If a file cannot be removed: on NFS, for example, a file that a process has open (EBUSY).
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():
-        shutil.rmtree(directory)
+    failures = []
+    for path in directory.iterdir():
+        if path.name != last:
+            try:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            except OSError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+    if left := [path for path in directory.iterdir() if path.name != last]:  # NFS renames a removed file that is open
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), left[0])
+    (directory / last).unlink()
+    directory.rmdir()

@@ -49,9 +49,9 @@ finally:
         ranks=2,
     ),
     Mutant(
-        "Checkpoints._remove_old",
-        old="[each for each in old if each.parent.name not in kept]",
-        new="old",
+        "RunDirectory.remove_old",
+        old="path.name not in kept",
+        new="True",
         fault="The best checkpoint is removed when newer ones are complete.",
         tests="tests/training/test_callbacks.py -k best_checkpoint",
         ranks=2,
@@ -73,24 +73,60 @@ finally:
     ),
     # -- checkpoints ----------------------------------------------------------------------------------------
     Mutant(
-        "_newest",
-        old="-1",
-        new="0",
+        "RunDirectory.newest",
+        old="max(of_run, key=lambda each: each.order)",
+        new="min(of_run, key=lambda each: each.order)",
         fault="A run resumes from the oldest checkpoint instead of the newest.",
-        tests="tests/training/test_runs.py -k killed_while_it_saves",
+        tests="tests/unit/test_run_directory.py -k order_of_their_names",
     ),
     Mutant(
-        "Checkpoints._save",
-        old="failure = self._store(temporary, state)",
-        new="""
-if self._rank == 0:
-    temporary.mkdir(exist_ok=True)
-    self._mark(temporary, step)
-failure = self._store(temporary, state)
-""",
+        "_Marked.order",
+        old='self.mark["step"]',
+        new="0",
+        fault="Checkpoints are in the order of their names, not of the steps in their markers.",
+        tests="tests/unit/test_run_directory.py -k step_in_the_marker",
+    ),
+    Mutant(
+        "RunDirectory.begin",
+        old="write(path / _INCOMPLETE, json.dumps(mark).encode())",
+        new="write(path / COMPLETE, json.dumps(mark).encode())",
         fault="A checkpoint is marked complete before the ranks have written it.",
-        # The kill during writing happens 1 ms after rank 0 begins: detected unless all files are on disk by then.
-        tests="tests/training/test_runs.py -k killed_while_it_saves",
+        tests="tests/unit/test_run_directory.py -k interrupted_removal_or_save",
+    ),
+    Mutant(
+        "_Marked.is_original",
+        old='self.mark.get("inode") == self.path.lstat().st_ino',
+        new="True",
+        fault="A copy of a checkpoint that the user has made is removed as an old checkpoint.",
+        tests="tests/unit/test_run_directory.py -k copied_directory",
+    ),
+    Mutant(
+        "_Marked.has_its_name",
+        old="self.path.is_symlink()",
+        new="False",
+        fault="A run resumes from a link to a checkpoint.",
+        tests="tests/unit/test_run_directory.py -k checkpoints_of_others_only",
+    ),
+    Mutant(
+        "RunDirectory.publish",
+        old="not any(each.path == path for each in self._originals(COMPLETE, _INCOMPLETE))",
+        new="False",
+        fault="A save replaces a directory of the user that has the name of the checkpoint.",
+        tests="tests/unit/test_run_directory.py -k name_that_is_taken",
+    ),
+    Mutant(
+        "RunDirectory._identify",
+        old="len(runs) > 1",
+        new="False",
+        fault="Of the checkpoints of several runs, a run resumes from those of any of them.",
+        tests="tests/unit/test_run_directory.py -k several_runs",
+    ),
+    Mutant(
+        "_set_lock",
+        old="fcntl.F_OFD_SETLK",
+        new="fcntl.F_SETLK",
+        fault="A program that copies its own checkpoint directory releases the lock of it.",
+        tests="tests/unit/test_run_directory.py -k lock_outlives",
     ),
     Mutant(
         "Checkpoints.abandon",
@@ -115,9 +151,9 @@ failure = self._store(temporary, state)
         ranks=4,
     ),
     Mutant(
-        "_is_locked",
-        old="error.errno not in (errno.EACCES, errno.EAGAIN)",
-        new="True",
+        "RunDirectory._lock",
+        old="return False",
+        new="return True",
         fault="Two jobs may write their checkpoints into one directory at the same time.",
         tests="tests/training/test_checkpoints.py -k another_job_uses",
         ranks=2,

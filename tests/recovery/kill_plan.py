@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import mpicomm
 from mpicomm import recovery
 from mpicomm.training import parallel, reporting
-from mpicomm.training.checkpoint import Checkpoints
+from mpicomm.training.run_directory import RunDirectory
 from mpicomm.training.training_loop import TrainingLoop
 
 RECOVERING = "during the recovery"
@@ -143,7 +143,7 @@ class Plan:
         """Call `visit` at the points of the package."""
         before(TrainingLoop, "_take_step", lambda *_: self._in_a_step())
         before(dcp.FileSystemWriter, "write_data", lambda *_: self.visit("while a checkpoint is written"))
-        before(Checkpoints, "_mark", lambda *_: self.visit("before a checkpoint is marked"))
+        before(RunDirectory, "_mark", lambda *_: self.visit("before a checkpoint is marked"))
         before(parallel, "wrap", lambda *_, **__: self.visit("before the model is wrapped"))
         before(reporting.Reporter, "end", lambda *_: self.visit("after the last step"))
         before(recovery, "recover", lambda *_: self.visit(RECOVERING))

@@ -27,8 +27,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import mpicomm
-from mpicomm.training.checkpoint import Checkpoints
+from mpicomm.training import files
 from mpicomm.training.data import Step
+from mpicomm.training.run_directory import RunDirectory
 from mpicomm.training.trainer import Trainer
 from mpicomm.training.training_loop import TrainingLoop
 
@@ -184,14 +185,11 @@ def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
         if rank == number % len(pids):
             _before(dcp.FileSystemWriter, "write_data", lambda *_: threading.Timer(0.001, kill).start())
     elif rank == 0 and point == "marking":
-        _before(Checkpoints, "_mark", lambda *_: kill())
+        _before(RunDirectory, "_mark", lambda *_: kill())
     elif rank == 0 and point == "renaming":
         _before(Path, "rename", lambda path, *_: kill() if path.suffix == ".partial" else None)
     elif rank == 0 and point == "removing":
-        import shutil
-
-        # Count only removals of existing directories, not calls for leftovers that do not exist.
-        _before(shutil, "rmtree", lambda path, *_, **__: kill() if Path(path).exists() else None)
+        _before(files, "remove_tree", lambda *_, **__: kill())
 
 
 def _before(owner: Any, name: str, act: Callable[..., object]) -> None:

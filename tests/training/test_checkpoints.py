@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -22,8 +23,10 @@ import torch
 from torch import nn
 
 import mpicomm
+from mpicomm.training import files
 from mpicomm.training.trainer import Trainer
 from tests.launching import background_job, python
+from tests.training import kills
 from tests.training.job import Samples, digest, make_model
 
 pytestmark = [pytest.mark.mpi, pytest.mark.each_torch("trainer")]
@@ -72,6 +75,29 @@ def test_a_run_in_parts_is_one_run(world: mpicomm.World, directory: Path, option
     assert digest(trainer) == digest(whole)
 
 
+def test_files_of_the_user_are_left_alone(world: mpicomm.World, directory: Path) -> None:
+    """tests/unit/test_run_directory.py has the cases."""
+    theirs, options = ["step-1000", "step-best"], {"save_every": 1, "keep_checkpoints": 1}
+    fit(make_trainer(directory, **options), max_steps=1)
+    if world.rank == 0:
+        (directory / theirs[0]).mkdir()
+        shutil.copytree(directory / "step-000000001", directory / theirs[1])
+    mpicomm.barrier()
+    for steps in (2, 3):
+        trainer = make_trainer(directory, **options)
+        fit(trainer, max_steps=steps)
+    mpicomm.barrier()
+    assert kills.starts(directory) == [0, 1, 2], "it resumed from its newest checkpoint"
+    newest = trainer.position.name
+    assert sorted(path.name for path in directory.glob("step-*")) == [newest, *theirs]
+    mpicomm.barrier()
+    if world.rank == 0:
+        shutil.rmtree(directory / newest)
+    mpicomm.barrier()
+    with pytest.raises(mpicomm.CheckpointError, match=r"has no checkpoint of this run, but .*: step-best, of step 1\."):
+        fit(make_trainer(directory))
+
+
 def test_a_complete_run_is_left_alone(world: mpicomm.World, directory: Path) -> None:
     history = fit(make_trainer(directory))
     names = complete(directory)
@@ -92,21 +118,19 @@ def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep_checkpo
     assert left == {*names, "metrics.jsonl", ".lock"}
 
 
-class Busy:
-    """A `shutil.rmtree` that fails to remove one directory, as on NFS while a process has one of its files open."""
+REMOVE_TREE = files.remove_tree
 
-    inner = staticmethod(shutil.rmtree)
 
-    def __init__(self, name: str, failures: int) -> None:
-        self.name, self.failures = name, failures
+def busy(name: str, failures: int) -> Any:
+    """Return a `files.remove_tree` that fails to remove one directory, as on NFS while one of its files is open."""
+    left = iter(range(failures))
 
-    def __call__(self, path: Any, ignore_errors: bool = False, **more: Any) -> None:
-        if Path(path).name == self.name and self.failures:
-            if not ignore_errors:
-                self.failures -= 1
-                raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/.nfs0001")
-            return
-        self.inner(path, ignore_errors=ignore_errors, **more)
+    def remove_tree(path: Path, last: str) -> None:
+        if path.name == name and next(left, None) is not None:
+            raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/.nfs0001")
+        REMOVE_TREE(path, last)
+
+    return remove_tree
 
 
 def test_an_old_checkpoint_that_cannot_be_removed(
@@ -118,11 +142,11 @@ def test_an_old_checkpoint_that_cannot_be_removed(
     expected = fit(whole)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1000))
+        monkeypatch.setattr(files, "remove_tree", busy(old, failures=1000))
         fit(make_trainer(directory, save_every=2, keep_checkpoints=1), 2)
         assert mpicomm.broadcast_object((directory / old).exists(), src=0)
         # The next start also fails to remove it; the first save of that start succeeds.
-        monkeypatch.setattr(shutil, "rmtree", Busy(old, failures=1))
+        monkeypatch.setattr(files, "remove_tree", busy(old, failures=1))
         trainer = make_trainer(directory, save_every=2, keep_checkpoints=1)
         assert fit(trainer) == expected
     assert digest(trainer) == digest(whole)
@@ -252,7 +276,7 @@ signal.pause()
 def test_a_directory_that_another_job_uses_is_refused(
     world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpicomm.training.checkpoint._LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("mpicomm.training.run_directory._LOCK_SECONDS", 0.2)
     holder = contextlib.nullcontext()
     if world.rank == 0:
         directory.mkdir()
@@ -277,19 +301,19 @@ def test_a_checkpoint_is_synced_before_it_is_marked(
     monkeypatch.undo()
     of_all_ranks = itertools.chain.from_iterable(mpicomm.all_gather_object(synced))
     names = [Path(each).name for each in of_all_ranks if each.startswith("sync")]
-    final_names = {each.removesuffix(".tmp").removesuffix(".new") for each in names}
+    final_names = {each.removesuffix(".tmp").removesuffix(".new").replace("IN", "") for each in names}
     content = {path.name for path in (directory / name).iterdir()}
     assert {".metadata", "COMPLETE", "__0_0.distcp"} <= content <= final_names
     if world.rank == 0:
         needed = [
-            f"sync {name}.partial",
+            "rename to partial/INCOMPLETE",
+            "sync partial",
             f"rename to {name}",
             "sync .",
-            f"sync {name}/COMPLETE.new",
             f"rename to {name}/COMPLETE",
             f"sync {name}",
         ]
-        left = iter(synced)
+        left = iter([re.sub(rf"{name}\.\w+\.partial", "partial", each) for each in synced])
         assert [each for each in needed if each not in left] == [], synced  # in this order
 
 

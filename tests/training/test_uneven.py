@@ -247,9 +247,12 @@ def test_all_ranks_raise_the_error_of_a_failed_checkpoint_at_the_next_step(
         start(self, *arguments, **options)
         running.append(self._running)
 
+    def full(*_: Any) -> None:
+        raise OSError("no room")
+
     monkeypatch.setattr(Checkpoints, "_save", late)
     monkeypatch.setattr(Checkpoints, "save", started)
-    monkeypatch.setattr(Checkpoints, "_publish", lambda *_: "no room")
+    monkeypatch.setattr(Checkpoints, "_publish", full)
     trainer = make_trainer(checkpoint_dir=directory, save_every=3)
     inner = trainer.loss_fn
 

@@ -1,0 +1,274 @@
+"""The checkpoint directory of one run on rank 0: its lock, and the ownership of the directories `step-*` in it.
+
+The trainer resumes from checkpoints of this run, and removes only what it made. The marker of each directory that it
+makes has the ID of the run, and the name and the inode of the directory. A copy has another inode, a renamed checkpoint
+another name, and a link is not a directory: these are the user's. So are directories of other programs, which have no
+such marker, and checkpoints of earlier versions of mpicomm, whose marker has only the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import struct
+import uuid
+import warnings
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from mpicomm import mpi
+from mpicomm.errors import CheckpointError
+from mpicomm.training import files
+
+COMPLETE = "COMPLETE"
+"""The marker of a complete checkpoint, in JSON."""
+
+_INCOMPLETE = "INCOMPLETE"  # the same marker while the content is written or removed
+_LOCK = ".lock"  # also contains the ID of the run
+_LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
+_PREFIX = "step-"
+_EARLIER_NAME = re.compile(r"step-(\d{9,})(-epoch-\d{5,}(-evaluated)?)?")  # of checkpoints without an ID of the run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Marked:
+    """A directory with a marker."""
+
+    path: Path
+    mark: dict[str, Any]
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """The step; several checkpoints of one step are in the order of their names."""
+        return self.mark["step"], self.path.name
+
+    @property
+    def has_its_name(self) -> bool:
+        """Whether it has the name under which the trainer saved it, and is not a link."""
+        if self.path.is_symlink():
+            return False
+        if "run" in self.mark:
+            return bool(self.mark.get("name") == self.path.name)
+        name = _EARLIER_NAME.fullmatch(self.path.name)
+        return name is not None and int(name[1]) == self.mark["step"]
+
+    def is_original(self, run: str) -> bool:
+        """Return whether this run made the directory: a copy or a link of it has another inode."""
+        return self.mark.get("run") == run and self.mark.get("inode") == self.path.lstat().st_ino
+
+
+class RunDirectory:
+    """The checkpoints in a directory, which one job uses at a time."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        """Create the directory if necessary, lock it, and remove what a killed job of this run has left incomplete.
+
+        Args:
+            path: The directory.
+            keep: The number of checkpoints to keep.
+
+        Raises:
+            CheckpointError: If another job uses the directory, or it is unclear which run is in it.
+            OSError: If the directory cannot be read or written.
+        """
+        self.path, self._keep = path, keep
+        path.mkdir(parents=True, exist_ok=True)
+        self._file = (path / _LOCK).open("a+b", buffering=0)
+        try:
+            self._lock()
+            self._run = self._identify()
+        except BaseException:
+            self._file.close()
+            raise
+        self.remove_incomplete()
+
+    def close(self) -> None:
+        """Release the lock, also that of processes which have inherited the file by a fork."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                _set_lock(self._file.fileno(), fcntl.F_UNLCK)
+            self._file.close()
+
+    def newest(self) -> Path | None:
+        """Return the complete checkpoint of this run with the most steps; None if the directory has no checkpoints.
+
+        Raises:
+            CheckpointError: If it has complete checkpoints, but none of this run.
+        """
+        found = list(self._marked(COMPLETE))
+        of_run = [each for each in found if each.has_its_name and each.mark.get("run", self._run) == self._run]
+        if found and not of_run:
+            other = max(found, key=lambda each: each.order)
+            name = other.mark.get("name", f"{_PREFIX}{other.mark['step']:09d}")
+            raise CheckpointError(
+                f"checkpoint_dir {self.path} has no checkpoint of this run, but a link, a copy under another name or a "
+                f"checkpoint of another run: {other.path.name}, of step {other.mark['step']}.\n"
+                f"To continue from it, copy its content to {name} in an empty directory, and pass that as "
+                f"checkpoint_dir. To start a new run, pass another checkpoint_dir."
+            )
+        return max(of_run, key=lambda each: each.order).path if of_run else None
+
+    def begin(self, name: str, step: int, **about: Any) -> Path:
+        """Return a new directory for the content of a checkpoint.
+
+        Args:
+            name: The name of the checkpoint.
+            step: The step of the run.
+            about: Further entries of the marker.
+        """
+        path = self.path / f"{name}.{uuid.uuid4().hex}.partial"
+        path.mkdir()
+        mark = {"run": self._run, "name": name, "inode": path.stat().st_ino, "step": step, **about}
+        try:
+            write(path / _INCOMPLETE, json.dumps(mark).encode())
+        except OSError:
+            path.rmdir()
+            raise
+        return path
+
+    def publish(self, content: Path, name: str) -> Path:
+        """Rename and mark the content of a checkpoint, which all ranks have written, and return its path.
+
+        Raises:
+            FileExistsError: If a directory of that name exists which this run did not make.
+        """
+        # 1. give the content its name
+        files.sync(content)
+        path, replaced = self.path / name, None
+        if os.path.lexists(path):
+            if not any(each.path == path for each in self._originals(COMPLETE, _INCOMPLETE)):
+                raise FileExistsError(
+                    errno.EEXIST, "this run did not make the file or directory of that name; move it elsewhere", path
+                )
+            # Still marked, so that a complete checkpoint is left at any time.
+            replaced = path.rename(path.with_name(f"{name}.{uuid.uuid4().hex}"))
+        content.rename(path)
+        files.sync(self.path)
+        # 2. mark it
+        self._mark(path)
+        if replaced is not None and (replaced / COMPLETE).exists():
+            (replaced / COMPLETE).rename(replaced / _INCOMPLETE)
+        return path
+
+    def _mark(self, path: Path) -> None:
+        (path / _INCOMPLETE).rename(path / COMPLETE)
+        files.sync(path)
+
+    def remove_old(self, kept: Collection[str]) -> None:
+        """Remove all but the newest `keep` checkpoints that this run made, and those in `kept`."""
+        with _warning_on_failure(self.path):
+            originals = sorted(self._originals(COMPLETE), key=lambda each: each.order)
+            complete = [each.path for each in originals if each.has_its_name]
+            for path in complete[: -self._keep]:
+                if path.name not in kept:
+                    # Before the content, so that no run resumes from a partly removed checkpoint.
+                    (path / COMPLETE).rename(path / _INCOMPLETE)
+        self.remove_incomplete()
+
+    def remove_incomplete(self) -> None:
+        """Remove the incomplete checkpoints that this run made."""
+        with _warning_on_failure(self.path):
+            for each in list(self._originals(_INCOMPLETE)):
+                with _warning_on_failure(each.path):
+                    files.remove_tree(each.path, last=_INCOMPLETE)
+
+    def _originals(self, *markers: str) -> Iterator[_Marked]:
+        """Yield the directories with one of these markers that this run made."""
+        return (each for marker in markers for each in self._marked(marker) if each.is_original(self._run))
+
+    def _marked(self, marker: str) -> Iterator[_Marked]:
+        for path in self.path.glob(_PREFIX + "*"):
+            mark = _read(path / marker)
+            if mark is not None:
+                yield _Marked(path, mark)
+
+    # -- the lock ----------------------------------------------------------------------------------------------------
+
+    def _lock(self) -> None:
+        """Lock the directory; the kernel releases the lock however this process ends."""
+
+        def is_locked() -> bool:
+            try:
+                _set_lock(self._file.fileno(), fcntl.F_WRLCK)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    return False
+                message = (
+                    f"cannot lock checkpoint_dir {self.path}: {error}. Start only one job at a time with this "
+                    f"directory: a second one would not be detected."
+                )
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return True
+
+        if not mpi.poll(is_locked, _LOCK_SECONDS, longest_pause=0.1):
+            raise CheckpointError(
+                f"checkpoint_dir {self.path} is locked by another running job.\n"
+                f"Wait for that job to end, cancel it, or pass another checkpoint_dir."
+            )
+
+    def _identify(self) -> str:
+        """Return the ID of the run in this directory; a new one if there is none."""
+        stored = _parsed(os.pread(self._file.fileno(), 4096, 0))
+        if isinstance(stored.get("run"), str):
+            return str(stored["run"])
+        # The file is new or empty (an earlier version), or was removed.
+        runs = {each.mark["run"] for each in self._marked(COMPLETE) if each.has_its_name and "run" in each.mark}
+        if len(runs) > 1:
+            raise CheckpointError(
+                f"checkpoint_dir {self.path} must have the checkpoints of one run, got those of {len(runs)} runs.\n"
+                f"Move the checkpoints of the other runs elsewhere; {COMPLETE} in each has the ID of its run."
+            )
+        run = str(runs.pop()) if runs else uuid.uuid4().hex
+        self._file.truncate(0)
+        self._file.write(json.dumps({"run": run}).encode())
+        os.fsync(self._file.fileno())
+        return run
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all."""
+    files.write_whole(path, lambda file: file.write(content))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the content of a marker; None if there is none, or it is not one of mpicomm."""
+    try:
+        mark = _parsed(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+        return None
+    return mark if isinstance(mark.get("step"), int) else None
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the content is something else."""
+    try:
+        parsed = json.loads(content)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _set_lock(handle: int, kind: int) -> None:
+    """Set or release a lock of the open file.
+
+    Other than the locks of `fcntl.lockf`, which exclude it, this one is not released when the process opens and closes
+    the file elsewhere, for example to copy the directory.
+    """
+    whole_file = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)  # struct flock
+    fcntl.fcntl(handle, fcntl.F_OFD_SETLK, whole_file)
+
+
+@contextlib.contextmanager
+def _warning_on_failure(path: Path) -> Iterator[None]:
+    """Turn a failure to remove a file or directory into a warning: it only costs space, and the run can continue."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot remove {path} yet: {error}. The next save tries again; the newer checkpoints are complete."
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
