@@ -154,7 +154,7 @@ clean: ## remove the environments and generated files
 	rm -rf .venv .venv-mpich .venv-compat .venv-integrations build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-library := setup.py mpicomm/shm/native.c # a change builds the C library again
+library := setup.py mpicomm/shm/native.c mpicomm/shm/crash.c # a change builds the C library again
 
 define install
 	@echo "Installing $(@D) (minutes the first time: torch is large)"

@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCE = "mpicomm/shm/native.c"
+SOURCES = ["mpicomm/shm/native.c", "mpicomm/shm/crash.c"]
 
 
 class BuildLibrary(build_ext):
@@ -30,9 +30,9 @@ setup(
     ext_modules=[
         Extension(
             "mpicomm.shm.libnative",
-            [SOURCE],
-            # mpicomm.shm.native refuses a library of another source.
-            define_macros=[("SOURCE_CRC", f"{zlib.crc32(Path(SOURCE).read_bytes())}u")],
+            SOURCES,
+            # mpicomm.shm.native refuses a library of other sources.
+            define_macros=[("SOURCE_CRC", f"{zlib.crc32(b''.join(Path(each).read_bytes() for each in SOURCES))}u")],
             extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
             optional=True,
         )

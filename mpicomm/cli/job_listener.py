@@ -24,6 +24,7 @@ from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.observers import Observers
 from mpicomm.watchdog.parent_link import Parent
 from mpicomm.watchdog.protocol import (
+    Crash,
     JobFailed,
     JobStarted,
     Message,
@@ -94,6 +95,8 @@ class Job:
                     self._failed.add(message.rank)
             case JobFailed():
                 self.cause = self.cause or message.cause
+            case Crash() if not self._recovers:
+                self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss('', message)}"
             case StopAnswered():
                 self.answers[message.signal] = message.is_handled
             case StatusReport():

@@ -497,5 +497,5 @@ EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void
     return mpicomm_continue(group);
 }
 
-/* The CRC of this file: a library that was built from another source may have other structures. */
+/* The CRC of the source files: a library that was built from another source may have other structures. */
 EXPORTED uint32_t mpicomm_source_crc(void) { return SOURCE_CRC; }

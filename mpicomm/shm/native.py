@@ -1,4 +1,4 @@
-"""The C library of the inner loops, called by ctypes; its calls release the GIL.
+"""The C library of the inner loops and of crash reports, called by ctypes; its calls release the GIL.
 
 It is built where a C compiler is available. Without it, Python computes the same bits.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("libnative.so")
-SOURCE = Path(__file__).with_name("native.c")  # may be absent
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.c", "crash.c"))  # may be absent
 MAX_RANKS = 256  # the limit of native.c
 
 # As in native.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
@@ -77,7 +77,8 @@ def library() -> ctypes.CDLL | None:
         found.mpicomm_source_crc.restype = ctypes.c_uint32
     except (OSError, AttributeError):
         return None
-    if SOURCE.exists() and found.mpicomm_source_crc() != zlib.crc32(SOURCE.read_bytes()):
+    sources = [each.read_bytes() for each in SOURCES if each.exists()]
+    if len(sources) == len(SOURCES) and found.mpicomm_source_crc() != zlib.crc32(b"".join(sources)):
         return None
     found.mpicomm_sum.argtypes = (
         ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int

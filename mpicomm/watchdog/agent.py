@@ -376,14 +376,14 @@ class Watchdog:
         elif self._term_at < math.inf:
             return  # a launcher that sends SIGTERM sends it to the other ranks, too
         elif event.rank is not None:
-            self._send_to_rank_0(
-                protocol.RankDied(event.rank, cause_of_loss(event.lost), is_host_lost=is_unreachable(event.lost))
-            )
+            cause = cause_of_loss(event.lost, event.crash)
+            is_host_lost, has_crashed = is_unreachable(event.lost), event.crash is not None
+            self._send_to_rank_0(protocol.RankDied(event.rank, cause, is_host_lost, has_crashed))
         elif self._limits.recovers and not is_unreachable(event.lost):
             if not self._exit.all_exited.is_set():
-                self.send(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost)}))
+                self.send(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost, event.crash)}))
         elif not self._exit.all_exited.is_set():
-            self._rank_0.record_loss(event.lost)
+            self._rank_0.record_loss(event.lost, event.crash)
 
     def _receive_from_parent(self, event: ChannelEvent) -> None:
         assert self._coordinator is not None

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
-from mpicomm.watchdog import authentication, observers
+from mpicomm.watchdog import authentication, crash_report, observers
 from mpicomm.watchdog.authentication import Authenticator
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.job_files import JobFile
 from mpicomm.watchdog.observers import OBSERVER, Observers
-from mpicomm.watchdog.protocol import LocalProcess, Message, StatusRequest
+from mpicomm.watchdog.protocol import Crash, LocalProcess, Message, StatusRequest
 
 _BACKLOG = 4096
 PARENT = -1
@@ -55,6 +55,7 @@ class ChannelEvent:
     rank: int | None  # at the other end; None for the connection to this rank's hub
     message: Message | None = None
     lost: str = ""  # why the connection ended; empty for a message
+    crash: Crash | None = None  # the signal that ended the process at the other end, if it has reported one
 
 
 class Channel:
@@ -119,12 +120,14 @@ class Channel:
         )
         self.processes[challenge.rank] = challenge.process
         self._selector.register(self._up, selectors.EVENT_READ)
+        crash_report.watch(self._up)
 
     def attach_parent(self, connection: Connection) -> None:
         """Take over rank 0's connection to `mpicomm run`."""
         connection.rank = PARENT
         self._parent = connection
         self._selector.register(connection, selectors.EVENT_READ)
+        crash_report.watch(connection)
 
     def accept_observers(self, job: JobFile) -> None:
         """Listen for observers, if this host has a directory for the job's file."""
@@ -209,6 +212,7 @@ class Channel:
     def close_in_child(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
         for connection in [*self._connections(), *self._authenticator.connections]:
+            crash_report.unwatch(connection)
             connection.close()
         if self._listener is not None:
             self._listener.close()
@@ -225,10 +229,11 @@ class Channel:
         if connection in self._authenticator:
             return self._admit(connection)
         messages, lost = connection.receive()
-        events = [ChannelEvent(connection.rank, message) for message in messages]
-        if lost:
+        events = [ChannelEvent(connection.rank, each) for each in messages if not isinstance(each, Crash)]
+        crash = next((each for each in messages if isinstance(each, Crash)), None)
+        if lost or crash:  # a launcher may kill this process as soon as the other one has ended
             self._drop(connection)
-            events.append(ChannelEvent(connection.rank, lost=lost))
+            events.append(ChannelEvent(connection.rank, lost=lost or "crashed", crash=crash))
         return events
 
     def _admit(self, connection: Connection) -> list[ChannelEvent]:
@@ -239,6 +244,7 @@ class Channel:
         self._expected.remove(proof.rank)
         connection.rank = proof.rank
         self.children[proof.rank] = connection
+        crash_report.watch(connection)
         self.processes[proof.rank] = proof.process
         if not self._expected:
             self._stop_listening()
@@ -252,6 +258,7 @@ class Channel:
             connection.send_registered(self._selector, message)
 
     def _drop(self, connection: Connection) -> None:
+        crash_report.unwatch(connection)
         if connection is self._up:
             self._up = None
         elif connection is self._parent:

@@ -21,7 +21,7 @@ from mpicomm.watchdog.protocol import (
     Status,
     StatusReport,
 )
-from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, HOST_REMEDY
+from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY, remedy_of_death
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
@@ -360,7 +360,7 @@ class Coordinator:
         report = self._exits.get(message.rank)
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
-        what, reason, remedy = f"died: {message.reason}", message.reason, DEATH_REMEDY
+        what, reason, remedy = f"died: {message.reason}", message.reason, remedy_of_death(message.has_crashed)
         if message.rank in self._terminated:
             what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
         if message.is_host_lost and self._recovers:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import gc
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
-from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog import crash_report, flight_recorder
 
 _LATER_FAILURE_WAIT = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
 _BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file
@@ -154,8 +153,7 @@ def arm(
     _current = Hook(rank, size, hostname, abort, is_first, is_formed, previous, previous_of_threads)
     sys.excepthook = _current
     threading.excepthook = _current.of_thread
-    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # a crash in C code then prints a traceback, too
+    crash_report.install()  # a crash in C code then prints a traceback, too
 
 
 def disarm() -> None:

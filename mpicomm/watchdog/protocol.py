@@ -66,6 +66,14 @@ class Welcome(Message):
     proof: str
 
 
+@dataclass(frozen=True)
+class Crash(Message):
+    """A signal ends the process of the sender, and this is its last message (`crash_report`)."""
+
+    signal: str  # its name
+    line: str  # the last line of Python, as faulthandler prints it; empty if unknown
+
+
 class Heartbeat(Message):
     """Sent by every rank to its hub once a second."""
 
@@ -232,6 +240,8 @@ class RankDied(FromRank):
     reason: str
     is_host_lost: bool = False
     """Whether its host does not answer."""
+    has_crashed: bool = False
+    """Whether a signal has ended its process that it could report itself."""
 
 
 class RankFailed(FromRank):

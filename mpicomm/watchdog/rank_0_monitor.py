@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mpicomm.durations import Deadline
 from mpicomm.watchdog import hang_report
 from mpicomm.watchdog.channel import RankInfo
-from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LateOperation, PossibleHang, TimedOut
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, Crash, LateOperation, PossibleHang, TimedOut
 
 RESPONSE_SECONDS = 1.5 * COLLECT_SECONDS
 """Seconds without an answer after which rank 0 counts as not responding."""
@@ -18,9 +18,16 @@ MAX_REPORTERS = 8
 """How many ranks may report in place of rank 0."""
 
 DEATH_REMEDY = (
-    "Check the output of that rank, and the kernel's log of its host (dmesg): out of memory, hardware errors."
+    "Check the output of that rank, and the kernel's log of its host (dmesg): it names processes that were killed for "
+    "lack of memory."
 )
 """The next step after the death of a rank."""
+
+CRASH_REMEDY = (
+    "Native code crashed: see the stacks in the output of that rank. To find the call in it, run the job under gdb; "
+    "with GPUs, set CUDA_LAUNCH_BLOCKING=1, too."
+)
+"""The next step after the death of a rank that a signal such as SIGSEGV has ended."""
 
 HOST_REMEDY = (
     "mpirun does not continue without a host. With mpicomm run --max-restarts N, the job starts again on the other "
@@ -28,6 +35,10 @@ HOST_REMEDY = (
 )
 """The next step after the loss of a host."""
 
+_UNREPORTED = (
+    "its process ended without reporting an error or a signal (killed, for example for lack of memory, os._exit or "
+    "MPI_Abort)"
+)
 _TURN_SECONDS = 2.0  # delay of each of them after the previous one
 _UNREACHABLE = {os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 
@@ -45,7 +56,7 @@ class Rank0Monitor:
         self._state_of = state_of
         self._request: LateOperation | None = None  # the last request
         self._response_due: Deadline | None = None
-        self._lost: tuple[Deadline, str] | None = None  # once the hub is lost: the deadline to act, and the reason
+        self._lost: tuple[Deadline, str, Crash | None] | None = None  # once the hub is lost: the deadline to act, why
 
     @property
     def turn(self) -> float:
@@ -61,7 +72,8 @@ class Rank0Monitor:
         """
         if self._lost is None:
             return ""
-        return HOST_REMEDY if recovers and is_unreachable(self._lost[1]) else DEATH_REMEDY
+        _, lost, crash = self._lost
+        return HOST_REMEDY if recovers and is_unreachable(lost) else remedy_of_death(crash is not None)
 
     @property
     def is_lost(self) -> bool:
@@ -82,15 +94,15 @@ class Rank0Monitor:
         """Record that a message of rank 0 has arrived."""
         self._response_due = None
 
-    def record_loss(self, reason: str) -> None:
+    def record_loss(self, lost: str, crash: Crash | None) -> None:
         """Record that the connection to the hub is lost."""
-        self._lost = Deadline(self.turn, LONGEST_GAP), reason
+        self._lost = Deadline(self.turn, LONGEST_GAP), lost, crash
 
     def cause_of_abort(self) -> str:
         """Return why this rank must abort the job now; empty if it need not."""
         if self._lost is not None:
-            deadline, reason = self._lost
-            return f"{self._hub_name()} died: {cause_of_loss(reason)}" if deadline.left() <= 0 else ""
+            deadline, lost, crash = self._lost
+            return f"{self._hub_name()} died: {cause_of_loss(lost, crash)}" if deadline.left() <= 0 else ""
         return self._describe_missing_response(TimedOut, self.turn)
 
     def cause_of_report(self) -> str:
@@ -125,8 +137,15 @@ def is_unreachable(lost: str) -> bool:
     return lost in _UNREACHABLE
 
 
-def cause_of_loss(lost: str) -> str:
-    """Return why a rank died, from the reason why its connection was lost."""
+def remedy_of_death(has_crashed: bool) -> str:
+    """Return the next step after the death of a rank."""
+    return CRASH_REMEDY if has_crashed else DEATH_REMEDY
+
+
+def cause_of_loss(lost: str, crash: Crash | None = None) -> str:
+    """Return why a rank died, from the reason why its connection was lost, and its own last message."""
+    if crash is not None:
+        return f"{crash.signal} ended its process" + (f"; last Python line: {crash.line}" if crash.line else "")
     if is_unreachable(lost):
         return f"its host is unreachable ({lost})"
-    return "its process ended without reporting an error (killed, crashed, os._exit or MPI_Abort)"
+    return _UNREPORTED

@@ -94,6 +94,7 @@ class Way:
 
 _HOLD = "threading.Thread(target=time.sleep, args=(600,)).start()\n"
 _DIED = r"died: its process ended without reporting an error"
+_SIGNAL, _LINE = "died: ", r' ended its process; last Python line: File "'
 _LEFT = r"has exited, but other ranks wait for it; aborting the job[\s\S]*?\n  rank {rank} +exited \d+ s ago "
 _STATE = r".*: process \d+ is "
 _NO_ANSWER = rf"(rank {{rank}} +not responding for \d+ s|rank {{rank}} .*has not responded for \d+ s){_STATE}"
@@ -137,8 +138,8 @@ WAYS = [
         trace="AssertionError: in a thread",
     ),
     Way("MPI error", 'comm.Send(b"x", dest=99)', AT_ONCE, _FAILED, trace="mpi4py.MPI.Exception: "),
-    Way("segmentation fault", "ctypes.string_at(0)", AT_ONCE, _DIED, is_sudden=True),
-    Way("os.abort()", "os.abort()", AT_ONCE, _DIED, is_sudden=True),
+    Way("segmentation fault", "ctypes.string_at(0)", AT_ONCE, _SIGNAL + "SIGSEGV" + _LINE, is_sudden=True),
+    Way("os.abort()", "os.abort()", AT_ONCE, _SIGNAL + "SIGABRT" + _LINE, is_sudden=True),
     Way("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)", AT_ONCE, _DIED, is_sudden=True),
     Way(
         "SIGTERM",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY
+from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, cause_of_loss
 from tests.launching import run_command
 
 SIZE, PER_NODE = 40, 5
-CAUSE = "its process ended without reporting an error (killed, crashed, os._exit or MPI_Abort)"
+CAUSE = cause_of_loss("closed")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,61 @@ MUTANTS = [
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
     ),
+    # -- crash reports --------------------------------------------------------------------------------------
+    Mutant(
+        "crash_report.install",
+        old="_catch_signals()",
+        fault="The signal that ends a process is not reported to the other ranks.",
+        tests="tests/unit/test_crash_report.py",
+    ),
+    Mutant(
+        "crash_report.install",
+        old="sys.__stderr__ if stacks is None else stacks",
+        new="sys.__stderr__",
+        fault="The report of a signal does not name the last line of Python.",
+        tests="tests/unit/test_crash_report.py",
+    ),
+    Mutant(
+        "crash_report._catch_signals",
+        old="signal.getsignal(number) == signal.SIG_DFL",
+        new="True",
+        fault="A signal that the program handles is reported as a crash.",
+        tests="tests/unit/test_crash_report.py",
+    ),
+    Mutant(
+        "crash_report.unwatch",
+        old="_set_connected(connection, False)",
+        new="pass",
+        fault="The report of a signal is written into a file that has got the descriptor of a lost connection.",
+        tests="tests/unit/test_crash_report.py",
+    ),
+    Mutant(
+        "Channel._drop",
+        old="crash_report.unwatch(connection)",
+        fault="A closed connection still counts as one that reports a signal.",
+        tests="tests/unit/test_channel.py -k reports_a_crash",
+    ),
+    Mutant(
+        "Channel._receive",
+        old="lost or crash",
+        new="lost",
+        fault="A rank that crashes is reported only once its process has ended, when some launchers kill all others.",
+        tests="tests/unit/test_channel.py -k crashes_is_lost_at_once",
+    ),
+    Mutant(
+        "remedy_of_death",
+        old="CRASH_REMEDY if has_crashed else DEATH_REMEDY",
+        new="DEATH_REMEDY",
+        fault="The report of a crash sends the user to the log of the kernel.",
+        tests="tests/unit/test_coordinator.py -k remedy",
+    ),
+    Mutant(
+        "Job.receive",
+        old="not self._recovers",
+        new="True",
+        fault="mpicomm run names a crash as the cause of the end of a job that has continued after it.",
+        tests="tests/unit/test_job_listener.py -k crash_of_rank_0",
+    ),
     # -- watchdog -------------------------------------------------------------------------------------------
     Mutant(
         "Coordinator.receive",
@@ -681,7 +736,7 @@ else:
     ),
     Mutant(
         "native.library",
-        old="SOURCE.exists() and found.mpicomm_source_crc() != zlib.crc32(SOURCE.read_bytes())",
+        old="len(sources) == len(SOURCES) and found.mpicomm_source_crc() != zlib.crc32(b''.join(sources))",
         new="False",
         fault="After an update, a C library of the earlier version is used.",
         tests="tests/unit/test_native.py -k another_source",

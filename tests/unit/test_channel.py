@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.watchdog import authentication, local_processes, protocol
+from mpicomm.watchdog import authentication, crash_report, local_processes, protocol
 from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
@@ -362,7 +362,7 @@ def test_default_values_are_valid() -> None:
         assert protocol.decode(protocol.encode(message)) == message
     assert (usage.gpu_memory, usage.gpu_memory_total, usage.gpu_utilization) == (None, None, None)
     assert (process.start_time, started.name) == ("", "")
-    assert not any([died.is_host_lost, started.recovers, finished.has_failed, collect.usage])
+    assert not any([died.is_host_lost, died.has_crashed, started.recovers, finished.has_failed, collect.usage])
 
 
 def test_a_text_that_is_not_an_object_is_an_error() -> None:
@@ -395,6 +395,26 @@ def test_both_ends_authenticate() -> None:
         own = local_processes.this_process()
         assert hub.processes == {1: own, 2: own}
         assert [child.processes for child in children.values()] == [{0: own}] * 2
+
+
+def test_a_process_that_crashes_is_lost_at_once() -> None:
+    """Before its connection ends, and after its earlier messages."""
+    crash = protocol.Crash("SIGSEGV", 'File "a.py", line 1 in f')
+    with family(1) as (hub, children):
+        children[1].send_up(MESSAGE)
+        children[1].send_up(crash)
+        assert take(hub, 2) == [ChannelEvent(1, MESSAGE), ChannelEvent(1, lost="crashed", crash=crash)]
+        assert not hub.children
+        assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
+
+
+def test_no_closed_connection_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: set[Connection] = set()
+    monkeypatch.setattr(crash_report, "watch", watched.add)
+    monkeypatch.setattr(crash_report, "unwatch", watched.discard)
+    with family(1, 2) as (hub, children):
+        assert watched == {*hub.children.values(), *(child._up for child in children.values())}
+    assert not watched
 
 
 def test_large_messages_go_both_ways_at_once() -> None:

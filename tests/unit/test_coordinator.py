@@ -10,6 +10,7 @@ import pytest
 
 from mpicomm.watchdog import coordinator as coordinators
 from mpicomm.watchdog import hang_report, protocol
+from mpicomm.watchdog.channel import RankInfo
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.protocol import (
     COLLECT_SECONDS,
@@ -29,7 +30,7 @@ from mpicomm.watchdog.protocol import (
     TimedOut,
     WaitEnded,
 )
-from mpicomm.watchdog.rank_0_monitor import DEATH_REMEDY, HOST_REMEDY
+from mpicomm.watchdog.rank_0_monitor import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY, Rank0Monitor
 
 SIZE = 4
 HANG_SECONDS = 60.0
@@ -183,6 +184,26 @@ def test_a_rank_that_died_is_named_once_and_ends_the_job(court: Court) -> None:
     assert court.hands.printed == [died(2, "its process has ended")]
     assert court.hands.to_all == [JobEnding(files=True)]
     assert court.hands.claims == 1
+
+
+def test_the_remedy_depends_on_whether_the_rank_has_crashed(court: Court) -> None:
+    court.receive(protocol.RankDied(2, "SIGSEGV ended its process", has_crashed=True))
+    assert court.hands.printed[0].splitlines()[1:] == CRASH_REMEDY.splitlines()
+
+
+@pytest.mark.parametrize(
+    "crash", [None, protocol.Crash("SIGSEGV", 'File "a.py", line 1 in f'), protocol.Crash("SIGABRT", "")]
+)
+def test_the_ranks_of_a_hub_that_died_report_it(crash: protocol.Crash | None) -> None:
+    monitor = Rank0Monitor(RankInfo(1, ["alpha"] * 2, [0, 0], [0, 0]), lambda rank: "")
+    monitor.record_loss("closed", crash)
+    reason = {
+        "": "its process ended without reporting an error or a signal",
+        "SIGSEGV": 'SIGSEGV ended its process; last Python line: File "a.py", line 1 in f',
+        "SIGABRT": "SIGABRT ended its process",
+    }[crash.signal if crash else ""]
+    assert monitor.cause_of_abort().startswith(f"rank 0 of 2 on alpha died: {reason}")
+    assert monitor.remedy(recovers=False) == (CRASH_REMEDY if crash else DEATH_REMEDY)
 
 
 def test_reports_before_mpicomm_run_is_connected_are_repeated(court: Court) -> None:

@@ -21,7 +21,7 @@ from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
-from mpicomm.watchdog.protocol import JobFailed, JobStarted, Message, RankFinished, StopAnswered
+from mpicomm.watchdog.protocol import Crash, JobFailed, JobStarted, Message, RankFinished, StopAnswered
 from tests.time_limits import scaled, wait_until
 
 HOST_TIMEOUT = 7  # seconds
@@ -103,6 +103,13 @@ def test_a_job_that_continues_after_failures_names_the_failed_ranks() -> None:
     assert job.describe_end() == what
     job.receive(JobFailed("rank 1 of 4 on node1 failed"))
     assert not job.may_have_lost_host
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_crash_of_rank_0_is_the_cause_unless_the_job_continues(recovers: bool) -> None:
+    job = Job(HOSTS, recovers=recovers)
+    job.receive(Crash("SIGSEGV", ""))
+    assert job.cause == ("" if recovers else "rank 0 of 4 on node1 died: SIGSEGV ended its process")
 
 
 def test_a_job_that_continues_after_failures_ends_with_the_host_of_rank_0() -> None:

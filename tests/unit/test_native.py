@@ -127,6 +127,6 @@ def test_flushing_denormals_does_not_change_narrow_numbers() -> None:
 
 def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "native.c"
-    source.write_bytes(native.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(native, "SOURCE", source)
+    source.write_bytes(native.SOURCES[0].read_bytes() + b"\n")
+    monkeypatch.setattr(native, "SOURCES", (source, *native.SOURCES[1:]))
     assert native.library.__wrapped__() is None

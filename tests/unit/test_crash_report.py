@@ -1,0 +1,122 @@
+"""The signal that ends a process, and its last line of Python, reach the ranks that are connected to it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from mpicomm.shm import native
+from mpicomm.watchdog import crash_report
+from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.protocol import Crash
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
+
+
+def read_address_0() -> None:
+    ctypes.string_at(0)
+
+
+def crash(
+    code: Callable[[], object], prepare: Callable[[], object] = lambda: None, *, is_forked: bool = False
+) -> tuple[int, list[object], str]:
+    """Run code in a forked process that reports its crash.
+
+    Returns:
+        How the process ended, as waitpid returns it; the messages that it has sent; its output on stderr.
+    """
+    ours, theirs = socket.socketpair()
+    out, stderr = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        sys.__stderr__ = os.fdopen(2, "w", closefd=False)
+        faulthandler.disable()  # pytest's
+        prepare()
+        crash_report.install()
+        crash_report.watch(Connection(theirs))
+        if is_forked and (child := os.fork()):
+            os.waitpid(child, 0)
+            os._exit(0)
+        code()
+        os._exit(4)
+    for fd in (stderr, theirs.detach()):
+        os.close(fd)
+    _, status = os.waitpid(pid, 0)
+    receiver = Connection(ours)
+    receiver.is_trusted = True
+    messages, lost = receiver.receive()
+    receiver.close()
+    assert lost == "closed"
+    with os.fdopen(out) as text:
+        return status, list(messages), text.read()
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        (read_address_0, signal.SIGSEGV),
+        (os.abort, signal.SIGABRT),
+        *(
+            (functools.partial(signal.raise_signal, number), number)
+            for number in (signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+        ),
+    ],
+)
+def test_a_signal_and_the_last_line_of_python_are_reported(code: Callable[[], object], number: signal.Signals) -> None:
+    status, messages, stderr = crash(code)
+    assert os.WTERMSIG(status) == number
+    (message,) = messages
+    assert isinstance(message, Crash)
+    assert message.signal == number.name
+    assert message.line.startswith('File "')
+    assert message.line in stderr
+    assert stderr.startswith("Fatal Python error: ")
+    assert stderr.count("Current thread ") == stderr.count("test_a_signal_and_the_last_line") == 1
+
+
+def test_the_line_is_escaped() -> None:
+    code = compile("raise_signal(11)", 'a "b" \\ \x07 é.py', "exec")
+    _, messages, _ = crash(lambda: exec(code, {"raise_signal": signal.raise_signal}))
+    assert messages == [Crash("SIGSEGV", r'File "a "b" \ \x07 \xe9.py", line 1 in <module>')]
+
+
+def test_a_faulthandler_of_the_program_is_left_alone() -> None:
+    status, messages, stderr = crash(read_address_0, lambda: faulthandler.enable(2))
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+    assert messages == [Crash("SIGSEGV", "")]
+    assert stderr.startswith("Fatal Python error: ")
+    assert stderr.count("Current thread ") == 1
+
+
+def test_a_handler_of_the_program_is_left_alone() -> None:
+    status, messages, _ = crash(
+        lambda: signal.raise_signal(signal.SIGILL), lambda: signal.signal(signal.SIGILL, lambda *_: os._exit(3))
+    )
+    assert (os.waitstatus_to_exitcode(status), messages) == (3, [])
+
+
+def test_a_crash_of_a_forked_child_is_only_printed() -> None:
+    status, messages, stderr = crash(read_address_0, is_forked=True)
+    assert (status, messages) == (0, [])
+    assert stderr.startswith("Fatal Python error: Segmentation fault")
+
+
+def test_a_lost_connection_gets_no_message() -> None:
+    """Its descriptor may belong to a file of the program by then."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(theirs)) as lost, contextlib.closing(Connection(ours)) as receiver:
+        crash_report.watch(lost)
+        crash_report.unwatch(lost)
+        _, messages, _ = crash(read_address_0)
+        assert messages
+        assert receiver.receive() == ([], "")
