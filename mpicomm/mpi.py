@@ -55,6 +55,7 @@ _has_lost_processes = False
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _fence_time = (ctypes.c_long * 2)()
 _FENCE_SECONDS = 5.0
+_RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and the job of its launcher
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
 
 
@@ -112,7 +113,9 @@ def library() -> Library:
     return dataclasses.replace(found, mpiexec=found.mpiexec_above())
 
 
-def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool = False) -> Intracomm:
+def initialize(
+    local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool = False, is_single: bool = False
+) -> Intracomm:
     """Initialise MPI if it is not initialised, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
     Args:
@@ -120,6 +123,7 @@ def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool =
             cores, MPI is configured to yield the cores while it waits.
         wait_limit: Seconds in MPI_Init after which the process ends, if other ranks are absent.
         by_all: Whether all ranks of the job call this, also those on which MPI was initialised before.
+        is_single: Whether the process is a job of its own, also if a rank has started it.
 
     Raises:
         MpicommError: If this is a child process of a rank, where MPI must not be used, or MPI is finalised.
@@ -136,7 +140,7 @@ def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool =
         raise MpicommError("MPI is finalized and cannot be initialized again in this process.\nStart a new process.")
     # 2. initialise MPI
     if not mpi.Is_initialized():
-        _check_connection_to_launcher()
+        _check_connection_to_launcher(is_single=is_single)
         if local_size > _cores_of_node():
             for name, value in _GIVE_WAY.items():
                 os.environ.setdefault(name, value)
@@ -147,29 +151,43 @@ def initialize(local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool =
         _is_ours = True
     elif by_all:
         _wait_until_all_ranks_have_left_it()
+    if job := os.environ.get("PMIX_NAMESPACE"):
+        os.environ[_RANK_PROCESS] = f"{_pid} {job}"
     return mpi.COMM_WORLD
 
 
-def _check_connection_to_launcher() -> None:
-    """Check that PMI_FD is open: otherwise MPICH ends the process in MPI_Init, and Intel MPI by a segmentation fault.
+def _check_connection_to_launcher(*, is_single: bool) -> None:
+    """Check that this process is not one that a rank has started: it inherits the variables of the launcher.
 
-    A program that a rank starts inherits the variables of the launcher, but `subprocess` closes the descriptor.
+    The rank alone is connected to the launcher. Without the check, Open MPI waits for the other ranks, MPICH ends the
+    process in MPI_Init, and Intel MPI by a segmentation fault.
 
     Raises:
-        LaunchError: If PMI_FD is not an open file descriptor.
+        LaunchError: If a rank has started this process, and it is not to be a job of its own.
     """
-    text = os.environ.get("PMI_FD", "")
-    if not text.isdigit() or api().get_vendor()[0] == "Open MPI":  # Open MPI does not read PMI_FD
-        return
-    try:
-        os.fstat(int(text))
-    except OSError:
+    name, why = _inherited_connection()
+    if name and is_single:
+        for inherited in (name, "MASTER_ADDR", "MASTER_PORT"):  # MPI then starts a world of this process alone
+            os.environ.pop(inherited, None)  # at this address, the store of the rank listens
+    elif name:
         raise LaunchError(
-            f"PMI_FD={text}, the connection to the launcher, is not open in this process: the variable was inherited "
-            f"from a rank of another job.\n"
-            f"To run as a job of its own:\n"
-            f"  env -u PMI_FD -u PMI_RANK -u PMI_SIZE python ..."
-        ) from None
+            f"{why}: the variable was inherited from a rank that started this process.\n"
+            f"To run the process as a job of its own, set MPICOMM_LAUNCHER=single in its environment."
+        )
+
+
+def _inherited_connection() -> tuple[str, str]:
+    """Return the variable of a connection to the launcher that another process has, and why; else empty texts."""
+    if api().get_vendor()[0] == "Open MPI":  # it does not read PMI_FD
+        pid, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
+        if job and job == os.environ.get("PMIX_NAMESPACE") and pid != str(os.getpid()):
+            return "PMIX_NAMESPACE", f"PMIX_NAMESPACE={job}, the connection to the launcher, belongs to process {pid}"
+    elif (text := os.environ.get("PMI_FD", "")).isdigit():
+        try:
+            os.fstat(int(text))
+        except OSError:  # `subprocess` closes the descriptor
+            return "PMI_FD", f"PMI_FD={text}, the connection to the launcher, is not open in this process"
+    return "", ""
 
 
 def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:

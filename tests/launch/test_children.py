@@ -113,6 +113,17 @@ def fail_in_a_fork():
 if __name__ == "__main__":
     main(sys.argv[1])
 """
+STARTING = """
+import os, subprocess, sys
+import mpicomm
+world = mpicomm.bootstrap()
+if world.rank == 0:
+    for launcher in ({}, {"MPICOMM_LAUNCHER": "single"}):
+        program = "import mpicomm; print('size', mpicomm.bootstrap().size)"
+        child = subprocess.run([sys.executable, "-c", program], env={**os.environ, **launcher}, capture_output=True)
+        sys.stdout.write(f"status {child.returncode}: {child.stdout.decode() + child.stderr.decode()}")
+mpicomm.barrier()
+"""
 SIZE = 2
 SQUARES = sum(index * index for index in range(8))
 
@@ -138,3 +149,14 @@ def test_children_of_a_rank(tmp_path: Path, how: str) -> None:
         assert "aborting the job" not in outcome.stderr, outcome
     else:
         assert outcome.stderr == "", outcome
+
+
+@pytest.mark.each_mpi
+def test_a_program_that_a_rank_starts() -> None:
+    """With Open MPI it would wait for the other ranks."""
+    outcome = run_ranks(SIZE, STARTING)
+    refused, single = outcome.stdout.split("status ")[1:]
+    assert refused.startswith("1: mpicomm.LaunchError: PMI"), outcome
+    assert "inherited from a rank that started this process" in refused, outcome
+    assert refused.splitlines()[-1].endswith("set MPICOMM_LAUNCHER=single in its environment."), outcome
+    assert single.strip() == "0: size 1", outcome

@@ -27,6 +27,28 @@ MUTANTS = [
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
     ),
+    # -- programs that a rank starts ------------------------------------------------------------------------
+    Mutant(
+        "mpi._inherited_connection",
+        old="pid != str(os.getpid())",
+        new="False",
+        fault="A program that a rank starts waits in MPI_Init of Open MPI.",
+        tests="tests/unit/test_mpi.py -k a_rank_starts",
+    ),
+    Mutant(
+        "mpi._inherited_connection",
+        old='job == os.environ.get("PMIX_NAMESPACE")',
+        new="True",
+        fault="A job that a rank starts with mpirun is refused.",
+        tests="tests/unit/test_mpi.py -k a_rank_starts",
+    ),
+    Mutant(
+        "mpi._check_connection_to_launcher",
+        old='(name, "MASTER_ADDR", "MASTER_PORT")',
+        new="(name,)",
+        fault="A program that a rank starts as a job of its own cannot listen at the address of the rank's store.",
+        tests="tests/unit/test_mpi.py -k a_rank_starts",
+    ),
     # -- crash reports --------------------------------------------------------------------------------------
     Mutant(
         "crash_report.install",
