@@ -5,10 +5,11 @@ A mismatch raises MismatchError on every rank of the group; the message names th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,16 @@ from mpicomm.backend import dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import Mode, Works
-from mpicomm.collective_ops.pytree import Description
+from mpicomm.collective_ops.pytree import Data, Description
 from mpicomm.errors import MismatchError, raised_on_all_ranks
 from mpicomm.watchdog import hang_report
 
 Signature = tuple[str, Description]
 """The values that must be equal on all ranks: the operation with its arguments, and the description of the data."""
+
+_NOTHING = pytree.take(None, "").description
+_CANNOT = ", with data that cannot be sent: "
+"""Separates the operation from the error in the signature of a rank that cannot send its data."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,6 +49,44 @@ def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generat
     yield [dist.all_reduce(least, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
     if not agreement.all_equal(least.tolist()):
         refuse(members, signature)
+
+
+def compared(
+    members: GroupArgument, operation: str, data: Data | Exception, mode: Mode
+) -> Generator[Works, None, Data]:
+    """Compare the calls of all ranks of the group, as `reached`, and return the data.
+
+    Args:
+        members: The group.
+        operation: The operation with its arguments.
+        data: The data of this rank, or the error that prevents sending it.
+        mode: Which calls of torch.distributed are asynchronous.
+
+    Raises:
+        MismatchError: On every rank of the group, if the calls differ, or other ranks cannot send their data.
+        Exception: The error of this rank.
+    """
+    with raising(data):
+        yield from reached(members, signature_of(operation, data), mode)
+    return cast("Data", data)
+
+
+@contextlib.contextmanager
+def raising(data: Data | Exception | None) -> Iterator[None]:
+    """Compare the calls of the ranks in this context, then raise the error that prevents sending this rank's data."""
+    if not isinstance(data, Exception):
+        yield
+        return
+    with contextlib.suppress(MismatchError):  # the other ranks raise it
+        yield
+    raise data
+
+
+def signature_of(operation: str, data: Data | Exception) -> Signature:
+    """Return the signature of a call; that of a rank that cannot send its data differs from all others."""
+    if isinstance(data, Exception):
+        return f"{operation}{_CANNOT}{data}", _NOTHING
+    return operation, data.description
 
 
 def refuse(members: GroupArgument, signature: Signature) -> None:
@@ -71,6 +114,10 @@ def _shown_leaf(kind: str, dtype: torch.dtype, shape: Sequence[Any], device: str
 
 def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[str, str]]]]) -> str:
     operations = [operation for operation, _ in gathered]
+    for rank, operation in zip(members.ranks, operations, strict=True):
+        called, cannot, why = operation.partition(_CANNOT)
+        if cannot:
+            return f"{called}: rank {rank} could not send its data: {why}"
     if len(set(operations)) > 1:
         return (
             f"ranks called different operations, or one operation with different arguments:\n"

@@ -12,6 +12,9 @@ all_reduce, reduce, reduce_scatter, gather, all_gather, scatter and broadcast wi
 they start: a mismatch raises `MismatchError` on every rank. So do the `_object` forms of gather, all_gather and
 scatter. barrier, broadcast without `out`, all_to_all, and the `_object` forms of the last two do not.
 
+If a rank cannot send its data (a leaf of an unsupported type, an object that cannot be pickled), that rank raises the
+error, and the other ranks raise `MpicommError`, which names the rank and the error. The group remains usable.
+
 Besides the errors that each operation documents, `group` raises ValueError if this rank is not in it, its name is
 unknown or torch.distributed is not initialized; TypeError if it is not a group; and MpicommError if it is a name and
 `bootstrap` has not been called. With MPICOMM_ON_TIMEOUT=raise, an operation that times out raises TimeoutError.
@@ -24,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 import torch.distributed as dist
 
 from mpicomm.arguments import FLAG
@@ -88,7 +92,8 @@ def all_reduce(
 ) -> Any:
     """Reduce all ranks' data and return the result; unlike `torch.distributed.all_reduce`, not in place (collective).
 
-    Leaves of the same dtype and device are packed into one tensor. Python numbers are reduced in 64 bits.
+    Leaves of the same dtype and device are packed into one tensor. Sums and products of Python integers are exact, also
+    beyond 64 bits; other Python numbers are reduced in 64 bits.
     Differentiable for "sum" and "mean".
 
     Args:
@@ -112,7 +117,7 @@ def all_reduce(
     members, taken, how = _reduction(data, op, group, "all_reduce", is_output=inplace)
 
     steps = partial(reducing.reduce_on_all_ranks, members, taken, how, inplace)
-    return start(steps, "all_reduce", members, async_op, taken.tensors)
+    return start(steps, "all_reduce", members, async_op, _tensors(taken))
 
 
 @overload
@@ -146,7 +151,7 @@ def reduce(data: Any, dst: int = 0, op: OpName = "sum", *, group: Any = None, as
     """
     members, taken, how = _reduction(data, op, group, "reduce", dst=dst)
     steps = partial(reducing.reduce_to_one, members, taken, how, dst)
-    return start(steps, "reduce", members, async_op, taken.tensors)
+    return start(steps, "reduce", members, async_op, _tensors(taken))
 
 
 @overload
@@ -174,14 +179,9 @@ def reduce_scatter(data: Any, op: OpName = "sum", *, group: Any = None, async_op
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
-    members, taken, how = _reduction(data, op, group, "reduce_scatter")
-    if any(tensor.dim() == 0 for tensor in taken.tensors):
-        raise ValueError(
-            "reduce_scatter: expected leaves with at least one dimension, got a number or a scalar.\n"
-            "Reduce it with all_reduce."
-        )
+    members, taken, how = _reduction(data, op, group, "reduce_scatter", is_split=True)
     steps = partial(reducing.reduce_and_scatter, members, taken, how)
-    return start(steps, "reduce_scatter", members, async_op, taken.tensors)
+    return start(steps, "reduce_scatter", members, async_op, _tensors(taken))
 
 
 @overload
@@ -260,7 +260,7 @@ def gather(data: Any, dst: int = 0, *, group: Any = None, async_op: bool = False
         MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
     members = resolve(group, "gather", dst=dst)
-    return _gather(members, pytree.take(data, "gather"), dst, async_op, "gather")
+    return _gather(members, partial(pytree.take, data, "gather"), dst, async_op, "gather")
 
 
 @overload
@@ -284,7 +284,8 @@ def all_gather(data: Any, *, group: Any = None, async_op: bool = False) -> Any:
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in more than the length of the first dimension.
     """
-    return _gather(resolve(group, "all_gather"), pytree.take(data, "all_gather"), None, async_op, "all_gather")
+    members = resolve(group, "all_gather")
+    return _gather(members, partial(pytree.take, data, "all_gather"), None, async_op, "all_gather")
 
 
 @overload
@@ -309,9 +310,7 @@ def all_to_all(items: Sequence[Any], *, group: Any = None, async_op: bool = Fals
         TypeError: If `items` is not a list or tuple, or holds a leaf of an unsupported type.
         MpicommError: If this rank cannot import a class of the received items.
     """
-    members = resolve(group, "all_to_all")
-    check_one_each(items, members, "all_to_all")
-    return _all_to_all(members, [pytree.take(item, "all_to_all") for item in items], async_op, "all_to_all")
+    return _all_to_all(resolve(group, "all_to_all"), items, pytree.take, async_op, "all_to_all")
 
 
 # -- objects -----------------------------------------------------------------------------------------------------------
@@ -369,7 +368,7 @@ def gather_object(thing: Any, dst: int = 0, *, group: Any = None, async_op: bool
         TypeError: If the object cannot be pickled.
     """
     members = resolve(group, "gather_object", dst=dst)
-    return _gather(members, pytree.pickled(thing, "gather_object"), dst, async_op, "gather_object")
+    return _gather(members, partial(pytree.pickled, thing, "gather_object"), dst, async_op, "gather_object")
 
 
 @overload
@@ -390,7 +389,7 @@ def all_gather_object(thing: Any, *, group: Any = None, async_op: bool = False) 
         TypeError: If the object cannot be pickled.
     """
     members = resolve(group, "all_gather_object")
-    return _gather(members, pytree.pickled(thing, "all_gather_object"), None, async_op, "all_gather_object")
+    return _gather(members, partial(pytree.pickled, thing, "all_gather_object"), None, async_op, "all_gather_object")
 
 
 @overload
@@ -409,22 +408,32 @@ def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool
         ValueError: If the number of objects is not the number of ranks.
         TypeError: If `items` is not a list or tuple, or an object cannot be pickled.
     """
-    members = resolve(group, "all_to_all_object")
-    check_one_each(items, members, "all_to_all_object")
-    taken = [pytree.pickled(item, "all_to_all_object") for item in items]
-    return _all_to_all(members, taken, async_op, "all_to_all_object")
+    return _all_to_all(resolve(group, "all_to_all_object"), items, pytree.pickled, async_op, "all_to_all_object")
 
 
 # -- shared by the tensor and object forms -----------------------------------------------------------------------------
 
 
 def _reduction(
-    data: Any, op: Any, group: Any, what: str, *, is_output: bool = False, **ranks: int
-) -> tuple[GroupArgument, Data, Op]:
+    data: Any, op: Any, group: Any, what: str, *, is_output: bool = False, is_split: bool = False, **ranks: int
+) -> tuple[GroupArgument, Data | Exception, Op]:
     members, how = resolve(group, what, **ranks), Op.of(op, what)
-    taken = reducing.numbers_widened(pytree.take(data, what, is_output=is_output), how)
-    how.check(taken, members.size, what)
-    return members, taken, how
+
+    def to_send() -> Data:
+        taken = pytree.take(data, what, is_output=is_output)
+        if is_split and any(tensor.dim() == 0 for tensor in taken.tensors):
+            raise ValueError(
+                f"{what}: expected leaves with at least one dimension, got a number or a scalar.\n"
+                f"Reduce it with all_reduce."
+            )
+        how.check(taken, members.size, what)
+        return reducing.numbers_widened(taken, how, members)
+
+    return members, pytree.or_error(to_send), how
+
+
+def _tensors(taken: Data | Exception | None) -> Sequence[torch.Tensor] | None:
+    return taken.tensors if isinstance(taken, Data) else None
 
 
 def _to_send(data: Any) -> Data:
@@ -436,21 +445,28 @@ def _to_send(data: Any) -> Data:
 def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool, what: str) -> Any:
     taken = pytree.or_error(take) if members.rank == src else None
     steps = partial(data_movement.send_to_all, members, taken, src)
-    return start(steps, what, members, async_op, taken.tensors if isinstance(taken, Data) else None)
+    return start(steps, what, members, async_op, _tensors(taken))
 
 
 def _broadcast_into(members: GroupArgument, data: Any, out: Any, src: int, async_op: bool) -> Any:
-    output_buffer = pytree.take(out, "broadcast", is_output=True)
+    output_buffer = pytree.or_error(partial(pytree.take, out, "broadcast", is_output=True))
     is_source = members.rank == src
     taken = pytree.or_error(partial(pytree.take, data, "broadcast")) if is_source and data is not None else None
     steps = partial(data_movement.send_to_all_into, members, taken, output_buffer, out, src)
-    return start(steps, "broadcast", members, async_op, output_buffer.tensors)
+    return start(steps, "broadcast", members, async_op, _tensors(output_buffer))
 
 
-def _gather(members: GroupArgument, taken: Data, dst: int | None, async_op: bool, what: str) -> Any:
-    return start(partial(data_movement.gather, members, taken, dst, what), what, members, async_op, taken.tensors)
+def _gather(members: GroupArgument, take: Callable[[], Data], dst: int | None, async_op: bool, what: str) -> Any:
+    taken = pytree.or_error(take)
+    steps = partial(data_movement.gather, members, taken, dst, what)
+    return start(steps, what, members, async_op, _tensors(taken))
 
 
-def _all_to_all(members: GroupArgument, taken: list[Data], async_op: bool, what: str) -> Any:
-    tensors = [each for item in taken for each in item.tensors]
+def _all_to_all(members: GroupArgument, items: Any, take: Callable[[Any, str], Data], async_op: bool, what: str) -> Any:
+    def to_send() -> list[Data]:
+        check_one_each(items, members, what)
+        return [take(item, what) for item in items]
+
+    taken = pytree.or_error(to_send)
+    tensors = None if isinstance(taken, Exception) else [each for item in taken for each in item.tensors]
     return start(partial(data_movement.exchange, members, taken), what, members, async_op, tensors)

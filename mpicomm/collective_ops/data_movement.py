@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from mpicomm.collective_ops import autograd, call_check, pytree, wire_format
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps, Works, run
 from mpicomm.collective_ops.pytree import Data, Description
-from mpicomm.errors import MismatchError
 
 _LENGTHS = 14  # leaves whose lengths are sent in the same message as the digest
 
@@ -58,18 +56,23 @@ def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int,
 
 
 def send_to_all_into(
-    members: GroupArgument, data: Data | Exception | None, out: Data, target: Any, src: int, mode: Mode
+    members: GroupArgument,
+    data: Data | Exception | None,
+    out: Data | Exception,
+    target: Any,
+    src: int,
+    mode: Mode,
 ) -> Steps:
     """Run broadcast into memory that every rank passes, and return `target`, the container of that memory.
 
-    If `data` is an error or differs from `out`, the calls differ, and the comparison raises an error on every rank.
+    If `data` or `out` is an error, or they differ, the calls differ, and the comparison raises an error on every rank.
     """
     operation = f"broadcast with out= from rank {src}"
-    if isinstance(data, Exception):
-        signature = (f"{operation}, with data that cannot be sent: {str(data).splitlines()[0]}", out.description)
-        with contextlib.suppress(MismatchError):  # the other ranks raise it
-            yield from call_check.reached(members, signature, mode)
-        raise data
+    failed = data if isinstance(data, Exception) else out
+    if isinstance(failed, Exception):
+        yield from call_check.compared(members, operation, failed, mode)
+    assert isinstance(out, Data)
+    assert not isinstance(data, Exception)
     fits = data is None or data.description == out.description
     signature = (operation if fits else f"{operation}, with data that differ from out=", out.description)
     yield from call_check.reached(members, signature, mode)
@@ -107,17 +110,19 @@ def _describe_to_all(
 # -- gather and all_gather ---------------------------------------------------------------------------------------------
 
 
-def gather(members: GroupArgument, data: Data, dst: int | None, what: str, mode: Mode) -> Steps:
+def gather(members: GroupArgument, data: Data | Exception, dst: int | None, what: str, mode: Mode) -> Steps:
     """Run gather, or all_gather if `dst` is None; return every rank's data in a list on `dst` (or on all ranks).
 
     Args:
         members: The group.
-        data: The data of this rank.
+        data: The data of this rank, or the error that prevents sending it.
         dst: The rank in the group that receives the list; None for all ranks.
         what: The name of the operation, which the ranks compare.
         mode: Which calls of torch.distributed are asynchronous.
     """
-    described = yield from _lengths(members, data, what if dst is None else f"{what} to rank {dst}", mode)
+    with call_check.raising(data):
+        described = yield from _lengths(members, data, what if dst is None else f"{what} to rank {dst}", mode)
+    assert isinstance(data, Data)
     is_target = dst in (None, members.rank)
     received: dict[str, list[torch.Tensor]] = {}
     works = []
@@ -142,15 +147,16 @@ def gather(members: GroupArgument, data: Data, dst: int | None, what: str, mode:
 
 
 def _lengths(
-    members: GroupArgument, data: Data, operation: str, mode: Mode
+    members: GroupArgument, data: Data | Exception, operation: str, mode: Mode
 ) -> Generator[Works, None, list[Description]]:
     """Return the description of every rank's data, equal but for the lengths of the first dimensions.
 
     Raises:
         MismatchError: On every rank, if the data differ in anything else.
     """
-    shapes = data.description.shapes
-    signature = (operation, data.description.with_lengths(["*"] * len(shapes)))
+    operation, description = call_check.signature_of(operation, data)
+    shapes = description.shapes
+    signature = (operation, description.with_lengths(["*"] * len(shapes)))
     mine = [shape[0] if shape else -1 for shape in shapes]
     first = [*call_check.words(signature), *mine[:_LENGTHS], *[-1] * (_LENGTHS - len(mine))]
     table = yield from _gathered(first, members, is_async=mode.early)
@@ -160,7 +166,7 @@ def _lengths(
     if len(mine) > _LENGTHS:
         rest = yield from _gathered(mine[_LENGTHS:], members, is_async=False)
         lengths = [[*some, *others] for some, others in zip(lengths, rest, strict=True)]
-    return [data.description.with_lengths(of_rank) for of_rank in lengths]
+    return [description.with_lengths(of_rank) for of_rank in lengths]
 
 
 def _gathered(
@@ -181,15 +187,25 @@ def _padded(content: torch.Tensor, length: int) -> torch.Tensor:
 # -- all_to_all --------------------------------------------------------------------------------------------------------
 
 
-def exchange(members: GroupArgument, items: Sequence[Data], mode: Mode) -> Steps:
-    """Run all_to_all: rank r receives `items[r]` of every rank, in a list."""
+def exchange(members: GroupArgument, items: Sequence[Data] | Exception, mode: Mode) -> Steps:
+    """Run all_to_all: rank r receives `items[r]` of every rank, in a list.
+
+    An error in place of the items prevents sending them, and is raised on all ranks.
+    """
     # 1. exchange the lengths of the descriptions
-    raws = [wire_format.encode(item) for item in items]
+    error = items if isinstance(items, Exception) else None
+    items = [] if isinstance(items, Exception) else items
+    raws = [wire_format.encode(item) for item in items] if error is None else [wire_format.encode(error)] * members.size
     lengths, devices, has_gradient = yield from _exchanged_lengths(members, raws, items, mode)
     # 2. exchange the descriptions
     work, parts = _exchange([wire_format.to_tensor(raw, members.control) for raw in raws], lengths, members, False)
     yield [work]
-    described = [wire_format.decode(wire_format.to_bytes(part)) for part in parts]
+    if error is not None:
+        raise error
+    described = [
+        wire_format.decode(wire_format.to_bytes(part), f"rank {rank}")
+        for rank, part in zip(members.ranks, parts, strict=True)
+    ]
     # 3. exchange the contents, one call per device type
     packed = [wire_format.pack(item) for item in items]
     received: dict[str, list[torch.Tensor]] = {}

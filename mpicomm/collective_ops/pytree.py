@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import pickle
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ _KEYED = (*_DICTS, "dataclass")
 _CONTAINERS = (*_KEYED, *_SEQUENCES, "namedtuple")
 
 TENSOR, ARRAY, SCALAR, CUPY, NUMBER, OBJECT = "tensor", "array", "scalar", "cupy", "number", "object"
+TERM, FACTOR = "term", "factor"  # Python integers in a sum and in a product, which may leave 64 bits
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN = _PLAIN_TENSORS | {np.ndarray, bool, int, float, complex}
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
@@ -126,7 +128,7 @@ def or_error(taken: Callable[[], T]) -> T | Exception:
     """Return the data to send, or the error that prevents it: the sender must report it to the waiting ranks."""
     try:
         return taken()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  raised after the other ranks know of it
         return error
 
 
@@ -150,6 +152,23 @@ def pickled(thing: Any, what: str) -> Data:
     return Data.of(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
 
 
+def term(value: int) -> torch.Tensor:
+    """Return the upper and the lower 32 bits of an integer of 64 bits: the sums of both over 2^31 ranks are exact."""
+    return torch.tensor([value >> 32, value & 0xFFFFFFFF], dtype=torch.int64, device="cpu")
+
+
+def _of_term(tensor: torch.Tensor) -> int:
+    upper, lower = tensor.tolist()
+    return (upper << 32) + lower
+
+
+def factor(value: int, rank: int, size: int) -> torch.Tensor:
+    """Return an integer at this rank's place among ones: the product over the ranks has all of their integers."""
+    factors = torch.ones(size, dtype=torch.int64, device="cpu")
+    factors[rank] = value
+    return factors
+
+
 def unpickled(tensor: torch.Tensor) -> Any:
     """Return the object whose pickle a tensor holds."""
     return pickle.loads(tensor.cpu().numpy().tobytes())
@@ -160,16 +179,17 @@ def _are_plain_tensors(found: list[Any]) -> bool:
     return (
         _PLAIN_TENSORS.issuperset(map(type, found))
         and {tensor.layout for tensor in found} <= {torch.strided}
-        and not any([tensor.is_quantized for tensor in found])  # noqa: C419  as above
+        and not any([tensor.is_quantized or tensor.is_nested for tensor in found])  # noqa: C419  as above
     )
 
 
 def _as_tensor(leaf: Any, what: str) -> tuple[str, torch.Tensor]:
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout != torch.strided or leaf.is_quantized:
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+            got = "a nested one" if leaf.is_nested else f"one of layout {leaf.layout}"
             raise TypeError(
-                f"{what}: expected a dense tensor that is not quantized, got one of layout {leaf.layout}.\n"
-                f"Convert it with to_dense() or dequantize()."
+                f"{what}: expected a dense tensor that is not quantized, got {got}.\n"
+                f"Convert it with to_dense(), dequantize() or to_padded_tensor()."
             )
         return TENSOR, leaf
     if (dtype := _NUMBERS.get(type(leaf))) is not None:
@@ -223,6 +243,8 @@ _RESTORED: dict[str, Callable[[torch.Tensor], Any]] = {
     SCALAR: lambda tensor: tensor.cpu().numpy()[()],
     CUPY: _cupy_array,
     NUMBER: torch.Tensor.item,
+    TERM: _of_term,
+    FACTOR: lambda tensor: math.prod(tensor.tolist()),
     OBJECT: unpickled,
 }
 KINDS = tuple(_RESTORED)

@@ -16,7 +16,7 @@ from mpicomm.backend import buffers, reductions, torch_internals
 from mpicomm.collective_ops import autograd, call_check, data_movement, handles, pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps
-from mpicomm.collective_ops.pytree import NUMBER, Data
+from mpicomm.collective_ops.pytree import FACTOR, NUMBER, TERM, Data
 
 _OPS = {
     "sum": "SUM",
@@ -71,26 +71,32 @@ class Op:
         return dist.ReduceOp.SUM if self.name == "AVG" and not members.is_ours else self.handle
 
 
-def numbers_widened(data: Data, op: Op) -> Data:
-    """Return the data with Python numbers in a dtype of Python's arithmetic: the mean of 1 and 2 is 1.5."""
+def numbers_widened(data: Data, op: Op, members: GroupArgument) -> Data:
+    """Return the data with Python numbers as in Python's arithmetic: the mean of 1 and 2 is 1.5, integers are exact."""
     kinds = data.description.kinds
     if NUMBER not in kinds or op.name not in _ARITHMETIC:
         return data
-    tensors = [
-        _widened(tensor, op) if kind == NUMBER else tensor for kind, tensor in zip(kinds, data.tensors, strict=True)
+    pairs = [
+        _widened(tensor, op, members) if kind == NUMBER else (kind, tensor)
+        for kind, tensor in zip(kinds, data.tensors, strict=True)
     ]
-    return Data.of(data.description.structure, kinds, tensors)
+    return Data.of(data.description.structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs])
 
 
-def _widened(number: torch.Tensor, op: Op) -> torch.Tensor:
+def _widened(number: torch.Tensor, op: Op, members: GroupArgument) -> tuple[str, torch.Tensor]:
     if number.dtype in (torch.float64, torch.complex128):
-        return number
-    return number.to(torch.float64 if op.name == "AVG" else torch.int64)
+        return NUMBER, number
+    if op.name == "AVG":
+        return NUMBER, number.to(torch.float64)
+    value = int(number)
+    return (
+        (TERM, pytree.term(value)) if op.name == "SUM" else (FACTOR, pytree.factor(value, members.rank, members.size))
+    )
 
 
-def reduce_on_all_ranks(members: GroupArgument, data: Data, op: Op, inplace: bool, mode: Mode) -> Steps:
+def reduce_on_all_ranks(members: GroupArgument, data: Data | Exception, op: Op, inplace: bool, mode: Mode) -> Steps:
     """Run all_reduce, and return the reduced data."""
-    yield from call_check.reached(members, (f"all_reduce {op.name}", data.description), mode)
+    data = yield from call_check.compared(members, f"all_reduce {op.name}", data, mode)
     bundles = _bundles(data, inplace=inplace)
     how = op.on(members)
     yield [dist.all_reduce(bundle.flat, how, members.handle, async_op=mode.last) for bundle in bundles]
@@ -105,9 +111,9 @@ def reduce_on_all_ranks(members: GroupArgument, data: Data, op: Op, inplace: boo
     return data.description.rebuilt(_attached(data, op, results, backward))
 
 
-def reduce_to_one(members: GroupArgument, data: Data, op: Op, dst: int, mode: Mode) -> Steps:
+def reduce_to_one(members: GroupArgument, data: Data | Exception, op: Op, dst: int, mode: Mode) -> Steps:
     """Run reduce, and return the reduced data on `dst`, None elsewhere."""
-    yield from call_check.reached(members, (f"reduce {op.name} to rank {dst}", data.description), mode)
+    data = yield from call_check.compared(members, f"reduce {op.name} to rank {dst}", data, mode)
     bundles = _bundles(data, inplace=False)
     target, how = members.ranks[dst], op.on(members)
     yield [dist.reduce(bundle.flat, target, how, members.handle, async_op=mode.last) for bundle in bundles]
@@ -116,9 +122,9 @@ def reduce_to_one(members: GroupArgument, data: Data, op: Op, dst: int, mode: Mo
     return data.description.rebuilt(_unbundled(bundles, data.description.shapes, members, op))
 
 
-def reduce_and_scatter(members: GroupArgument, data: Data, op: Op, mode: Mode) -> Steps:
+def reduce_and_scatter(members: GroupArgument, data: Data | Exception, op: Op, mode: Mode) -> Steps:
     """Run reduce_scatter: each leaf is split along its first dimension, and each rank gets its part of the result."""
-    yield from call_check.reached(members, (f"reduce_scatter {op.name}", data.description), mode)
+    data = yield from call_check.compared(members, f"reduce_scatter {op.name}", data, mode)
     parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
     bundles, works = [], []
     for indices in _by_dtype(data):

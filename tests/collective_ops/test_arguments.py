@@ -1,6 +1,7 @@
 """Every argument of every public function: a wrong type or a value out of range raises before any communication.
 
-One rank makes the calls. The error names the argument or the operation, the value that it got, and a remedy.
+Data that a rank cannot send are an exception: all ranks raise an error. One rank makes the calls. The error names the
+argument or the operation, the value that it got, and a remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DATA = ["text", {1, 2}, Unknown(), torch.eye(2).to_sparse()]
 POSITIVE = ["1", 1.5, True, 0, -1, Unknown()]
 WORDS = ["word", "", 3, True, ["ddp"], Unknown()]
 PATHS = [3, 1.5, True, b"runs", ["runs"], Unknown()]
-ANY: list[Any] = []  # every value is valid, or no value can be rejected without communication
+ANY: list[Any] = []  # every value is valid, or is refused on all ranks: test_errors.py
 
 COMMON = {"group": GROUPS, "async_op": FLAGS}
 MESSAGE = {**COMMON, "tag": TAGS}
@@ -44,17 +45,17 @@ Wrong = dict[str, Sequence[Any]]
 
 OPERATIONS: dict[str, tuple[dict[str, Any], Wrong]] = {
     "barrier": ({}, {**COMMON, "timeout": [*TIMEOUTS, 0]}),
-    "all_reduce": ({"data": 1}, {**COMMON, "data": DATA, "op": OPS, "inplace": FLAGS}),
-    "reduce": ({"data": 1}, {**COMMON, "data": DATA, "op": OPS, "dst": [*RANKS, None]}),
-    "reduce_scatter": ({"data": torch.ones(4)}, {**COMMON, "data": [*DATA, 1], "op": OPS}),
-    "broadcast": ({"data": 1}, {**COMMON, "data": ANY, "src": [*RANKS, None], "out": ["text", 1, Unknown()]}),
-    "gather": ({"data": 1}, {**COMMON, "data": DATA, "dst": [*RANKS, None]}),
-    "all_gather": ({"data": 1}, {**COMMON, "data": DATA}),
-    "all_to_all": ({"items": None}, {**COMMON, "items": [None, 7, [1] * 99, "ab", Unknown()]}),
+    "all_reduce": ({"data": 1}, {**COMMON, "data": ANY, "op": OPS, "inplace": FLAGS}),
+    "reduce": ({"data": 1}, {**COMMON, "data": ANY, "op": OPS, "dst": [*RANKS, None]}),
+    "reduce_scatter": ({"data": torch.ones(4)}, {**COMMON, "data": ANY, "op": OPS}),
+    "broadcast": ({"data": 1}, {**COMMON, "data": ANY, "src": [*RANKS, None], "out": ANY}),
+    "gather": ({"data": 1}, {**COMMON, "data": ANY, "dst": [*RANKS, None]}),
+    "all_gather": ({"data": 1}, {**COMMON, "data": ANY}),
+    "all_to_all": ({"items": None}, {**COMMON, "items": ANY}),
     "broadcast_object": ({"thing": 1}, {**COMMON, "thing": ANY, "src": [*RANKS, None]}),
-    "gather_object": ({"thing": 1}, {**COMMON, "thing": [lambda: 1], "dst": [*RANKS, None]}),
-    "all_gather_object": ({"thing": 1}, {**COMMON, "thing": [lambda: 1]}),
-    "all_to_all_object": ({"items": None}, {**COMMON, "items": [None, 7, [1] * 99, "ab", Unknown()]}),
+    "gather_object": ({"thing": 1}, {**COMMON, "thing": ANY, "dst": [*RANKS, None]}),
+    "all_gather_object": ({"thing": 1}, {**COMMON, "thing": ANY}),
+    "all_to_all_object": ({"items": None}, {**COMMON, "items": ANY}),
     "send": ({"data": 1, "dst": 0}, {**MESSAGE, "data": DATA, "dst": [*RANKS, None]}),
     "isend": ({"data": 1, "dst": 0}, {"group": GROUPS, "tag": TAGS, "data": DATA, "dst": [*RANKS, None]}),
     "recv": ({"src": 0}, {**MESSAGE, "src": RANKS, "out": ["text", 1, Unknown()]}),

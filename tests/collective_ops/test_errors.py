@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,46 @@ def test_local_errors_are_raised_before_anything_is_sent(what: str) -> None:
         call()
     assert "\n" in str(caught.value), "the message has no remedy"
     dist.barrier()
+
+
+NOT_PICKLED = threading.Lock()
+SENDING: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "all_gather_object": (mpicomm.all_gather_object, NOT_PICKLED, "can be pickled, got a lock"),
+    "gather_object": (mpicomm.gather_object, NOT_PICKLED, "can be pickled, got a lock"),
+    "all_to_all_object": (
+        lambda thing: mpicomm.all_to_all_object([thing] * dist.get_world_size()), NOT_PICKLED, "got a lock"
+    ),
+    "all_to_all": (lambda thing: mpicomm.all_to_all([thing] * dist.get_world_size()), "text", "got a str"),
+    "items": (lambda items: mpicomm.all_to_all([items] * dist.get_world_size() if items == 1 else []), 2, "one item"),
+    "all_reduce": (mpicomm.all_reduce, "text", "got a str"),
+    "an integer": (mpicomm.all_reduce, 2**70, "does not fit into 64 bits"),
+    "reduce": (mpicomm.reduce, {(1, 2): 1}, "dict keys must be"),
+    "reduce_scatter": (lambda data: mpicomm.reduce_scatter(np.ones(9) if data == 1 else data), 2.0, "got a number"),
+    "all_gather": (mpicomm.all_gather, "text", "got a str"),
+    "gather": (mpicomm.gather, "text", "got a str"),
+    "out": (lambda data: mpicomm.broadcast(np.ones(2), out=np.ones(2) if data == 1 else data), "text", "got a str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SENDING)
+def test_data_that_one_rank_cannot_send_are_an_error_on_all(world: mpicomm.World, what: str) -> None:
+    call, wrong, text = SENDING[what]
+    with pytest.raises((TypeError, ValueError, MpicommError), match=text) as caught:
+        call(wrong if world.rank == 1 else 1)
+    assert world.rank == 1 or "rank 1 could not send its data" in str(caught.value)
+    assert mpicomm.all_reduce(1) == world.size
+
+
+@pytest.mark.parametrize("op", ["sum", "product"])
+def test_python_integers_beyond_64_bits_are_exact(world: mpicomm.World, op: str) -> None:
+    values = [2**62 + 7, -(2**63), -3, 2**63 - 1, True]
+    data = {"count": values[world.rank % 5], "other": torch.ones(2)}
+    expected = {"sum": sum, "product": math.prod}[op](values[rank % 5] for rank in range(world.size))
+    everywhere, on_last = mpicomm.all_reduce(data, op), mpicomm.reduce(data, world.size - 1, op)
+    assert everywhere["count"] == expected
+    assert type(everywhere["count"]) is int
+    assert everywhere["other"].tolist() == [world.size if op == "sum" else 1] * 2
+    assert on_last is None or on_last["count"] == expected
 
 
 def test_groups_that_this_rank_is_not_in(world: mpicomm.World) -> None:

@@ -5,6 +5,47 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    # -- call_check.py, pytree.py: errors of one rank, Python integers ------------------------------------------
+    Mutant(
+        "call_check.signature_of",
+        old="f'{operation}{_CANNOT}{data}', _NOTHING",
+        new="operation, _NOTHING",
+        fault="If only some ranks cannot send their data, the others raise an error that does not tell why.",
+        tests="tests/collective_ops/test_errors.py -k one_rank_cannot_send",
+        ranks=2,
+    ),
+    Mutant(
+        "collectives._gather",
+        old="pytree.or_error(take)",
+        new="take()",
+        fault="all_gather_object hangs on all ranks but one if that rank cannot pickle its object.",
+        tests="tests/collective_ops/test_errors.py -k one_rank_cannot_send",
+        ranks=2,
+    ),
+    Mutant(
+        "data_movement.exchange",
+        old="[wire_format.encode(error)] * members.size",
+        new="[b''] * members.size",
+        fault="all_to_all_object does not tell the other ranks which rank cannot pickle its objects, and why.",
+        tests="tests/collective_ops/test_errors.py -k one_rank_cannot_send",
+        ranks=2,
+    ),
+    Mutant(
+        "reducing._widened",
+        old="pytree.term(value)",
+        new="number.to(torch.int64)",
+        fault="A sum of Python integers that leaves 64 bits is another number.",
+        tests="tests/collective_ops/test_errors.py -k exact",
+        ranks=2,
+    ),
+    Mutant(
+        "pytree.factor",
+        old="factors[rank] = value",
+        new="factors[0] *= value",
+        fault="A product of Python integers that leaves 64 bits is another number.",
+        tests="tests/collective_ops/test_errors.py -k exact",
+        ranks=2,
+    ),
     # -- shared memory of a node ----------------------------------------------------------------------------
     Mutant(
         "NativeSlots._run",

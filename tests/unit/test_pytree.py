@@ -53,6 +53,13 @@ CONTAINERS = st.recursive(
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(TypeError, match="got a nested one"):
+        pytree.take({"a": nested}, "all_reduce")
+
+
 def sent(data: pytree.Data) -> Any:
     """Return the data that a receiver gets."""
     got = wire_format.decode(wire_format.encode(data))
