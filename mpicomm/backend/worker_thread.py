@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
+
+import torch
 
 from mpicomm import mpi
 from mpicomm.backend import future_callbacks
@@ -32,7 +36,8 @@ class Finishable(Protocol):
         """Complete the entry, after its call has returned or raised `error`."""
 
 
-Job = tuple[Callable[[], None], Finishable, Sequence[FutureCallback]]
+Job = tuple[Callable[[], None], Finishable, Sequence[FutureCallback], bool]
+_DENORMAL = struct.unpack("d", bytes([1, *[0] * 7]))[0]  # from its bits: this thread may treat denormals as zero
 
 
 class Worker:
@@ -78,7 +83,7 @@ class Worker:
             is_long: Whether the call takes so long that it should start now, if the queue is empty.
         """
         self._gpu.note()
-        job = call, work, after
+        job = call, work, after, _flushes_denormals()
         with self._lock:
             starts_now = is_long and self._pending == 0
             # The timer first: an exception of a signal handler then leaves no job without a thread that will run it.
@@ -155,7 +160,7 @@ class Worker:
 
     def _may_be_taken(self, job: Job) -> bool:
         """Return whether a thread that waits for a job, or for one behind it, may run it."""
-        _call, work, after = job
+        _call, work, after, _flushes = job
         return isinstance(work, QueuedWork) and not after and not self._gpu.is_known
 
     def _run(self) -> None:
@@ -181,7 +186,13 @@ class Worker:
             self._changed.notify_all()  # `submit` may wait for this
             return self._jobs.popleft()
 
-    def _run_job(self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback]) -> None:
+    def _run_job(
+        self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback], flushes_denormals: bool
+    ) -> None:
+        if flushes_denormals != _flushes_denormals():
+            with _flushing_denormals(flushes_denormals):
+                self._run_job(call, work, after, flushes_denormals)
+            return
         error: BaseException | None = None
         try:
             self._wait_for(after)
@@ -301,6 +312,21 @@ class Poller:
             while not (self._watched or self._stopping or self._look()):
                 self._changed.wait()
             self.is_idle = False
+
+
+def _flushes_denormals() -> bool:
+    """Return whether this thread computes with denormal numbers as zero; torch cannot tell."""
+    return _DENORMAL * 2 == 0
+
+
+@contextlib.contextmanager
+def _flushing_denormals(mode: bool) -> Iterator[None]:
+    """Let this thread compute with denormal numbers as another one does."""
+    torch.set_flush_denormal(mode)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(not mode)
 
 
 def require_threads() -> None:

@@ -162,10 +162,10 @@ def test_python_integers_beyond_64_bits_are_exact(world: mpicomm.World, op: str)
     values = [2**62 + 7, -(2**63), -3, 2**63 - 1, True]
     data = {"count": values[world.rank % 5], "other": torch.ones(2)}
     expected = {"sum": sum, "product": math.prod}[op](values[rank % 5] for rank in range(world.size))
-    everywhere, on_last = mpicomm.all_reduce(data, op), mpicomm.reduce(data, world.size - 1, op)
-    assert everywhere["count"] == expected
-    assert type(everywhere["count"]) is int
-    assert everywhere["other"].tolist() == [world.size if op == "sum" else 1] * 2
+    on_each, on_last = mpicomm.all_reduce(data, op), mpicomm.reduce(data, world.size - 1, op)
+    assert on_each["count"] == expected
+    assert type(on_each["count"]) is int
+    assert on_each["other"].tolist() == [world.size if op == "sum" else 1] * 2
     assert on_last is None or on_last["count"] == expected
 
 

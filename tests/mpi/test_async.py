@@ -440,3 +440,22 @@ def test_the_factor_of_a_queued_sum_may_change_before_it_runs(group: Group) -> N
     assert work is not None
     work.wait()
     assert torch.equal(tensor, torch.full((3,), 2.0 * group.size))
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("other_thread", ["worker", "waiting"])
+def test_denormals_do_not_depend_on_the_thread_that_runs_the_operation(other_thread: str, flushes: bool) -> None:
+    dist.all_reduce(torch.ones(1), async_op=True).wait()  # the worker exists, with the setting of this moment
+    tensor = torch.tensor([0x000A0000], dtype=torch.int32).view(torch.float32).repeat(2000)
+    try:
+        if not torch.set_flush_denormal(flushes):
+            pytest.skip("the processor always computes with denormals")
+        work = dist.all_reduce(tensor, async_op=True)
+        torch.set_flush_denormal(not flushes)
+        if other_thread == "worker":
+            mpi.poll(work.is_completed, 60)
+        work.wait()
+        seen = tensor[:1].view(torch.int32).item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert seen is flushes

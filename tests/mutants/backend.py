@@ -260,6 +260,14 @@ MUTANTS = [
     ),
     # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
+        "Worker._run_job",
+        old="flushes_denormals != _flushes_denormals()",
+        new="False",
+        fault="Whether a sum has denormal numbers depends on the thread that runs the operation: the ranks differ.",
+        tests="tests/mpi/test_async.py -k denormals",
+        ranks=2,
+    ),
+    Mutant(
         "Worker.submit",
         old="self._jobs.append",
         new="self._jobs.appendleft",
