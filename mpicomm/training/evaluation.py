@@ -98,12 +98,12 @@ class Averages:
         self._sums["loss"] += loss.detach().double() * count
         for name, metric in self._metrics.items():
             value = torch.as_tensor(metric(outputs, targets)).detach().double()
-            each_sample = value.shape[:1] == (count,)
+            each_sample = value.shape[:1] == (count,) and value.numel() == count
             if value.numel() != 1 and not each_sample:
                 raise ValueError(
                     f"the metric {name!r} must return one number per sample ({count}) or their mean, got a tensor of "
                     f"shape {list(value.shape)}.\n"
-                    f"Return a tensor of shape [{count}] or []."
+                    f"Return a tensor of shape [{count}] or [], such as value.flatten(1).mean(dim=1)."
                 )
             whole = value.sum() if each_sample else value.reshape(()) * count
             self._sums[name] += whole.to(self._sums[name].device)

@@ -14,6 +14,7 @@ from mpicomm.training.data import Batch, Step
 from mpicomm.training.state import Parts
 from mpicomm.training.step_timing import Clock
 
+_TOO_FEW = "Expected more than 1 value per channel"  # torch's batch normalization
 _SYNCHRONIZED = contextlib.nullcontext()
 
 
@@ -60,6 +61,19 @@ class TrainingStep:
             loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
         return batches.check_loss(loss, is_of_model=returns_loss), outputs, call.targets
 
+    def _forward_in_training(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
+        try:
+            return self.forward(model, batch)
+        except ValueError as error:
+            if _TOO_FEW not in str(error):
+                raise
+            raise ValueError(
+                f"{error}: batch normalization needs more than one sample, and this rank has {batch.count} in step "
+                f"{self.parts.position.step}.\n"
+                f"Pass DataLoader(dataset, batch_size=..., drop_last=True), or another batch_size, so that every step "
+                f"has at least two samples for each rank."
+            ) from error
+
     def _forward_own(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
         """Return the mean loss of a batch from the function of the user, what it returned, and the batch."""
         assert self._own_step is not None
@@ -79,7 +93,8 @@ class TrainingStep:
                 returns its loss takes the whole batch.
         """
         content = batches.moved(batch.content, self._device)
-        target_key = self._target_key if has_targets and self.loss_fn is not None else None
+        returns_loss = self.loss_fn is None and self._own_step is None
+        target_key = self._target_key if has_targets and not returns_loss else None
         call = batches.call_without_targets(content, target_key)
         self._check_first(call)
         with self.parts.precision.arithmetic():
@@ -110,7 +125,7 @@ class TrainingStep:
             is_last = number == len(step.batches)
             with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
                 logged.begin_batch(batch.count)
-                loss, outputs, _ = self.forward(self._wrapped.model, batch)
+                loss, outputs, _ = self._forward_in_training(self._wrapped.model, batch)
                 if self._own_step is not None:
                     logged.add(batches.figures_in(outputs))
                 is_finite_here = self.parts.losses.add(self.parts.position.step, batch, loss)
@@ -149,7 +164,7 @@ class TrainingStep:
         buffers = self._copied_buffers()
         self.parts.logged.begin_batch(0)  # the batch is run again in the step
         with randomness.preserved(self._device):
-            self._wrapped.warm_up(lambda model: self.forward(model, batch)[0])
+            self._wrapped.warm_up(lambda model: self._forward_in_training(model, batch)[0])
         self._restore_buffers(buffers)
 
     def _copied_buffers(self) -> list[torch.Tensor]:

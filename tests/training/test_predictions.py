@@ -108,6 +108,24 @@ def test_data_without_targets(world: mpicomm.World) -> None:
     assert_on_rank_0(world, trainer.predict(TensorDataset(x, x + 1), has_targets=False), expected)
 
 
+class Offset(nn.Linear):
+    """A model that accepts the targets as a second argument."""
+
+    def forward(self, x: torch.Tensor, offset: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if offset is None else super().forward(x) + offset
+
+
+@pytest.mark.parametrize("has_targets", [True, False])
+def test_a_training_step_gets_the_targets_but_the_model_does_not(world: mpicomm.World, has_targets: bool) -> None:
+    x, model = samples(4 * world.size).tensors[0], Offset(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mpicomm.Trainer(model, optimizer, training_step=lambda _, batch: batch[1].mean(), progress="none")
+    data = TensorDataset(x, torch.full((len(x), 1), 100.0))
+    with torch.no_grad():
+        expected = model(x) if has_targets else model(x) + 100
+    assert_on_rank_0(world, trainer.predict(data, has_targets=has_targets), expected)
+
+
 class Returning(nn.Module):
     """A model that returns its loss and the outputs, as models of Hugging Face do, or only one of them."""
 

@@ -140,8 +140,9 @@ def test_ranks_compare_their_data_before_they_train(world: mpicomm.World, call: 
 
 
 def test_ranks_compare_the_limits_of_a_run(world: mpicomm.World) -> None:
-    with pytest.raises(mpicomm.TrainingError, match=r"fit: epochs must be equal on all ranks, got 1 on rank 0, 2 on"):
-        make_trainer().fit(samples(12), 1 + min(world.rank, 1))
+    message = r"fit: max_steps must be equal on all ranks, got 100 on rank 0, 101 on"
+    with pytest.raises(mpicomm.TrainingError, match=message):
+        make_trainer().fit(samples(12), 1, max_steps=100 + min(world.rank, 1))
 
 
 def test_metrics_of_own_shares_are_over_all_samples(world: mpicomm.World) -> None:
@@ -152,6 +153,22 @@ def test_metrics_of_own_shares_are_over_all_samples(world: mpicomm.World) -> Non
     found = trainer.evaluate(TensorDataset(own, own), {"value": lambda _, target: target[:, 0]}, shard=False)
     assert (found["samples"], found["value"]) == (len(values), pytest.approx(values.mean().item()))
     assert found["loss"] == pytest.approx(values.mean().item())
+
+
+@pytest.mark.parametrize("value", [torch.zeros(4, 3, 5), torch.zeros(4, 0), torch.zeros(2)])
+def test_metrics_of_other_shapes_are_refused(world: mpicomm.World, value: torch.Tensor) -> None:
+    trainer = make_trainer(batch_size=4)
+    with pytest.raises(ValueError, match=rf"one number per sample \(4\).*shape {re.escape(str([*value.shape]))}"):
+        trainer.evaluate(samples(4 * world.size), {"odd": lambda *_: value})
+
+
+def test_a_step_with_one_sample_for_batch_normalization(world: mpicomm.World) -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    count = 5 * world.size
+    with pytest.raises(ValueError, match=r"this rank has 1 in step 1\.\nPass DataLoader\(.*drop_last=True"):
+        make_trainer(model, batch_size=4).fit(samples(count), 1)
+    loader = DataLoader(samples(count), batch_size=4, drop_last=True)
+    assert make_trainer(model).fit(loader, 1)[0]["samples"] == 4 * world.size
 
 
 def test_a_run_continues_while_some_ranks_have_data(world: mpicomm.World, directory: Path) -> None:
