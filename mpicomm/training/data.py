@@ -21,13 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -92,6 +95,9 @@ class DataSource(abc.ABC):
     first_samples: tuple[str, list[bytes]] | None = None
     """The name of the dataset, and digests of the first sample that each process of this rank has read in this epoch;
     None if the ranks need not compare them."""
+
+    inexact: str | None = None
+    """Why a run that resumes within an epoch may differ from an uninterrupted one; None if the data are the same."""
 
     layout: Mapping[str, object] = {"kind": "a share of each rank"}
     """The properties by name that must be equal on all ranks."""
@@ -180,7 +186,7 @@ def make_source(
             shuffle = None if is_iterable or not len(data) else options.shuffle  # RandomSampler refuses empty datasets
             workers, pin_memory = options.num_workers, options.pin_memory
             loader = DataLoader(data, options.batch_size, shuffle, num_workers=workers, pin_memory=pin_memory)
-            return LoaderSource(loader, options)
+            return LoaderSource(loader, options, place)
         return IterableSource(data, options, place, shard) if is_iterable else IndexedSource(data, options, place)
     raise TypeError(
         f"expected a dataset (with __getitem__ and __len__, or an IterableDataset) or a DataLoader, got a "
@@ -202,7 +208,7 @@ def _source_of_loader(
             )
         shard = not is_replaced and _is_usual(loader)
     if not shard:
-        return LoaderSource(loader, options)
+        return LoaderSource(loader, options, place)
     sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         raise ValueError(
@@ -590,26 +596,90 @@ class LoaderSource(DataSource):
 
     is_shared = False
 
-    def __init__(self, loader: DataLoader[Any], options: LoaderOptions) -> None:
+    def __init__(self, loader: DataLoader[Any], options: LoaderOptions, place: DataRank) -> None:
+        self._user = loader
         self._loader = _counting(loader)
         self._grad_accum_steps = options.grad_accum_steps
+        self._seed = _mixed(options.seed, 0, 1 + place.rank)  # ranks draw different samples
+        self._order: _EpochOrder | None = None
+        if self._loader is not loader and not isinstance(loader.dataset, IterableDataset):
+            self._order = _EpochOrder(loader.batch_sampler)
+            # DataLoader refuses to set it; the copy draws the seeds of workers from a generator of its own.
+            self._loader.__dict__["batch_sampler"] = self._order
+            self._loader.generator = torch.Generator()
+        self.inexact = _inexact(loader, is_drawn=self._order is not None)
 
     def total(self) -> None:
         """Return None: the number of samples that other ranks load is unknown."""
 
+    def close(self) -> None:
+        """Terminate the worker processes, and restore the generators of the user."""
+        super().close()
+        if self._order is not None:
+            self._order.close()
+
     def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
-        """Return the remaining steps of an epoch for this rank. Steps already taken are loaded again and discarded."""
-        for part in (self._loader.sampler, self._loader.batch_sampler, self._loader.dataset):
+        """Return the remaining steps of an epoch for this rank.
+
+        The order of an epoch is drawn again from its start. Without an order, batches already taken are loaded again.
+        """
+        for part in (self._user.sampler, self._user.batch_sampler, self._user.dataset):
             _set_epoch(part, epoch)
+        if self._order is not None:
+            self._order.start, self._order.seed = steps * self._grad_accum_steps, _mixed(self._seed, epoch, 0)
+            self._order.epoch = epoch
+            self._loader.generator.manual_seed(self._order.seed)
         self._loaded = iter(self._loader)
         grouped = _grouped(self._loaded, self._grad_accum_steps)
-        for _ in range(steps):
+        for _ in range(steps if self._order is None else 0):
             next(grouped, None)
         return grouped
 
     def first(self) -> Step:
         """Return the first batch of the loader."""
+        if self._order is not None:
+            self._order.start = 0
         return next(_grouped(iter(self._loader), 1), Step([]))
+
+
+class _EpochOrder:
+    """The batches of a user's sampler from `start` on, drawn with generators that depend only on the epoch."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self._batch_sampler = batch_sampler
+        self.epoch = self.start = self.seed = 0
+        parts = (batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = [getattr(part, "generator", None) for part in parts]
+        self._generators = [
+            (each, each.initial_seed(), each.get_state()) for each in found if isinstance(each, torch.Generator)
+        ]
+
+    def __iter__(self) -> Iterator[Any]:
+        for generator, seed, _ in self._generators:
+            generator.manual_seed(_mixed(seed, self.epoch, 0))
+        return itertools.islice(randomness.drawn(lambda: iter(self._batch_sampler), self.seed), self.start, None)
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def close(self) -> None:
+        """Restore the generators of the user, so that another run draws the same orders from them."""
+        for generator, _, state in self._generators:
+            generator.set_state(state)
+
+
+_DRAWN_AGAIN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
+
+
+def _inexact(loader: DataLoader[Any], *, is_drawn: bool) -> str | None:
+    """Return why a resume within an epoch may not be exact for a user's loader; None if it is."""
+    if not is_drawn:
+        return f"the batches of {type(loader).__name__} of {type(loader.dataset).__name__} have no order by indices"
+    batch_sampler: Any = loader.batch_sampler
+    order = batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+    if type(order) not in _DRAWN_AGAIN and not hasattr(order, "set_epoch"):
+        return f"{type(order).__name__} has no set_epoch(), so its order may depend on earlier epochs"
+    return "the workers of the DataLoader draw other random numbers after a resume" if loader.num_workers else None
 
 
 def _set_epoch(part: Any, epoch: int) -> None:

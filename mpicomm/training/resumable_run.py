@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +35,9 @@ class ResumableRun:
         self.vote: StopVote | None = None  # set where there are checkpoints, or ranks can request the end of the run
         self.is_ending = False
         """Whether the last vote has ended the run."""
+
+        self.inexact: str | None = None
+        """Why a run that resumes within an epoch may differ, until it is reported."""
 
         self._parts = parts
         self._saved: str | None = None
@@ -107,12 +111,24 @@ class ResumableRun:
             self._parts.losses.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = position.name
+            if position.consumed and self.inexact is not None:
+                self._warn(self.inexact)
             reporter.write("checkpoint", position)
             self.checkpoints.kept = self._parts.callbacks.kept_checkpoints()
             self.checkpoints.save(position.name, position.step, state.collect(self._parts), wait=wait)
             self._unreported = self.checkpoints.directory / position.name
         if wait:
             self._complete()
+
+    def _warn(self, why: str) -> None:
+        self.inexact = None
+        if self._parts.world.rank == 0:
+            warnings.warn(
+                f"a run that resumes from a checkpoint within an epoch may take other samples or random numbers: {why}."
+                f"\nPass the dataset itself or a sampler with set_epoch(), or save between epochs only "
+                f"(save_every=None).",
+                stacklevel=2,
+            )
 
     def _complete(self) -> None:
         """Wait for the save in progress, if any, and report its checkpoint."""

@@ -357,6 +357,7 @@ def opened(
                 recovers=calls is not None,
             )
         )
+        run.inexact = train.inexact
         continues = calls is not None and calls.has_begun
         if continues:
             run.continue_from_memory()

@@ -238,8 +238,8 @@ finally:
     ),
     Mutant(
         "LoaderSource.steps",
-        old="(self._loader.sampler, self._loader.batch_sampler, self._loader.dataset)",
-        new="(self._loader.batch_sampler, self._loader.dataset)",
+        old="(self._user.sampler, self._user.batch_sampler, self._user.dataset)",
+        new="(self._user.batch_sampler, self._user.dataset)",
         fault="The epoch is not set in a DistributedSampler of the user, and every epoch has the same order.",
         tests="tests/unit/test_shares.py -k gets_the_number_of_the_epoch",
     ),
@@ -259,6 +259,27 @@ with torch_internals.outside_workers():
         new="self._read()",
         fault="Of a stream that shuffles, the ranks take parts of different orders.",
         tests="tests/unit/test_shares.py -k splits_itself_by_worker_or_shuffles",
+    ),
+    Mutant(
+        "_EpochOrder.__iter__",
+        old="randomness.drawn(lambda: iter(self._batch_sampler), self.seed)",
+        new="iter(self._batch_sampler)",
+        fault="After a resume within an epoch, a random sampler of the user draws other samples.",
+        tests="tests/unit/test_shares.py -k own_order_resumes",
+    ),
+    Mutant(
+        "_EpochOrder.__iter__",
+        old="generator.manual_seed(_mixed(seed, self.epoch, 0))",
+        fault="After a resume within an epoch, a sampler with a generator of its own draws other samples.",
+        tests="tests/unit/test_shares.py -k own_order_resumes",
+    ),
+    Mutant(
+        "ResumableRun.save",
+        old="position.consumed and self.inexact is not None",
+        new="False",
+        fault="A checkpoint from which a run cannot resume exactly is saved without a warning.",
+        tests="tests/training/test_uneven.py -k cannot_resume_exactly",
+        ranks=2,
     ),
     Mutant(
         "check_first_samples",

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import mpicomm
 from mpicomm.training import preemption
@@ -180,6 +181,31 @@ def test_a_run_continues_while_some_ranks_have_data(world: mpicomm.World, direct
     assert again.fit(IterableSource(count), 1) == expected
     assert (expected[0]["samples"], expected[0]["step"]) == (count, 3)
     assert all(torch.equal(a, b) for a, b in zip(parameters_of(again), parameters_of(whole), strict=True))
+
+
+def test_a_run_with_an_own_sampler_resumes_exactly(world: mpicomm.World, directory: Path) -> None:
+    def trainer(name: str) -> Trainer:
+        return make_trainer(checkpoint_dir=directory / name, save_every=1)
+
+    loader = DataLoader(samples(64), batch_size=2, sampler=WeightedRandomSampler(torch.ones(64), 12))
+    whole, first, second = trainer("whole"), trainer("part"), trainer("part")
+    whole.fit(loader, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first.fit(loader, 2, max_steps=4)
+    second.fit(loader, 2)
+    assert second.position == whole.position
+    assert all(torch.equal(a, b) for a, b in zip(parameters_of(second), parameters_of(whole), strict=True))
+
+
+def test_a_checkpoint_that_cannot_resume_exactly_warns_once(world: mpicomm.World, directory: Path) -> None:
+    loader = DataLoader(IterableSource(8), batch_size=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer(checkpoint_dir=directory, save_every=1).fit(loader, 1)
+    assert [1 for each in found if "within an epoch may take other samples" in str(each.message)] == [1] * (
+        not world.rank
+    )
 
 
 class Partly(nn.Module):

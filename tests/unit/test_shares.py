@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -289,6 +291,68 @@ def test_unsupported_data_are_refused() -> None:
         make_source((each for each in range(3)), LoaderOptions(), DataRank(0, 1))
     with pytest.raises(ValueError, match="the dataset must have at least one sample, got 0"):
         make_source(numbers(0), LoaderOptions(), DataRank(0, 1))
+
+
+class Remembering:
+    """A sampler whose order depends on a state of its own."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(20), 20))
+
+
+def seeded(kind: Any, *args: Any) -> Any:
+    return kind(*args, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    "loading",
+    [
+        lambda: {"sampler": WeightedRandomSampler(torch.ones(20), 14), "batch_size": 2},
+        lambda: {"sampler": seeded(RandomSampler, range(20), True), "batch_size": 2, "num_workers": 1},
+        lambda: {"sampler": seeded(SubsetRandomSampler, range(14)), "batch_size": 2},
+        lambda: {"batch_sampler": BatchSampler(RandomSampler(range(20), num_samples=14), 2, drop_last=True)},
+        lambda: {"shuffle": True, "batch_size": 2},
+    ],
+)
+def test_an_own_order_resumes_at_every_step(loading: Callable[[], Any]) -> None:
+    """The order depends on the epoch, not on the state of the generators at the resume."""
+
+    def order(source: Any, epoch: int, steps: int) -> list[int]:
+        return taken([list(source.steps(epoch, 0, steps))])
+
+    def source() -> Any:
+        return make_source(DataLoader(numbers(20), **loading()), LoaderOptions(1, 2), DataRank(1, 2), shard=False)
+
+    whole = source()
+    before = torch.get_rng_state()
+    orders = [order(whole, epoch, 0) for epoch in range(2)]
+    assert torch.equal(torch.get_rng_state(), before), "the generator of the program is unchanged"
+    assert orders[0] != orders[1]
+    whole.close()
+    assert order(whole, 0, 0) == orders[0]
+    torch.manual_seed(99)
+    for epoch, steps in itertools.product(range(2), range(4)):
+        resumed = source()
+        assert order(resumed, epoch, steps) == orders[epoch][4 * steps :]
+        resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(numbers(20), sampler=range(3)), None),
+        (DataLoader(numbers(20), sampler=DistributedSampler(numbers(20), 2, 0)), None),
+        (DataLoader(numbers(20), sampler=Remembering()), "Remembering has no set_epoch"),
+        (DataLoader(numbers(20), sampler=range(3), num_workers=1), "random numbers after a resume"),
+        (DataLoader(Numbers(20), batch_size=2), "DataLoader of Numbers have no order"),
+    ],
+)
+def test_data_that_cannot_be_resumed_exactly_have_a_reason(loader: Any, reason: str | None) -> None:
+    found = make_source(loader, LoaderOptions(), DataRank(0, 2)).inexact
+    assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize(
