@@ -1,12 +1,14 @@
 """The metrics file of a run, which `Trainer` writes and `mpicomm report` reads: an entry in JSON on each line.
 
-Each entry has `event`, `time`, and the position in the run: `step`, `epoch` and `consumed`.
+Each entry has `event`, `time`, and the position in the run: `step`, `epoch` and `consumed`. A number that is not finite
+is null, because JSON has neither NaN nor Infinity.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -44,7 +46,7 @@ class MetricsFile:
         """Write an entry."""
         entry = {"event": event, **values}
         if self._file is not None:
-            self._append(self._file, json.dumps(entry).encode() + b"\n")
+            self._append(self._file, _json(entry).encode() + b"\n")
         if self._logger is not None:
             self._logger(entry)
 
@@ -66,6 +68,22 @@ class MetricsFile:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def _json(entry: Any) -> str:
+    try:
+        return json.dumps(entry, allow_nan=False)
+    except ValueError:  # a number that is not finite
+        return json.dumps(_finite(json.loads(json.dumps(entry))), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_truncated(file: io.FileIO) -> bool:
