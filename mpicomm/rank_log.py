@@ -15,6 +15,7 @@ import resource
 import selectors
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,24 +40,60 @@ def path_of(directory: str | os.PathLike[str], rank: int) -> Path:
 
 @contextlib.contextmanager
 def copy_output(path: Path) -> Iterator[None]:
-    """Append what this process prints to stdout and stderr within the block to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        stdout: Any = _Tee(sys.stdout, file)
-        stderr: Any = _Tee(sys.stderr, file)
+    """Append what this process prints to stdout and stderr within the block to a file.
+
+    A file that cannot be written is a warning.
+    """
+    log = _Log(path)
+    stdout: Any = _Tee(sys.stdout, log)
+    stderr: Any = _Tee(sys.stderr, log)
+    try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             yield
+    finally:
+        log.close()
+
+
+class _Log:
+    """A log that two streams share. If it cannot be written, it warns once, and the program continues."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            self._warn(error)
+
+    def write(self, text: str) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(text)
+                self._file.flush()
+            except OSError as error:
+                self.close()  # before the warning, which Python prints to one of the two streams
+                self._warn(error)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # reported by `write`
+                file.close()
+
+    def _warn(self, error: OSError) -> None:
+        message = f"output is not copied to {str(self._path)!r}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 class _Tee:
-    """A stream that also writes to a file."""
+    """A stream that also writes to a log."""
 
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream, self._file = stream, file
+    def __init__(self, stream: TextIO, log: _Log) -> None:
+        self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        self._file.write(text)
-        self._file.flush()
+        self._log.write(text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mpicomm import rank_log
 from mpicomm.metrics_file import MetricsFile
 from mpicomm.training import reporting
 from mpicomm.training.newest_state import Failure, Recovery
@@ -83,6 +85,32 @@ def test_an_entry_is_a_line_also_after_a_crash(tmp_path: Path, before: str) -> N
     file.close()
     assert path.read_text().startswith(before)
     assert json.loads(path.read_text().splitlines()[-1]) == {"event": "resume", "step": 3}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    """JSON has neither NaN nor Infinity; the logger gets the numbers."""
+    path, logged = tmp_path / "metrics.jsonl", list[dict[str, Any]]()
+    file = MetricsFile(path, logged.append)
+    file.write("eval", loss=float("nan"), nested={"a": [float("inf"), (-float("inf"), 1.5)]}, text="NaN", whole=3)
+    file.close()
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "event": "eval",
+        "loss": None,
+        "nested": {"a": [None, [None, 1.5]]},
+        "text": "NaN",
+        "whole": 3,
+    }
+    assert str(logged[0]["loss"]) == "nan"
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null/rank_000.log"])
+def test_a_rank_log_that_cannot_be_written_is_a_warning(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    warned = pytest.warns(RuntimeWarning, match=f"output is not copied to '{path}': ")
+    with warned as warnings, rank_log.copy_output(Path(path)):
+        print("first")
+        print("second", file=sys.stderr)
+    assert len(warnings) == 1
+    assert capsys.readouterr() == ("first\n", "second\n")
 
 
 def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
