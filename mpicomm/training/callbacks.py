@@ -55,7 +55,7 @@ class Callback:
         """An epoch and its evaluation are complete, before its checkpoint: `trainer.position.history[-1]`."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """A step of the optimizer is complete, `trainer.position.step` of the run."""
+        """A step is complete, `trainer.position.step` of the run; `trainer.is_step_taken` is False if it is skipped."""
 
     def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """An evaluation within `fit` is complete.
@@ -157,6 +157,11 @@ class CallbackList:
             for each in self:
                 stack.enter_context(each.evaluating(trainer))
             yield
+
+    @property
+    def exchanges_weights(self) -> bool:
+        """Whether evaluations may run with other weights than those of training."""
+        return any(type(each).evaluating is not Callback.evaluating for each in self)
 
     def kept_checkpoints(self) -> frozenset[str]:
         """Return the names of the checkpoints that callbacks keep."""

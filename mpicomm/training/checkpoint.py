@@ -306,6 +306,11 @@ class Checkpoints:
             found[str(number)] = torch.empty_like(template)
         return found
 
+    @property
+    def has_training_weights(self) -> bool:
+        """Whether the model in the newest checkpoint has the weights of evaluations (collective on first use)."""
+        return any(name.startswith("training.") for name in self._contents)
+
     def parameters_with_state(self) -> set[str]:
         """Return the names of the parameters with optimizer state in the newest checkpoint (collective on first use).
 

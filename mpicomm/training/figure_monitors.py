@@ -92,8 +92,8 @@ class FigureMonitor(Callback):
 class BestCheckpoint(FigureMonitor):
     """Saves a checkpoint at each new best figure, and keeps the best one in addition to `keep_checkpoints`.
 
-    `Trainer.fit` still resumes from the newest checkpoint. Load the weights of the best one into a model with
-    `torch.distributed.checkpoint`, in a job or in one process::
+    `Trainer.fit` still resumes from the newest checkpoint. The entry "model" of the best one has the weights that were
+    evaluated, also with `EMA`. Load them into a model with `torch.distributed.checkpoint`, in a job or in one process::
 
         weights = {"model": model.state_dict()}
         torch.distributed.checkpoint.load(weights, checkpoint_id=best.path)

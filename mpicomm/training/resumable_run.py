@@ -29,8 +29,9 @@ class ResumableRun:
         stop_request: StopRequest,
         limits: RunLimits,
         on_checkpoint: Callable[[Path], None],
+        evaluating: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
-        self.checkpoints = checkpoints
+        self.checkpoints, self._evaluating = checkpoints, evaluating
         self.stop_request, self._limits, self._on_checkpoint = stop_request, limits, on_checkpoint
         self.vote: StopVote | None = None  # set where there are checkpoints, or ranks can request the end of the run
         self.is_ending = False
@@ -40,7 +41,7 @@ class ResumableRun:
         """Why a run that resumes within an epoch may differ, until it is reported."""
 
         self._parts = parts
-        self._saved: str | None = None
+        self._saved: tuple[str | None, bool] = None, False  # the name, and whether it has the weights of evaluations
         self._unreported: Path | None = None  # the newest checkpoint, until `on_checkpoint` is called
 
     @property
@@ -57,13 +58,14 @@ class ResumableRun:
         if self.checkpoints is None or self.checkpoints.newest is None:
             return False
         state.restore(self.checkpoints, self._parts, train)
-        self._saved, self._unreported = self._parts.position.name, self.checkpoints.newest
+        self._saved = self._parts.position.name, self.checkpoints.has_training_weights
+        self._unreported = self.checkpoints.newest
         return True
 
     def continue_from_memory(self) -> None:
         """Continue from the state in memory, which is at least as new as the newest checkpoint."""
         if self.checkpoints is not None and self.checkpoints.newest is not None:
-            self._saved, self._unreported = self.checkpoints.newest.name, self.checkpoints.newest
+            self._saved, self._unreported = (self.checkpoints.newest.name, False), self.checkpoints.newest
 
     @property
     def own_vote(self) -> tuple[bool, bool, bool]:
@@ -102,20 +104,26 @@ class ResumableRun:
         return self.is_ending
 
     def save(self, reporter: Reporter, *, wait: bool = False) -> None:
-        """Write a checkpoint, unless one of this position exists (collective)."""
+        """Write a checkpoint, unless one of this position exists (collective).
+
+        A checkpoint that callbacks keep has the weights of evaluations, if these are not those of training.
+        """
         if self.checkpoints is None:
             return
-        position = self._parts.position
-        if self._saved != position.name:
+        position, callbacks = self._parts.position, self._parts.callbacks
+        kept = callbacks.kept_checkpoints()
+        is_measured = position.name in kept and callbacks.exchanges_weights
+        if self._saved[0] != position.name or is_measured > self._saved[1]:
             self._complete()
             self._parts.losses.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
-            self._saved = position.name
+            self._saved = position.name, is_measured
             if position.consumed and self.inexact is not None:
                 self._warn(self.inexact)
             reporter.write("checkpoint", position)
-            self.checkpoints.kept = self._parts.callbacks.kept_checkpoints()
-            self.checkpoints.save(position.name, position.step, state.collect(self._parts), wait=wait)
+            self.checkpoints.kept = kept
+            content = state.collect(self._parts, self._evaluating if is_measured else None)
+            self.checkpoints.save(position.name, position.step, content, wait=wait)
             self._unreported = self.checkpoints.directory / position.name
         if wait:
             self._complete()
@@ -167,6 +175,7 @@ def opened(
     stop_request: StopRequest,
     limits: RunLimits,
     on_checkpoint: Callable[[Path], None],
+    evaluating: Callable[[], contextlib.AbstractContextManager[object]],
     *,
     recovers: bool = False,
 ) -> Iterator[ResumableRun]:
@@ -180,6 +189,7 @@ def opened(
         stop_request: The stop request of this rank.
         limits: The limits of the run, and this rank's request to end it.
         on_checkpoint: Called with each complete checkpoint.
+        evaluating: Returns the context of the callbacks for an evaluation.
         recovers: Whether training continues after a rank has failed. The vote then uses the process group, whose
             operations raise an error that names the rank.
     """
@@ -188,7 +198,7 @@ def opened(
         if directory is not None:
             checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
             stack.enter_context(stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0))
-        run = ResumableRun(parts, checkpoints, stop_request, limits, on_checkpoint)
+        run = ResumableRun(parts, checkpoints, stop_request, limits, on_checkpoint, evaluating)
         if checkpoints is not None or limits.is_voted:
             run.vote = stack.enter_context(StopVote(None if recovers else world.comm))
         yield run

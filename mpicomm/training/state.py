@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.session import World
@@ -48,6 +54,9 @@ class Position:
     history: History = dataclasses.field(default_factory=list)
     evaluated_step: int = 0
     """The step of the last evaluation within an epoch (`eval_every`)."""
+
+    evaluated_figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The figures of that evaluation."""
 
     @property
     def progress(self) -> tuple[int, int, bool, int]:
@@ -108,8 +117,14 @@ class Parts:
     callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
 
 
-def collect(parts: Parts) -> State:
-    """Return the content of a checkpoint as a copy, since training continues while it is written."""
+def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object]] | None = None) -> State:
+    """Return the content of a checkpoint as a copy, since training continues while it is written.
+
+    Args:
+        parts: The objects of the run.
+        evaluating: Returns the context of evaluations, if the entry `model` is to contain their weights. The weights of
+            training are then in the entry `training`.
+    """
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
     of_callbacks = {name: tensor_packing.pack(each) for name, each in shared["callbacks"].items()}
@@ -117,6 +132,10 @@ def collect(parts: Parts) -> State:
     numbered = {name: _numbered(found) for name, (_, found) in of_callbacks.items() if found}
     content = {"model": model, "optimizer": optimizer, **({"callbacks": numbered} if numbered else {})}
     tensors = batches.mapped(content, _copied)
+    if evaluating is not None:
+        tensors["training"] = tensors["model"]
+        with evaluating():
+            tensors["model"] = batches.mapped(get_model_state_dict(parts.wrapped.inner), _copied)
     own = {
         "random": randomness.states(parts.world.device),
         "losses": (float(parts.losses.total), parts.losses.count),
@@ -195,7 +214,8 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     checkpoints.check_model(model)
     with_state = checkpoints.parameters_with_state()
     optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
-    content: State = {"model": model, "optimizer": optimizer}
+    weights = "training" if checkpoints.has_training_weights else "model"
+    content: State = {weights: model, "optimizer": optimizer}
     templates = {name: tensor_packing.pack(each)[1] for name, each in parts.callbacks.states().items()}
     packed = run.get("callbacks", {})  # absent in checkpoints of earlier versions
     tensors = {name: checkpoints.empty_tensors(f"callbacks.{name}", templates.get(name, ())) for name in packed}
@@ -206,7 +226,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     set_state_dict(
         parts.wrapped.inner,
         parts.optimizer,
-        model_state_dict=content["model"],
+        model_state_dict=content[weights],
         optim_state_dict=content["optimizer"],
         options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
     )

@@ -318,6 +318,11 @@ class Trainer:
         return self._assembly.position
 
     @property
+    def is_step_taken(self) -> bool:
+        """Whether the last step has changed the parameters; not if its loss or float16 gradients were not finite."""
+        return self._assembly.step.is_taken
+
+    @property
     def checkpoint_dir(self) -> Path | None:
         """The directory of the checkpoints, or None."""
         directory = self._options.checkpoint_dir

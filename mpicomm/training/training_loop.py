@@ -150,10 +150,14 @@ class TrainingLoop:
         self.reporter.epoch(self.position)
 
     def _evaluate_epoch(self) -> None:
-        figures = self._evaluated()
-        self.position.add_evaluation(figures)
-        self.reporter.evaluation(self.position)
-        self._call(Callback.on_eval_end, figures)
+        """Evaluate after an epoch; its last step may have been evaluated already, which counts once."""
+        position, names = self.position, evaluation_figures(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
+        is_new = position.evaluated_step != position.step or position.evaluated_figures.keys() != names.keys()
+        figures = self._evaluated() if is_new else position.evaluated_figures
+        position.add_evaluation(figures)
+        self.reporter.evaluation(position)
+        if is_new:
+            self._call(Callback.on_eval_end, figures)
 
     def _complete_epoch(self) -> None:
         """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
@@ -263,7 +267,7 @@ class TrainingLoop:
             # As a checkpoint does, so that a resumed run evaluates the same model.
             parallel.share_buffers(self.parts.wrapped.inner)
             figures = self._evaluated()
-            self.position.evaluated_step = self.position.step
+            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, figures
             self.reporter.step_evaluation(self.position, figures)
             self._call(Callback.on_eval_end, figures)
 
@@ -354,6 +358,7 @@ def opened(
                 fit_call.stop_request,
                 fit_call.limits,
                 functools.partial(fit_call.call, Callback.on_checkpoint),
+                fit_call.evaluating,
                 recovers=calls is not None,
             )
         )

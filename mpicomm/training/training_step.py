@@ -42,6 +42,8 @@ class TrainingStep:
         self._target_key, self._max_grad_norm, self._can_discard = target_key, max_grad_norm, can_discard
         self._buffers: list[torch.Tensor] = []
         self._is_first = self._is_first_call = True
+        self.is_taken = False
+        """Whether the optimizer took the last step."""
 
     def forward(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
         """Return the mean loss of a batch, the model's outputs and the targets.
@@ -143,12 +145,13 @@ class TrainingStep:
         """Update the parameters; return whether the optimizer took the step, as `Precision.step` does."""
         optimizer = self.parts.optimizer
         self._buffers = []
-        is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._max_grad_norm)
+        self.is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._max_grad_norm)
         optimizer.zero_grad(set_to_none=True)
-        return is_taken
+        return self.is_taken
 
     def discard(self) -> None:
         """Discard the gradients and the changes of the buffers since the last update, if any."""
+        self.is_taken = False
         if self._buffers:
             self._restore_buffers(self._buffers)
         self._buffers = []

@@ -23,9 +23,9 @@ _DECAY = arguments.number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 class EMA(Callback):
     """Keeps an exponential moving average of the parameters, with which evaluations and `export` run.
 
-    After each step, average = decay * average + (1 - decay) * parameter. Each rank averages its own copy (DDP) or shard
-    (FSDP), without communication. Checkpoints contain the average. Buffers, such as the statistics of batch
-    normalization, are not averaged: evaluations use those of training.
+    After each step that the optimizer takes, average = decay * average + (1 - decay) * parameter. Each rank averages
+    its own copy (DDP) or shard (FSDP), without communication. Checkpoints contain the average. Buffers, such as the
+    statistics of batch normalization, are not averaged: evaluations use those of training.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -64,7 +64,9 @@ class EMA(Callback):
 
     @torch.no_grad()
     def on_step_end(self, trainer: Trainer) -> None:
-        """Update the averages."""
+        """Update the averages, unless the step was skipped."""
+        if not trainer.is_step_taken:
+            return
         parameters = [_local(each) for each in _parameters(trainer)]
         self._update([_local(each) for each in self._averages], parameters, None)
 

@@ -178,7 +178,8 @@ def test_a_run_in_parts_has_the_states_of_one_run(world: mpicomm.World, director
     steps = whole.position.step
     assert callbacks[0].counts["step"] == steps
     assert callbacks[0].counts["epoch_start"] == callbacks[0].counts["epoch_end"] == 3
-    assert callbacks[0].counts["eval"] == 3 + steps // 2
+    ends = {int(each["step"]) for each in expected}
+    assert callbacks[0].counts["eval"] == len(ends | set(range(2, steps + 1, 2))), "each step counts once"
     parts = directory / "parts"
     run(parts, max_steps=1)
     run(parts, max_steps=3)
@@ -276,6 +277,59 @@ def test_the_best_checkpoint_survives_newer_ones_and_a_resume(world: mpicomm.Wor
         last = f"step-{epochs:09d}-epoch-{epochs:05d}-evaluated"
         assert complete(directory) == ["step-000000002-epoch-00002-evaluated", last]
         assert best.path == directory / complete(directory)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_best_checkpoint_has_the_weights_that_were_evaluated(
+    world: mpicomm.World, directory: Path, strategy: str
+) -> None:
+    """A run that resumes from it continues with the weights of training."""
+    data, best = samples(8 * world.size), mpicomm.BestCheckpoint()
+    options = {"batch_size": 4, "strategy": strategy}
+    trainer = make_trainer(directory, make_model(), callbacks=[mpicomm.EMA(0.5), best], **options)
+    trainer.fit(data, 2, data)
+    again = make_trainer(directory, make_model(), callbacks=[mpicomm.EMA(0.5), mpicomm.BestCheckpoint()], **options)
+    again.fit(data, 2, data)
+    assert best.path == directory / again.position.name, "the newest checkpoint is the best one"
+    assert all(map(torch.equal, whole(again), whole(trainer)))
+    weights = {"model": make_model().state_dict()}
+    dcp.load(weights, checkpoint_id=best.path, no_dist=True)
+    loss = trainer_loss([*weights["model"].values()], data)
+    assert loss == pytest.approx(best.best, rel=1e-5)
+    assert loss != pytest.approx(trainer_loss([each.detach() for each in whole(trainer)], data), rel=1e-5)
+
+
+def whole(trainer: Trainer) -> list[torch.Tensor]:
+    parameters = trainer.wrapped.inner.parameters()
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
+
+
+def test_ema_stays_in_a_skipped_step(world: mpicomm.World) -> None:
+    ema, seen = mpicomm.EMA(0.5), []
+
+    class Watch(mpicomm.Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            seen.append((trainer.is_step_taken, ema.state_dict()["averages"][0].sum().item()))
+
+    trainer = make_trainer(None, make_model(), batch_size=4, on_nonfinite="skip", callbacks=[ema, Watch()])
+    inner = trainer.loss_fn
+    trainer.loss_fn = lambda *batch: inner(*batch) * (float("nan") if len(seen) in (1, 2) else 1.0)
+    trainer.fit(samples(16 * world.size), 1)
+    assert [is_taken for is_taken, _ in seen] == [True, False, False, True]
+    averages = [average for _, average in seen]
+    assert averages[0] == averages[1] == averages[2] != averages[3]
+
+
+def test_a_step_that_is_evaluated_twice_counts_once(world: mpicomm.World) -> None:
+    """The last step of an epoch is evaluated by eval_every, and after the epoch."""
+    data, stopping, recorder, entries = samples(8 * world.size), mpicomm.EarlyStopping(patience=1), Recorder(), []
+    trainer = make_trainer(None, make_model(), batch_size=4, callbacks=[stopping, recorder], logger=entries.append)
+    history = trainer.fit(data, 3, data, eval_every=2)
+    assert [each["step"] for each in history] == [2, 4, 6]
+    assert [each[0] for each in recorder.events].count("eval_end") == 3
+    if world.rank == 0:
+        found = [(each["event"], each["eval_loss"]) for each in entries if "eval_loss" in each]
+        assert found == [(event, each["eval_loss"]) for each in history for event in ("step_eval", "eval")]
 
 
 def test_early_stopping_ends_the_run_for_good(world: mpicomm.World, directory: Path) -> None:
