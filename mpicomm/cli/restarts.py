@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import subprocess
+from pathlib import Path
 
 from mpicomm.cli import launch_plan
 from mpicomm.cli.console import failed, print_message
@@ -15,11 +16,16 @@ from mpicomm.launch import allocation, node_range
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange, TooFewHostsError
 from mpicomm.launch.request import Request
-from mpicomm.settings import STOPPED_STATUS
+from mpicomm.settings import PREFIX, STOPPED_STATUS
 from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY
 
 _PROBES = 16  # hosts that are probed at the same time
 _REQUEUE_SECONDS = 20.0
+_NO_JOB = (
+    "no rank has reported that it called mpicomm.bootstrap(). Unless the program connects its processes in another way "
+    "(MPI, init_process_group), each has run alone, as rank 0 of 1.\n"
+    "For one job, call mpicomm.bootstrap() at the start of the program."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +117,8 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     if _is_failure(end) and policy.max_restarts:
         why = "--max-restarts has been reached" if has_formed_job else "the ranks did not complete mpicomm.bootstrap()"
         print_message("run", f"not restarted: {why}")
+    if not (end.status or has_formed_job) and end.stopped_by is None and _should_form_job(attempt):
+        print_message("run", _NO_JOB)
     return end.status
 
 
@@ -140,6 +148,13 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
     hosts, is_step = launch_plan.hosts(request, os.environ)
     selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
     return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)
+
+
+def _should_form_job(request: Request) -> bool:
+    """Return whether a Python program runs on several ranks, and whether bootstrap() would report the job."""
+    is_python = Path(request.program[0]).name.startswith("python")
+    is_reported = request.node is None and not {**os.environ, **request.variables}.get(f"{PREFIX}LAUNCHER")
+    return is_python and is_reported and request.ranks != 1
 
 
 def _is_failure(end: End) -> bool:

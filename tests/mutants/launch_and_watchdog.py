@@ -27,6 +27,21 @@ MUTANTS = [
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
     ),
+    # -- mpicomm run ----------------------------------------------------------------------------------------
+    Mutant(
+        "restarts.run",
+        old='print_message("run", _NO_JOB)',
+        new="pass",
+        fault="mpicomm run prints nothing if each rank has run alone.",
+        tests="tests/unit/test_restarts.py",
+    ),
+    Mutant(
+        "restarts._should_form_job",
+        old="is_python and is_reported and request.ranks != 1",
+        new="True",
+        fault="mpicomm run calls for bootstrap() in a program of one rank.",
+        tests="tests/unit/test_restarts.py",
+    ),
     # -- programs that a rank starts ------------------------------------------------------------------------
     Mutant(
         "mpi._inherited_connection",

@@ -7,7 +7,7 @@ import pytest
 from mpicomm.cli import launch_plan, restarts
 from mpicomm.cli.restarts import RestartPolicy
 from mpicomm.cli.supervisor import End
-from mpicomm.launch.request import Request, Start
+from mpicomm.launch.request import Node, Request, Start
 from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY
 
 
@@ -22,3 +22,31 @@ def test_a_lost_host_is_explained(
     assert status == 1
     is_explained = HOST_REMEDY in capsys.readouterr().err
     assert is_explained == (may_have_lost_host and not max_restarts)
+
+
+PYTHON = ("/usr/bin/python3", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("end", "request_", "is_expected"),
+    [
+        (End(0, None, False, ""), Request(PYTHON), True),
+        (End(0, None, False, ""), Request(PYTHON, 2), True),
+        (End(0, None, False, ""), Request(PYTHON, 1), False),
+        (End(0, None, False, ""), Request(("hostname",), 2), False),
+        (End(0, None, False, ""), Request(PYTHON, 2, node=Node(0, 1, "127.0.0.1", 1234)), False),
+        (End(0, None, False, ""), Request(PYTHON, 2, variables={"MPICOMM_LAUNCHER": "single"}), False),
+        (End(0, None, True, ""), Request(PYTHON, 2), False),
+        (End(1, None, False, ""), Request(PYTHON, 2), False),
+        (End(0, 15, False, ""), Request(PYTHON, 2), False),
+    ],
+)
+def test_ranks_that_form_no_job_are_reported(
+    end: End, request_: Request, is_expected: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MPICOMM_LAUNCHER", raising=False)
+    monkeypatch.setattr(launch_plan, "build", lambda *_: Start(("mpiexec",), {}))
+    monkeypatch.setattr(launch_plan, "execute", lambda *_: end)
+    assert restarts.run(request_, RestartPolicy(), 1.0) == end.status
+    last = capsys.readouterr().err.splitlines()[-1:]
+    assert last == (["For one job, call mpicomm.bootstrap() at the start of the program."] if is_expected else [])
