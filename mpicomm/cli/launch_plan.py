@@ -20,6 +20,7 @@ from mpicomm.launch import allocation, commands, environment, installed, node_ra
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
+from mpicomm.settings import PREFIX
 
 GRACE_SECONDS = 120.0
 """The default time for the ranks to save a checkpoint and exit."""
@@ -37,7 +38,8 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
         MPINotFoundError: If there is no MPI library.
     """
     start = _build(request, {**environ, **request.variables})
-    return dataclasses.replace(start, environ={**start.environ, **request.variables})
+    hidden = frozenset(name for name in request.variables if not name.startswith(PREFIX))
+    return dataclasses.replace(start, environ={**start.environ, **request.variables}, hidden=hidden)
 
 
 def _build(request: Request, environ: Mapping[str, str]) -> Start:

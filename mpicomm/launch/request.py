@@ -88,16 +88,20 @@ class Start:
     parent_options: tuple[str, ...] = ()
     """Options of the launcher that forward the variable of `with_parent` to other hosts."""
 
+    hidden: frozenset[str] = frozenset()
+    """The variables of the user, whose values may be secrets and are not shown."""
+
     def with_parent(self, parent: str) -> Start:
         """Return the launch with the address at which rank 0 reaches `mpicomm run`."""
         command = (self.command[0], *self.parent_options, *self.command[1:])
         return dataclasses.replace(self, command=command, environ={**self.environ, PARENT: parent})
 
     def shown(self, before: Mapping[str, str]) -> str:
-        """Return the equivalent command line for a shell with the environment `before`."""
+        """Return the equivalent command line for a shell with the environment `before`; hidden values are `***`."""
         removed = [word for name in sorted(before.keys() - self.environ.keys()) for word in ("-u", name)]
-        added = [f"{name}={value}" for name, value in sorted(self.environ.items()) if before.get(name) != value]
-        return shlex.join([*(["env", *removed] if removed else []), *added, *self.command])
+        added = sorted(name for name, value in self.environ.items() if before.get(name) != value)
+        shown = [f"{name}=" + ("***" if name in self.hidden else shlex.quote(self.environ[name])) for name in added]
+        return " ".join([*(["env", shlex.join(removed)] if removed else []), *shown, shlex.join(self.command)])
 
 
 def program(words: Sequence[str], module: Sequence[str], python: str) -> tuple[str, ...]:

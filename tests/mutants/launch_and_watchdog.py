@@ -27,7 +27,14 @@ MUTANTS = [
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
     ),
-    # -- mpicomm run ----------------------------------------------------------------------------------------
+    # -- messages of mpicomm run ----------------------------------------------------------------------------
+    Mutant(
+        "Start.shown",
+        old="name in self.hidden",
+        new="False",
+        fault="The log of a job shows the value of a secret of mpicomm run --env.",
+        tests="tests/unit/test_launch_commands.py -k hidden_values",
+    ),
     Mutant(
         "restarts.run",
         old='print_message("run", _NO_JOB)',

@@ -92,9 +92,14 @@ def test_a_start_is_shown_as_a_shell_command() -> None:
     after = {"KEPT": "x", "NEW": "a b", "PATH": os.environ["PATH"]}
     command = ("sh", "-c", 'echo "$KEPT$RANK$NEW"; echo "$1"', "sh", "it's")
     line = Start(command, after).shown(before)
-    assert line.startswith("env -u RANK 'NEW=a b' sh -c ")
+    assert line.startswith("env -u RANK NEW='a b' sh -c ")
     done = subprocess.run(["sh", "-c", line], env=before, capture_output=True, text=True, check=True)
     assert done.stdout == "xa b\nit's\n"
+
+
+def test_hidden_values_are_not_shown() -> None:
+    start = Start(("true",), {"API_KEY": "secret", "OTHER": "1"}, hidden=frozenset(["API_KEY"]))
+    assert start.shown({}) == "API_KEY=*** OTHER=1 true"
 
 
 # -- hosts -----------------------------------------------------------------------------------------------------------
