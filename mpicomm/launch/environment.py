@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect, known_launchers
@@ -67,7 +69,14 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
 def for_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return the environment for ranks with this number of threads and with huge pages; the user's values are kept."""
     defaults = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
-    return {**defaults, **without_job(environ)}
+    return {**defaults, **with_home(without_job(environ))}
+
+
+def with_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with HOME, without which Open MPI's launcher fails: some containers do not set it."""
+    with contextlib.suppress(RuntimeError):  # the user is unknown
+        return {"HOME": str(Path.home()), **environ}
+    return {"HOME": "/", **environ}
 
 
 def forwarded(environ: Mapping[str, str], *, everything: bool = False) -> list[str]:

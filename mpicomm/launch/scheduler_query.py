@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomm.launch import allocation
+from mpicomm.launch import allocation, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation
 
 _QUERY_SECONDS = 20.0  # time limit of a command
@@ -23,7 +23,7 @@ def output_of(command: Sequence[str], *, with_errors: bool = False) -> str:
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, "LC_ALL": "C"},
+            env={**environment.with_home(os.environ), "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if with_errors else subprocess.DEVNULL,

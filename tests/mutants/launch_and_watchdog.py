@@ -27,6 +27,21 @@ MUTANTS = [
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
     ),
+    # -- the environment of launchers -----------------------------------------------------------------------
+    Mutant(
+        "scheduler_query.output_of",
+        old="environment.with_home(os.environ)",
+        new="os.environ",
+        fault="Without HOME, the mpiexec of Open MPI is taken for that of another MPI.",
+        tests="tests/unit/test_launch_commands.py -k a_home",
+    ),
+    Mutant(
+        "environment.for_ranks",
+        old="with_home(without_job(environ))",
+        new="without_job(environ)",
+        fault="Without HOME, the mpiexec of Open MPI fails.",
+        tests="tests/unit/test_launch_commands.py -k a_home",
+    ),
     # -- messages of mpicomm run ----------------------------------------------------------------------------
     Mutant(
         "Start.shown",

@@ -12,7 +12,7 @@ import pytest
 
 from mpicomm import launch
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, request
+from mpicomm.launch import allocation, commands, environment, request, scheduler_query
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
@@ -586,9 +586,24 @@ def test_an_address_that_the_user_sets_is_kept() -> None:
 
 
 def test_values_that_the_user_sets_are_kept() -> None:
-    mine = {"OMP_NUM_THREADS": "5", "THP_MEM_ALLOC_ENABLE": "0"}
+    mine = {"OMP_NUM_THREADS": "5", "THP_MEM_ALLOC_ENABLE": "0", "HOME": "/scratch/me"}
     assert environment.for_ranks(mine, threads=2) == mine
-    assert environment.for_ranks({}, threads=0) == NEW
+    assert environment.for_ranks({"HOME": ""}, threads=0) == {**NEW, "HOME": ""}
+
+
+@pytest.mark.parametrize(("is_known", "home"), [(True, "/home/me"), (False, "/")])
+def test_launchers_get_a_home(is_known: bool, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without HOME, Open MPI's mpiexec prints an error instead of its version, and seemed to be of another MPI."""
+
+    def find_home() -> Path:
+        if not is_known:
+            raise RuntimeError("Could not determine home directory.")
+        return Path("/home/me")
+
+    monkeypatch.setattr(Path, "home", find_home)
+    assert environment.for_ranks({}, threads=0)["HOME"] == home
+    monkeypatch.delenv("HOME", raising=False)
+    assert scheduler_query.output_of(["sh", "-c", 'echo "$HOME"']) == f"{home}\n"
 
 
 TRAVELLING = (
