@@ -99,8 +99,13 @@ class _Allgather(torch.autograd.Function):
     """The gradient is this rank's part of the average of the gradients, as in Horovod."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        gathered = tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+    def forward(
+        ctx: Any, is_group: bool, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        if is_group:
+            gathered = tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+        else:
+            gathered = (synchronize(allgather_async(tensors[0], name, process_set)),)
         ctx.rows, ctx.process_set = [each.shape[0] for each in tensors], process_set
         return gathered
 
@@ -110,7 +115,7 @@ class _Allgather(torch.autograd.Function):
         rows = synchronize(allgather_async(torch.tensor([ctx.rows]), process_set=ctx.process_set))
         starts = rows[: ctx.process_set.rank()].sum(0).tolist()
         parts = [each.narrow(0, start, n) for each, start, n in zip(reduced, starts, ctx.rows, strict=True)]
-        return None, None, *parts
+        return None, None, None, *parts
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -128,14 +133,14 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         ValueError: If an argument is invalid, or an operation of the same name is pending.
         HorovodInternalError: If the arguments differ between ranks, or the ranks can no longer communicate.
     """
-    return grouped_allgather([tensor], name, process_set)[0]
+    return _Allgather.apply(False, name, process_set, tensor)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """Gather a list of tensors as one operation (collective, differentiable); see `allgather`."""
-    return _Allgather.apply(name, process_set, *tensors)
+    return _Allgather.apply(True, name, process_set, *tensors)
 
 
 class _Broadcast(torch.autograd.Function):

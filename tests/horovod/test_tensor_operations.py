@@ -126,8 +126,10 @@ def test_allgather(dtype: torch.dtype) -> None:
     one, two = hvd.grouped_allgather([torch.tensor([rank]), torch.full((rank, 2), float(rank))])
     assert one.tolist() == list(range(size))
     assert two[:, 1].tolist() == [other for other in range(size) for _ in range(other)]
-    with pytest.raises(ValueError, match="the tensor must have at least one dimension, got a scalar"):
+    with pytest.raises(ValueError, match=r"^allgather: the tensor must have at least one dimension, got a scalar"):
         hvd.allgather(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"^grouped_allgather: "):
+        hvd.grouped_allgather([torch.tensor(1.0)])
 
 
 def test_allgather_of_rows_that_change_under_one_name() -> None:

@@ -130,6 +130,14 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
+        "differentiable.allgather",
+        old="_Allgather.apply(False, name, process_set, tensor)",
+        new="_Allgather.apply(True, name, process_set, tensor)",
+        fault="An error of hvd.allgather names hvd.grouped_allgather.",
+        tests="tests/horovod/test_tensor_operations.py -k test_allgather",
+        ranks=2,
+    ),
+    Mutant(
         "tensor_operations.effective_op",
         old="Average if average else Sum",
         new="Average",
