@@ -86,6 +86,7 @@ def open_store(
         for listener in listeners[:chosen] + listeners[chosen + 1 :]:
             listener.close()
         with _explained():
+            _check_own_connection(listeners[chosen], address, port)
             store = dist.TCPStore(
                 address,
                 port,
@@ -115,6 +116,23 @@ def _explained() -> Iterator[None]:
             f"rank 0 could not open the job's store: {error}\n"
             f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
         ) from error
+
+
+def _check_own_connection(listener: socket.socket, address: str, port: int) -> None:
+    """Check that rank 0 reaches itself: torch tries it until the timeout, and prints a C++ stack at each attempt.
+
+    Raises:
+        RendezvousError: If it cannot connect.
+    """
+    try:
+        connection = socket.create_connection((address, port), timeout=_PROOF_SECONDS[-1])
+        with connection, contextlib.suppress(BlockingIOError):
+            listener.accept()[0].close()
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 on {socket.gethostname()} cannot connect to its own address {address} port {port}: {error}.\n"
+            f"Check that the loopback interface is up (ip link show lo), and that no firewall blocks it."
+        ) from None
 
 
 def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:

@@ -27,6 +27,20 @@ MUTANTS = [
         fault="The time that the answer of the hub travels is not subtracted from the offset of the clock.",
         tests="tests/unit/test_clock.py -k half_of_the_round_trip",
     ),
+    # -- rendezvous -----------------------------------------------------------------------------------------
+    Mutant(
+        "rendezvous._check_own_connection",
+        old="listener.accept()[0].close()",
+        new="pass",
+        fault="The store of the job gets a connection of the check of its address.",
+        tests="tests/unit/test_rendezvous.py -k reach_itself",
+    ),
+    Mutant(
+        "rendezvous.open_store",
+        old="_check_own_connection(listeners[chosen], address, port)",
+        fault="If rank 0 cannot reach its own address, torch prints C++ stacks until the timeout.",
+        tests="tests/unit/test_rendezvous.py -k reach_itself",
+    ),
     # -- the environment of launchers -----------------------------------------------------------------------
     Mutant(
         "scheduler_query.output_of",

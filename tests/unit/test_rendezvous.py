@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from mpicomm import mpi
 from mpicomm.errors import LaunchError, RendezvousError
 from mpicomm.startup import interfaces, rendezvous, topology
 from tests.time_limits import scaled
@@ -247,3 +251,23 @@ def test_a_port_in_use_is_refused_with_the_reason() -> None:
 def test_an_address_of_another_host_is_refused_with_the_reason() -> None:
     with pytest.raises(LaunchError, match=r"203\.0\.113\.1 port 0: Cannot assign requested address"):
         rendezvous._listen(2, {"MASTER_ADDR": "203.0.113.1"}, None)  # reserved for documentation by RFC 5737
+
+
+def test_rank_0_that_cannot_reach_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.agreement, "run_on_rank_0", lambda _comm, call: call())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        rendezvous._check_own_connection(listener, "127.0.0.1", port)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):  # the store gets no connection of the check
+            listener.accept()
+        listener.close()
+        with pytest.raises(RendezvousError, match=f"its own address 127.0.0.1 port {port}: .* refused"):
+            rendezvous.open_store(
+                mpi.api().COMM_SELF,
+                cast(topology.Topology, SimpleNamespace(num_nodes=1)),
+                [listener],
+                [("127.0.0.1", port)],
+                b"",
+                datetime.timedelta(seconds=1),
+            )
