@@ -105,7 +105,7 @@ class Start:
 
 
 def program(words: Sequence[str], module: Sequence[str], python: str) -> tuple[str, ...]:
-    """Return the command of a program: Python runs *.py files and modules, other commands run directly.
+    """Return the command of a program: Python runs *.py and *.pyz files and modules, other commands run directly.
 
     Args:
         words: A script or a command, and its arguments.
@@ -177,9 +177,14 @@ def _command(words: Sequence[str], module: Sequence[str], python: str) -> tuple[
         words = words[1:]
     if bool(words) == bool(module):
         raise LaunchError("nothing to run.\nPass a script, `-m MODULE`, or a command after `--`.")
+    if ":" in (*words, *module):  # launchers start another program after it, also where it is an argument
+        raise LaunchError(
+            "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
+            "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
+        )
     if module:
         return (python, "-m", *module)
-    if words[0].endswith(".py"):
+    if words[0].endswith((".py", ".pyz")):
         return (python, *words)
     if words[0] in ("python", "python3"):  # the interpreter that has mpi4py, independent of PATH
         return (python, *words[1:])

@@ -41,6 +41,21 @@ MUTANTS = [
         fault="If rank 0 cannot reach its own address, torch prints C++ stacks until the timeout.",
         tests="tests/unit/test_rendezvous.py -k reach_itself",
     ),
+    # -- forms of programs ----------------------------------------------------------------------------------
+    Mutant(
+        "request._command",
+        old='":" in (*words, *module)',
+        new='":" in words',
+        fault="mpicomm run passes a colon after -m to the launcher, which starts the next word as another program.",
+        tests="tests/unit/test_launch_commands.py -k several_programs",
+    ),
+    Mutant(
+        "request._command",
+        old='(".py", ".pyz")',
+        new='".py"',
+        fault="mpicomm run cannot start a zipapp.",
+        tests="tests/unit/test_launch_commands.py -k zipapp",
+    ),
     # -- the environment of launchers -----------------------------------------------------------------------
     Mutant(
         "scheduler_query.output_of",

@@ -87,6 +87,16 @@ def test_ranks_start_no_torchrun(words: list[str], module: list[str]) -> None:
     assert str(caught.value).endswith("\n  torchrun --nproc-per-node 2 x.py")
 
 
+def test_python_runs_a_zipapp() -> None:
+    assert request.program(["app.pyz", "-v"], [], PYTHON) == (PYTHON, "app.pyz", "-v")
+
+
+@pytest.mark.parametrize(("words", "module"), [(["a.py", ":", "-n", "1", "b.py"], []), ([], ["a", ":"])])
+def test_several_programs_are_refused(words: list[str], module: list[str]) -> None:
+    with pytest.raises(LaunchError, match=r"mpiexec -n 1 python a\.py : -n 3 python b\.py$"):
+        request.program(words, module, PYTHON)
+
+
 def test_a_start_is_shown_as_a_shell_command() -> None:
     before = {"RANK": "3", "KEPT": "x", "PATH": os.environ["PATH"]}
     after = {"KEPT": "x", "NEW": "a b", "PATH": os.environ["PATH"]}
