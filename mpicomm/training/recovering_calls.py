@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -12,6 +13,7 @@ from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
 from mpicomm.startup import survivors
 from mpicomm.training import newest_state, randomness, state
 from mpicomm.training.assembly import Assembly
+from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.data import DataSource
 from mpicomm.training.newest_state import Failure, Recovery, Standing
 from mpicomm.training.preemption import Preempted
@@ -88,7 +90,8 @@ class RecoveringCalls:
                 TrainingError(
                     "cannot continue after the failure: each rank had a part of the model, and there is no copy of the "
                     "failed rank's part.\n"
-                    "Pass checkpoint_dir and save_every, or replicate_shards=True, to Trainer, and start the job again."
+                    "Start the job again. Trainer continues from the newest checkpoint (checkpoint_dir, save_every) if "
+                    "there is one, or from the copies of replicate_shards=True unless the next rank failed."
                 )
             )
 
@@ -150,11 +153,14 @@ class RecoveringCalls:
         mine = Standing(self._number, progress, self.last_step_at, tuple(self._failures), has_joined, held)
         agreed = newest_state.agree(mine)
         newest_state.send(agreed, self._collect, self._load, world.device)
-        if self._assembly.is_sharded and self.has_begun:
+        if self._assembly.is_sharded and (self.has_begun or self.has_lost_state):
             self.has_lost_state = self._replicas is None or not self._replicas.restore(
                 self._assembly.parts, agreed.held
             )
-            self.has_begun = not self.has_lost_state
+            self.has_begun = self.has_begun and not self.has_lost_state
+        if self._replicas is not None and not self.has_begun and not self.has_lost_state:
+            # Without the callbacks, whose states exist from `on_setup` on.
+            self._replicas.refresh(dataclasses.replace(self._assembly.parts, callbacks=CallbackList()))
         self._is_synchronized = True
         self.recovery = agreed.recovery(self._assembly.position, world.size)
 

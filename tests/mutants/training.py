@@ -218,6 +218,13 @@ finally:
     ),
     # -- recovery from failures of ranks --------------------------------------------------------------------
     Mutant(
+        "RecoveringCalls._enter_world",
+        old="self.has_begun or self.has_lost_state",
+        new="self.has_begun",
+        fault="A sharded model cannot continue if a rank fails before the first step.",
+        tests="tests/recovery/test_recovery.py -k 'before_the_first_step and True'",
+    ),
+    Mutant(
         "decide",
         old="max",
         new="min",

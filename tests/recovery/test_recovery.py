@@ -117,6 +117,30 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} continues")
 """
 
+BEFORE_FIT = """
+import os, signal
+import torch
+import mpicomm
+from torch import nn
+from torch.utils.data import TensorDataset
+
+world = mpicomm.bootstrap(on_failure="recover")
+rank = world.rank
+torch.manual_seed(0)
+model, data = nn.Linear(3, 1), torch.ones(12, 3)
+before = model.weight.tolist()
+trainer = mpicomm.Trainer(
+    model, torch.optim.SGD(model.parameters(), 0.0), nn.functional.mse_loss, strategy="fsdp", on_failure="recover",
+    replicate_shards=COPIES, batch_size=2, progress="none",
+)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+trainer.evaluate(TensorDataset(data, data[:, :1]))
+trainer.fit(TensorDataset(data, data[:, :1]), 1)
+after = trainer.wrapped.inner.weight.full_tensor().tolist()
+print(f"rank {trainer.world.rank} of {trainer.world.size} has its parameters: {after == before}")
+"""
+
 SERVING = """
 import os, signal, time
 import mpicomm
@@ -246,6 +270,19 @@ def test_an_incomplete_result_after_a_failure_starts_the_search_for_the_remainin
     outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", "DIES = True" + INCOMPLETE])
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_sharded_model_whose_rank_fails_before_the_first_step(copies: bool) -> None:
+    program = f"COPIES = {copies}{BEFORE_FIT}"
+    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", program])
+    if copies:
+        assert outcome.status == 0, outcome
+        lines = [f"rank {rank} of 2 has its parameters: True" for rank in range(2)]
+        assert sorted(outcome.stdout.splitlines()) == lines, outcome
+    else:
+        assert outcome.status not in (0, None), outcome
+        assert "Start the job again. Trainer continues from the newest checkpoint" in outcome.stderr, outcome
 
 
 @pytest.mark.parametrize("killed", [0, 2])
