@@ -165,7 +165,7 @@ typedef struct {
 } Block;
 
 /* The call that all ranks must make, as a number; the last bit is the rank's own. */
-enum { KIND_SHIFT = 8, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, LIST_SHIFT = 63 }; /* as in native.py */
+enum { KIND_SHIFT = 8, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, DTYPE_SHIFT = 48, LIST_SHIFT = 63 }; /* as in native.py */
 
 /* One rank's view of a group, and its current operation; the ctypes structure SlotState of native.py. */
 typedef struct {
@@ -483,14 +483,14 @@ EXPORTED int mpicomm_continue(Group *group) {
 
 /* Start an operation, and finish it unless other ranks are late.
 
-   call: the operation, the kind of number, the root, the divisor, and whether the blocks are a list
+   call: the operation, the kind of number, the root, the divisor, the dtype, and whether the blocks are a list
    source: this rank's contribution, for scatter that of the root; NULL if the library cannot read it
    out: this rank's result
    count: numbers in the whole tensor, or in this rank's block if a tensor has a block for each rank */
 EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
     group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
     group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0xff;
-    group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = group->signature >> DIVISOR_SHIFT;
+    group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = call >> DIVISOR_SHIFT & 0xffff;
     group->is_list = call >> LIST_SHIFT, group->has_next = 0;
     group->source = source, group->out = out, group->count = count, group->start = 0;
     start_step(group);

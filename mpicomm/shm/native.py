@@ -50,9 +50,15 @@ IS_LIST = 1 << 63
 """Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
 
 
-def call(operation: int, kind: int, root: int = 0, divisor: int = 1) -> int:
+def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call that all ranks must make, as the library's number."""
-    return operation | kind << 8 | root << 16 | divisor << 32
+    return operation | kind << 8 | root << 16 | divisor << 32 | _dtype_code(dtype) << 48
+
+
+@functools.cache
+def _dtype_code(dtype: torch.dtype) -> int:
+    """Return a number of 15 bits for a dtype, also where its bytes are only moved."""
+    return zlib.crc32(str(dtype).encode()) & 0x7FFF
 
 
 class SlotState(ctypes.Structure):

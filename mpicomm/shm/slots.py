@@ -8,7 +8,7 @@ that all ranks have published the step between, for which they had finished read
 synchronisation is needed. Reductions of larger tensors have one: each rank reduces a part of the slots, and then copies
 the other parts. A tensor that is larger than a slot takes several steps.
 
-With each number, a rank publishes its operation and the size of its tensor: all ranks detect a difference.
+With each number, a rank publishes its operation, and the dtype and size of its tensor: all ranks detect a difference.
 
 The sums are made in rank order: all ranks receive the same bits, which depend only on the number of ranks. They are the
 same from the C library (`NativeSlots`) and from torch's kernels (`TorchSlots`).
@@ -40,7 +40,6 @@ _SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part
 _SPINS = 2000  # polls before a waiting rank offers its core to other processes
 _SPINS_IF_CROWDED = 20
 _NOTED_BYTES = 2**17  # from this size on, autograd is notified of a write; it takes about a microsecond
-_ALL_GATHER, _ALL_TO_ALL = (native.call(each, native.BYTES) for each in (native.ALL_GATHER, native.ALL_TO_ALL))
 _PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
 
 
@@ -104,7 +103,7 @@ class NativeSlots:
         kind, numbers = native.KINDS[tensor.dtype]
         operation = native.ALL_REDUCE if root is None else native.REDUCE
         address = tensor.data_ptr() if tensor.is_cpu else None
-        call = native.call(operation, kind, root or 0, how.divisor)
+        call = native.call(operation, kind, tensor.dtype, root or 0, how.divisor)
         ran = self._run(call, address, address, numbers * tensor.numel())
         if root in (None, self._rank):
             _note_write(tensor)
@@ -114,7 +113,7 @@ class NativeSlots:
         """Reduce a tensor with a block for each rank; `out` receives this rank's block, and may be that block."""
         kind, numbers = native.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
-        call = native.call(native.REDUCE_SCATTER, kind, 0, how.divisor)
+        call = native.call(native.REDUCE_SCATTER, kind, tensor.dtype, 0, how.divisor)
         ran = self._run(call, address, out.data_ptr(), numbers * out.numel())
         _note_write(out)
         return ran
@@ -124,18 +123,18 @@ class NativeSlots:
         address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
         mine = address + nbytes * self._rank if source is None else source.data_ptr()
         are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
-        ran = self._run(_ALL_GATHER, mine if are_on_host else None, address, nbytes)
+        ran = self._run(_moving(native.ALL_GATHER, tensor), mine if are_on_host else None, address, nbytes)
         _note_write(tensor)
         return ran
 
     def all_gather_list(self, tensors: Sequence[torch.Tensor], source: torch.Tensor) -> bool:
         """Fill a list of tensors of one size with each rank's source."""
-        return self._fill_list(_ALL_GATHER, tensors, source)
+        return self._fill_list(_moving(native.ALL_GATHER, source), tensors, source)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Copy the root's tensor to the other ranks."""
         address = tensor.data_ptr() if tensor.is_cpu else None
-        ran = self._run(native.call(native.BROADCAST, native.BYTES, root), address, address, tensor.nbytes)
+        ran = self._run(_moving(native.BROADCAST, tensor, root), address, address, tensor.nbytes)
         if self._rank != root:
             _note_write(tensor)
         return ran
@@ -143,20 +142,20 @@ class NativeSlots:
     def all_to_all(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
         """Send each rank its block of the source, and receive one from each rank in separate memory of that size."""
         address = source.data_ptr() if source.is_cpu and tensor.is_cpu else None
-        ran = self._run(_ALL_TO_ALL, address, tensor.data_ptr(), tensor.nbytes // self._size)
+        ran = self._run(_moving(native.ALL_TO_ALL, tensor), address, tensor.data_ptr(), tensor.nbytes // self._size)
         _note_write(tensor)
         return ran
 
     def gather(self, tensors: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> bool:
         """Fill the root's list with each rank's source, of the size of its tensor; it is empty on other ranks."""
-        return self._fill_list(native.call(native.GATHER, native.BYTES, root), tensors, source)
+        return self._fill_list(_moving(native.GATHER, source, root), tensors, source)
 
     def scatter(self, tensor: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> bool:
         """Copy each tensor of the root's list to a rank's tensor of its size; it is empty on other ranks."""
         blocks, are_on_host = _blocks(sources)
         memory = blocks.buffer_info()[0] if sources else tensor.data_ptr()  # NULL would mean: not on the host
         address = memory if are_on_host and tensor.is_cpu else None
-        call = native.call(native.SCATTER, native.BYTES, root) | native.IS_LIST
+        call = _moving(native.SCATTER, tensor, root) | native.IS_LIST
         ran = self._run(call, address, tensor.data_ptr(), tensor.nbytes)
         _note_write(tensor)
         return ran
@@ -233,7 +232,7 @@ class TorchSlots:
         if is_on_host:
             self._slots[flat.dtype][self._buffer][self._rank][: flat.numel()].copy_(flat)
         # 2. wait for all ranks, and compare
-        call = operation | native.KINDS[flat.dtype][0] << 8 | (divisor != 1) << 16 | root << 32
+        call = native.call(operation, native.KINDS[flat.dtype][0], flat.dtype, root, divisor)
         published = array("q", [is_on_host, flat.nbytes, call])
         self._comm.Allgather(published, self._found)
         if is_on_host and self._found == published * self._size:
@@ -245,6 +244,11 @@ class TorchSlots:
     def _terms(self, flat: torch.Tensor, start: int, length: int) -> list[torch.Tensor]:
         slots = self._slots[flat.dtype][self._buffer]
         return [(flat if rank == self._rank else slots[rank])[start : start + length] for rank in range(self._size)]
+
+
+def _moving(operation: int, tensor: torch.Tensor, root: int = 0) -> int:
+    """Return the call of an operation that moves bytes."""
+    return native.call(operation, native.BYTES, tensor.dtype, root)
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:

@@ -327,6 +327,26 @@ def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.Wor
         dist.all_reduce(tensor, group=handle)
 
 
+@pytest.mark.parametrize("operation", ["broadcast", "all_gather_single", "reduce", "gather"])
+def test_different_dtypes_of_one_size_are_refused_on_all_ranks(
+    make: Make, world: mpicomm.World, operation: str
+) -> None:
+    handle = make("slots")
+    tensor = torch.ones(4 * KIB, dtype=torch.float32)
+    if world.rank == world.size - 1:
+        tensor = tensor.view(torch.complex64 if operation == "reduce" else torch.int32)
+    calls: dict[str, Callable[[], object]] = {
+        "broadcast": lambda: dist.broadcast(tensor, group_src=0, group=handle),
+        "all_gather_single": lambda: all_gather_single(tensor.repeat(world.size), tensor, group=handle),
+        "reduce": lambda: dist.reduce(tensor, group_dst=0, group=handle),
+        "gather": lambda: dist.gather(
+            tensor, [tensor.clone() for _ in range(world.size)] if world.rank == 0 else None, group_dst=0, group=handle
+        ),
+    }
+    with pytest.raises(RuntimeError, match="tensors of the same dtype, got different calls"):
+        calls[operation]()
+
+
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 

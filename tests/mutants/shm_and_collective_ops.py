@@ -5,6 +5,14 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "native.call",
+        old="_dtype_code(dtype) << 48",
+        new="0",
+        fault="A rank reads a tensor as another dtype than that of the rank that sent it, without an error.",
+        tests="tests/mpi/test_slots.py -k different_dtypes",
+        ranks=2,
+    ),
     # -- call_check.py, pytree.py: errors of one rank, Python integers ------------------------------------------
     Mutant(
         "call_check.signature_of",
