@@ -227,7 +227,9 @@ def _replace_state(optimizer: torch.optim.Optimizer, groups: list[Any]) -> list[
     optimizer.state.clear()
     for group, (options, states) in zip(optimizer.param_groups, groups, strict=True):
         device = group["params"][0].device if group["params"] else torch.device("cpu")
-        group.update({name: _Empty.filled(value, device) for name, value in options.items()})
+        for name, value in options.items():
+            group.pop(name, None)  # the tensors are filled in the order of the root's options
+            group[name] = _Empty.filled(value, device)
         for parameter, state in zip(group["params"], states, strict=True):
             if state is not None:
                 optimizer.state[parameter] = {

@@ -138,3 +138,11 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks(world: mpicom
     with pytest.raises(TypeError, match="pickle"):
         of_one_rank((lambda: 0) if world.rank == 0 else 0)
     assert hvd.broadcast_object("next", 0) == "next"
+
+
+def test_options_of_an_optimizer_in_another_order(world: mpicomm.World) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    own = {"first": torch.tensor(1.0 + world.rank), "second": torch.tensor(2.0 + world.rank)}
+    optimizer.param_groups[0].update(own if world.rank == 0 else dict(reversed(own.items())))
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert [float(optimizer.param_groups[0][name]) for name in own] == [1.0, 2.0]

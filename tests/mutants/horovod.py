@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "functions._replace_state",
+        old="group.pop(name, None)",
+        fault="broadcast_optimizer_state exchanges the values of options that two ranks have in different orders.",
+        tests="tests/horovod/test_functions.py -k in_another_order",
+        ranks=2,
+    ),
     # -- negotiation ----------------------------------------------------------------------------------------
     Mutant(
         "Negotiation._add",
