@@ -125,7 +125,7 @@ class Authenticator:
             self._close(connection)
 
     def _is_valid(self, connection: Connection, message: Message | None) -> bool:
-        if not (isinstance(message, Proof) and message.proof.isascii() and _is_hex(message.nonce)):
+        if not (isinstance(message, Proof) and message.proof.isascii() and _is_nonce(message.nonce)):
             return False
         expected = _proof_of(self._token, self._pending[connection].nonce, str(message.rank))
         return hmac.compare_digest(message.proof, expected) and self._is_expected(message.rank)
@@ -178,7 +178,7 @@ def _authenticate(
 ) -> tuple[Challenge, list[Message]]:
     connection.is_trusted = True  # for the size of messages: long ones may follow the welcome at once
     challenge, *_ = _next_messages(connection, deadline)
-    if not (isinstance(challenge, Challenge) and _is_hex(challenge.nonce)):
+    if not (isinstance(challenge, Challenge) and _is_nonce(challenge.nonce)):
         raise ValueError(f"received {challenge}; expected a challenge")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     proof = _proof_of(token, bytes.fromhex(challenge.nonce), str(rank))
@@ -196,9 +196,10 @@ def _proof_of(token: bytes, nonce: bytes, name: str) -> str:
     return hmac.digest(token, nonce + name.encode(), "sha256").hex()
 
 
-def _is_hex(text: str) -> bool:
+def _is_nonce(text: str) -> bool:
+    """Return whether a text is a nonce; with one of any length, the proof of rank 1 would be that of rank 21, too."""
     try:
-        return bool(bytes.fromhex(text))
+        return len(bytes.fromhex(text)) == _NONCE_BYTES
     except ValueError:
         return False
 

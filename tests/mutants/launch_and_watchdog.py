@@ -41,6 +41,14 @@ MUTANTS = [
         fault="If rank 0 cannot reach its own address, torch prints C++ stacks until the timeout.",
         tests="tests/unit/test_rendezvous.py -k reach_itself",
     ),
+    # -- authentication -------------------------------------------------------------------------------------
+    Mutant(
+        "authentication._is_nonce",
+        old="len(bytes.fromhex(text)) == _NONCE_BYTES",
+        new="True",
+        fault="A stranger that relays the proof of one rank, with a longer nonce, is taken for another rank.",
+        tests="tests/unit/test_channel.py -k nonce_that_is_too_long",
+    ),
     # -- forms of programs ----------------------------------------------------------------------------------
     Mutant(
         "request._command",

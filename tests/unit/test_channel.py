@@ -516,6 +516,8 @@ STRANGERS: dict[str, Callable[[bytes], bytes]] = {
     "has_a_birth_that_is_a_number": lambda nonce: json.dumps(change(credentials(nonce, 1), start_time=7)).encode(),
     "has_a_rank_that_is_a_list": lambda nonce: altered(nonce, rank=[1]),
     "has_a_proof_that_is_a_number": lambda nonce: altered(nonce, proof=7),
+    "has_a_nonce_that_is_too_long": lambda nonce: credentials(nonce, 1, own=bytes(17)),
+    "has_a_nonce_that_is_too_short": lambda nonce: credentials(nonce, 1, own=bytes(15)),
     "has_a_nonce_that_is_no_number": lambda nonce: altered(nonce, nonce="nonce"),
     "has_a_proof_of_other_letters": lambda nonce: altered(nonce, proof="é" * 64),
     "sends_too_much": lambda nonce: credentials(nonce, 1).ljust(STRANGERS_LIMIT + 1),
