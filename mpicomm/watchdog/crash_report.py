@@ -8,13 +8,13 @@ library, faulthandler prints them, and the other ranks learn only that the proce
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import os
 import signal
 import sys
 
-from mpicomm.shm import native
 from mpicomm.watchdog import protocol
 from mpicomm.watchdog.connection import Connection
 
@@ -39,9 +39,15 @@ def unwatch(connection: Connection) -> None:
     _set_connected(connection, False)
 
 
+def _library() -> ctypes.CDLL | None:
+    from mpicomm.shm import native  # imports torch, which commands do without; only ranks call this
+
+    return native.library()
+
+
 @functools.cache
 def _catch_signals() -> None:
-    if (library := native.library()) is None:
+    if (library := _library()) is None:
         return
     for number in _SIGNALS:
         if signal.getsignal(number) == signal.SIG_DFL:  # also if faulthandler handles it
@@ -52,7 +58,7 @@ def _catch_signals() -> None:
 @functools.cache
 def _stacks() -> int | None:
     """Return a file in memory that the library prints to stderr; None without the library."""
-    library = native.library()
+    library = _library()
     with contextlib.suppress(OSError):
         if library is not None and sys.__stderr__ is not None:
             stacks = os.memfd_create("mpicomm-stacks")
@@ -62,5 +68,5 @@ def _stacks() -> int | None:
 
 
 def _set_connected(connection: Connection, is_connected: bool) -> None:
-    if (library := native.library()) is not None:
+    if (library := _library()) is not None:
         library.mpicomm_set_connected(connection.fileno(), is_connected)

@@ -759,8 +759,8 @@ synchronize()
     # -- the trainer --------------------------------------------------------------------------------------
     Mutant(
         "Trainer._predict",
-        old="with self._opened_outside_fit(data, may_drop=False) as source:",
-        new="with self._opened_outside_fit(data) as source:",
+        old="with self._opened_outside_fit(data, shard, 'predict', may_drop=False) as source:",
+        new="with self._opened_outside_fit(data, shard, 'predict') as source:",
         fault="predict() omits the last samples of a DataLoader with drop_last.",
         tests="tests/training/test_predictions.py -k 'shuffles_and_drops and 0'",
         ranks=2,

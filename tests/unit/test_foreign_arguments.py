@@ -47,7 +47,7 @@ def answered(method: str, **given: Any) -> str:
         ("Trainer", {"precision": 16}, 'ValueError: Trainer does not know precision=16.\nUse precision="fp16".'),
         ("Trainer", {"batchsize": 8}, "TypeError: Trainer has no argument 'batchsize'.\nUse Trainer(batch_size=...)."),
         ("Trainer", {"epochs": 8}, "TypeError: Trainer has no argument 'epochs'.\nUse fit(epochs=...)."),
-        ("evaluate", {"xyz": 1}, "TypeError: evaluate has no argument 'xyz'.\nUse one of data, metrics."),
+        ("evaluate", {"xyz": 1}, "TypeError: evaluate has no argument 'xyz'.\nUse one of data, metrics, shard."),
     ],
 )
 def test_an_argument_of_another_library_is_answered(method: str, given: dict[str, Any], message: str) -> None:
