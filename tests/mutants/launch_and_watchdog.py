@@ -641,6 +641,13 @@ else:
     ),
     # -- jobscript ------------------------------------------------------------------------------------------
     Mutant(
+        "jobscript.options",
+        old=r"r'[^~$\0-].*'",
+        new=r"r'[^~$\0].*'",
+        fault="The script of `mpicomm job --chdir -` changes to the previous directory of the shell.",
+        tests="tests/unit/test_jobscript.py -k need_expansion",
+    ),
+    Mutant(
         "_start",
         old="'\"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID\"'",
         new="'\"$SLURM_ARRAY_JOB_ID\"'",

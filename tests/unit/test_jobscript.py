@@ -365,7 +365,7 @@ def test_a_value_is_refused_or_cannot_break_the_script(scheduler: str, field: st
 
 @each_scheduler
 @pytest.mark.parametrize("field", [*FREE, "module", "chdir", "venv"])
-@pytest.mark.parametrize("value", ["", "~/x", "$HOME/x"])
+@pytest.mark.parametrize("value", ["", "~/x", "$HOME/x", "-"])
 def test_values_that_would_need_expansion_are_refused(scheduler: str, field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"^--{field.replace('_', '-')} "):
         job(scheduler, **{field: (value,) if field == "module" else value})

@@ -28,7 +28,7 @@ FILE = Form(
     r"[\w./%^][\w./%^+=-]*",
     "only letters, digits and _ . / % + = -: directives neither quote nor expand text, not even $HOME and ~",
 )
-DIRECTORY = Form(r"[^~$\0].*", "a path without $HOME and ~, which are not expanded")
+DIRECTORY = Form(r"[^~$\0-].*", "a path without $HOME and ~, which are not expanded, and without - at its start")
 MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
 VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")
 ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
