@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.watchdog import local_processes
+from mpicomm.watchdog import job_files, local_processes
 from tests import time_limits
 from tests.failures import ways
 from tests.killed_run import KILLS, WARNINGS, send_signal
@@ -107,6 +107,8 @@ def running(program: str, *options: str) -> Iterator[Job]:
     path.write_text(program)
     with background_job([*RUN, "-n", "2", *options, str(path)]) as job:
         job.wait_until(lambda: all(Path(f"up{rank}").exists() for rank in range(2)), "both ranks are up")
+        if "bootstrap" in program:  # rank 0 connects to `mpicomm run` in the background
+            job.wait_until(lambda: job.pid in {each.job.pid for each in job_files.listed()}, "rank 0 is connected")
         yield job
 
 
