@@ -31,6 +31,7 @@ GROUPS = [7, "nodes", "", True, [0, 1], Unknown()]
 RANKS = ["0", 1.0, True, -1, 99, [0], Unknown()]
 TAGS = ["0", 1.0, True, None, -1, 2**40]
 FLAGS = ["yes", 1, 0.0, None, Unknown()]
+SHARDS = [each for each in FLAGS if each is not None]
 OPS = ["median", "", 3, None, True, ["sum"], Unknown()]
 TIMEOUTS = ["5", -1, float("nan"), True, [5], Unknown()]
 DATA = ["text", {1, 2}, Unknown(), torch.eye(2).to_sparse()]
@@ -131,7 +132,11 @@ TRAINER: Wrong = {
 }
 TEXTS = [5, True, None, Unknown()]
 _OF_PREPARE = ("model", "optimizer", "strategy", "find_unused_parameters", "compile_model", "seed")
-PREPARE: Wrong = {**{name: TRAINER[name] for name in _OF_PREPARE}, "loaders": []}  # loaders have no keyword
+PREPARE: Wrong = {
+    **{name: TRAINER[name] for name in _OF_PREPARE},
+    "shard": SHARDS,
+    "loaders": [],
+}  # loaders have no keyword
 DATASETS = [None, 5, torch.nn.Linear(1, 1), Unknown()]
 METRICS = [5, ["accuracy"], {"accuracy": 5}, {5: len}, Unknown()]
 METHODS: dict[str, tuple[dict[str, Any], Wrong]] = {
@@ -142,6 +147,8 @@ METHODS: dict[str, tuple[dict[str, Any], Wrong]] = {
             "epochs": [*POSITIVE, None],
             "eval_data": DATASETS[1:],
             "metrics": METRICS,
+            "shard": SHARDS,
+            "eval_shard": SHARDS,
             "max_steps": POSITIVE,
             "max_time": ["1", True, 0, -1.0, float("nan"), Unknown()],
             "eval_every": POSITIVE,
@@ -150,11 +157,11 @@ METHODS: dict[str, tuple[dict[str, Any], Wrong]] = {
     ),
     "evaluate": (
         {"data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1))},
-        {"data": DATASETS, "metrics": METRICS},
+        {"data": DATASETS, "metrics": METRICS, "shard": SHARDS},
     ),
     "predict": (
         {"data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1))},
-        {"data": DATASETS, "has_targets": FLAGS, "all_ranks": FLAGS},
+        {"data": DATASETS, "shard": SHARDS, "has_targets": FLAGS, "all_ranks": FLAGS},
     ),
     "export": ({}, {"path": [*PATHS, None]}),
     "log": ({}, {"values": []}),  # any names
@@ -168,9 +175,11 @@ def cases(table: dict[str, tuple[dict[str, Any], Wrong]]) -> list[Any]:
     return [pytest.param(name, argument, id=f"{name}-{argument}") for name in table for argument in table[name][1]]
 
 
-def is_refused(call: Callable[..., object], given: dict[str, Any], argument: str, values: Sequence[Any]) -> None:
-    """Make one call for each value, on the last rank only, and check the error."""
-    if dist.get_rank() != dist.get_world_size() - 1:
+def is_refused(
+    call: Callable[..., object], given: dict[str, Any], argument: str, values: Sequence[Any], *, by_all: bool = False
+) -> None:
+    """Make one call for each value, on the last rank only or on all, and check the error."""
+    if not by_all and dist.get_rank() != dist.get_world_size() - 1:
         return
     for value in values:
         with pytest.raises((TypeError, ValueError, mpicomm.DeviceError)) as caught:
@@ -212,7 +221,9 @@ def test_prepare(world: mpicomm.World, argument: str) -> None:
 def test_methods_of_the_trainer(world: mpicomm.World, name: str, argument: str) -> None:
     given, wrong = METHODS[name]
     trainer = mpicomm.Trainer(**parts(), progress="none")  # collective
-    is_refused(getattr(trainer, name), given, argument, wrong[argument])
+    # Whether all ranks can use their data is agreed on: one that cannot is an error on all.
+    by_all = argument in {"train_data", "eval_data", "data"}
+    is_refused(getattr(trainer, name), given, argument, wrong[argument], by_all=by_all)
 
 
 def parts() -> dict[str, Any]:
