@@ -67,21 +67,21 @@ class _Log:
             self._warn(error)
 
     def write(self, text: str) -> None:
-        if self._file is not None:
+        if (file := self._file) is not None:
             try:
-                self._file.write(text)
-                self._file.flush()
-            except OSError as error:
+                file.write(text)
+                file.flush()
+            except (OSError, ValueError) as error:  # ValueError: another thread has closed it
                 self.close()  # before the warning, which Python prints to one of the two streams
                 self._warn(error)
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # reported by `write`
+            with contextlib.suppress(OSError, ValueError):  # reported by `write`
                 file.close()
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: Exception) -> None:
         message = f"output is not copied to {str(self._path)!r}: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 

@@ -11,8 +11,8 @@ import time
 from mpicomm.backend import torch_internals
 from mpicomm.watchdog import rank_failures
 
-_last: tuple[float, Exception] | None = None
-"""The last error of an operation that a backward pass started, and its time on the monotonic clock."""
+_errors: list[tuple[float, Exception]] = []
+"""The errors of operations that backward passes started, and their times on the monotonic clock."""
 
 
 def watch() -> None:
@@ -22,13 +22,13 @@ def watch() -> None:
 
 def record(error: Exception) -> None:
     """Record the error of an operation that a backward pass started."""
-    global _last  # noqa: PLW0603  any thread may run the operation
-    _last = time.monotonic(), error
+    _errors.append((time.monotonic(), error))
 
 
 def _check(start: float, error: Exception | None) -> None:
-    global _last
-    last, _last = _last, None
+    """Raise the first error since the start: later operations fail because the group is broken by then."""
+    of_pass = [each for at, each in _errors if at >= start]
+    _errors.clear()
     rank_failures.check(error)
-    if last is not None and last[0] >= start and last[1] is not error:
-        raise last[1] from error
+    if of_pass and of_pass[0] is not error:
+        raise of_pass[0] from error

@@ -79,8 +79,10 @@ class OrderedFuture(torch.futures.Future[Any]):
 
     def set_exception(self, error: Exception) -> None:
         """Complete the future with an error; a backward pass in which it was created raises the error, too."""
-        if self._is_in_backward:
-            backward_errors.record(error)
+        if not self._is_in_backward:
+            super().set_exception(error)
+            return
+        backward_errors.record(error)
         torch_internals.set_error(self, error, self._tensors)
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> OrderedFuture:

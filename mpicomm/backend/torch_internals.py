@@ -215,6 +215,8 @@ def check_backward(check: Callable[[float, Exception | None], None]) -> None:
         @functools.wraps(run)
         def run_and_check(*args: Any, **kwargs: Any) -> Any:
             assert _backward_check is not None
+            if is_in_backward():  # of a reentrant checkpoint, for example: the outer pass is checked
+                return run(*args, **kwargs)
             start = time.monotonic()
             try:
                 result = run(*args, **kwargs)

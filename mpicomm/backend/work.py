@@ -310,7 +310,7 @@ class MessageWork(_Work):
         if error is None:
             self._future.set_result(self.tensors)
         else:
-            torch_internals.set_error(self._future, error, self.tensors)
+            self._future.set_exception(error)
 
     def _late(self, seconds: float) -> TimeoutError:
         partners = [rank for rank in self._operation.needs if rank != dist.get_rank()]

@@ -152,7 +152,7 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
 
 def _should_form_job(request: Request) -> bool:
     """Return whether a Python program runs on several ranks, and whether bootstrap() would report the job."""
-    is_python = Path(request.program[0]).name.startswith("python")
+    is_python = Path(request.program[0]).name.startswith("python") and "mpi4py.futures" not in request.program
     is_reported = request.node is None and not {**os.environ, **request.variables}.get(f"{PREFIX}LAUNCHER")
     return is_python and is_reported and request.ranks != 1
 

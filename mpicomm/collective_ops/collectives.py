@@ -426,8 +426,9 @@ def _reduction(
                 f"{what}: expected leaves with at least one dimension, got a number or a scalar.\n"
                 f"Reduce it with all_reduce."
             )
+        taken = reducing.numbers_widened(taken, how, members)
         how.check(taken, members.size, what)
-        return reducing.numbers_widened(taken, how, members)
+        return taken
 
     return members, pytree.or_error(to_send), how
 

@@ -197,13 +197,14 @@ class Handle(Generic[T_co]):
             self._advance(step)
         elif self._in_callbacks:
             joint = all_of([work.get_future() for work in works])
-            joint.add_done_callback(lambda done: self._called_back(done, step))
+            joint.add_done_callback(lambda done: self._called_back(done, works, step))
 
-    def _called_back(self, future: torch.futures.Future[Any], step: int) -> None:
+    def _called_back(self, future: torch.futures.Future[Any], works: Works, step: int) -> None:
         try:
             future.value()
         except BaseException as error:  # noqa: BLE001  as above
-            self._end(None, error)
+            # That of the work: torch may have converted the error of a future of several works.
+            self._end(None, next((found for work in works if work and (found := work.exception())), error))
         else:
             self._advance(step)
 

@@ -66,16 +66,16 @@ static void send_message(size_t size) {
 }
 
 /* Print the stacks, of which the first `length` bytes have been read. */
-static void print_stacks(size_t length) {
-    for (off_t offset = 0; length > 0; length = (size_t)pread(stacks, text, sizeof text, offset)) {
-        for (size_t done = 0; done < length;) {
-            ssize_t written = write(output, text + done, length - done);
+static void print_stacks(ssize_t length) {
+    for (off_t offset = 0; length > 0; length = pread(stacks, text, sizeof text, offset)) {
+        for (ssize_t done = 0; done < length;) {
+            ssize_t written = write(output, text + done, (size_t)(length - done));
             if (written < 0 && errno != EINTR)
                 return;
-            done += written < 0 ? 0 : (size_t)written;
+            done += written < 0 ? 0 : written;
         }
-        offset += (off_t)length;
-        if (length < sizeof text)
+        offset += length;
+        if ((size_t)length < sizeof text)
             return;
     }
 }
@@ -89,7 +89,7 @@ static void on_crash(int number) {
     } else {
         ssize_t length = stacks < 0 ? 0 : pread(stacks, text, sizeof text, 0);
         size_t size = write_message(number, length < 0 ? 0 : (size_t)length);
-        print_stacks(length < 0 ? 0 : (size_t)length);
+        print_stacks(length);
         if (getpid() == owner)  /* a forked child has the sockets of the rank */
             send_message(size);
         if (stacks >= 0 && ftruncate(stacks, 0) == 0)

@@ -69,20 +69,20 @@ class Checkpoints:
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
         self._running: concurrent.futures.Future[None] | None = None
-        # 2. lock the directory, agree on the newest checkpoint, and check that all ranks can write
+        # 2. lock the directory, and agree on the newest checkpoint
         self._run_directory: RunDirectory | None = None  # on rank 0
         newest, error = collectives.broadcast_object(self._open(keep) if self._rank == 0 else None, src=0)
         if error is not None:
             raise raised_on_all_ranks(error)
         self.newest: Path | None = newest
         """The newest complete checkpoint, or None."""
+        # 3. check that all ranks can write, and create the group of the saving thread
         try:
             self._probe()
+            self._group = self._make_group()
         except BaseException:
             self._release()
             raise
-        # 3. create the group of the saving thread
-        self._group = self._make_group()
 
     def _make_group(self) -> dist.ProcessGroup:
         """Create the group of the saving thread, separate from the group that training uses (collective).
@@ -178,9 +178,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the last save, then release the saving thread, the lock and the group (collective)."""
-        self.wait()
-        self._pool.shutdown()
-        self._release()
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            self._release()
         dist.destroy_process_group(self._group)
 
     def _save(self, name: str, step: int, state: State, kept: Collection[str]) -> None:

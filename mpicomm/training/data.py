@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -28,6 +29,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -185,7 +187,15 @@ def make_source(
         if shard is False:
             shuffle = None if is_iterable or not len(data) else options.shuffle  # RandomSampler refuses empty datasets
             workers, pin_memory = options.num_workers, options.pin_memory
-            loader = DataLoader(data, options.batch_size, shuffle, num_workers=workers, pin_memory=pin_memory)
+            start = functools.partial(_start_worker, None)
+            loader = DataLoader(
+                data,
+                options.batch_size,
+                shuffle,
+                num_workers=workers,
+                pin_memory=pin_memory,
+                worker_init_fn=start if workers else None,
+            )
             return LoaderSource(loader, options, place)
         return IterableSource(data, options, place, shard) if is_iterable else IndexedSource(data, options, place)
     raise TypeError(
@@ -230,6 +240,11 @@ def _source_of_loader(
     )
     drop_last = loader.drop_last and may_drop
     own = None if _is_usual(loader) else sampler
+    if own is not None and not hasattr(own, "__len__"):
+        raise ValueError(
+            f"shard=True requires a sampler with a length, got {type(own).__name__} without __len__.\n"
+            f"Add __len__ to it, or set shard=False if each rank passes its own share."
+        )
     length = len(sampler.data_source) if own is None else len(own)
     return IndexedSource(
         loader.dataset, options, place, length=length, sampler=own, drop_last=drop_last, **_loading(loader)
@@ -347,11 +362,17 @@ class IndexedSource(DataSource):
             "drop_last": drop_last,
             "shuffle": options.shuffle,
         }
-        if type(dataset) is TensorDataset:  # other datasets may have effects at an access
-            self.layout["digest of the first sample"] = _digest([dataset[0]]).hex()[:8]
+        whole = dataset
+        while type(whole) is Subset:
+            self.layout["digest of the indices"] = hashlib.blake2b(repr(list(whole.indices)).encode()).hexdigest()[:8]
+            whole = whole.dataset
+        if type(whole) is TensorDataset:  # other datasets may have effects at an access
+            self.layout["digest of the first sample"] = _digest([whole[0]]).hex()[:8]
         # 2. create the loader
         self._rank = place.rank
         self._seed, self._shuffle, self._sampler = options.seed, options.shuffle, sampler
+        self._drawn = None if sampler is None else _EpochOrder(sampler)
+        self.inexact = _inexact_order(sampler)
         self._plan = _Plan()
         loading.setdefault("persistent_workers", options.num_workers > 0)
         plan: Any = self._plan  # Any: DataLoader accepts a batch sampler of other items than lists
@@ -385,7 +406,9 @@ class IndexedSource(DataSource):
         seed = _mixed(self._seed, epoch, 0)
         if self._sampler is not None:
             _set_epoch(self._sampler, epoch)
-            indices = list(randomness.drawn(lambda: iter(self._sampler), seed))
+            assert self._drawn is not None
+            self._drawn.seed, self._drawn.epoch = seed, epoch
+            indices = list(self._drawn)
             if len(indices) != self.partition.length:
                 raise ValueError(
                     f"the sampler must yield as many samples as its length, {self.partition.length}, got "
@@ -584,8 +607,12 @@ def _digest(samples: list[Any]) -> bytes:
     """Return a digest that is equal for equal samples in any process."""
 
     def content(value: Any) -> Any:
-        is_tensor = isinstance(value, torch.Tensor)
-        return (value.dtype, value.shape, value.tolist()) if is_tensor else type(value)
+        if not isinstance(value, torch.Tensor):
+            return type(value)
+        memory = b""
+        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):  # a sparse tensor, for example
+            memory = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        return value.dtype, value.shape, hashlib.blake2b(memory).hexdigest()
 
     text = repr([mapped(sample, content) for sample in samples])
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).digest()
@@ -623,7 +650,8 @@ class LoaderSource(DataSource):
 
         The order of an epoch is drawn again from its start. Without an order, batches already taken are loaded again.
         """
-        for part in (self._user.sampler, self._user.batch_sampler, self._user.dataset):
+        inner = getattr(self._user.batch_sampler, "sampler", None)
+        for part in (self._user.sampler, self._user.batch_sampler, inner, self._user.dataset):
             _set_epoch(part, epoch)
         if self._order is not None:
             self._order.start, self._order.seed = steps * self._grad_accum_steps, _mixed(self._seed, epoch, 0)
@@ -677,9 +705,16 @@ def _inexact(loader: DataLoader[Any], *, is_drawn: bool) -> str | None:
         return f"the batches of {type(loader).__name__} of {type(loader.dataset).__name__} have no order by indices"
     batch_sampler: Any = loader.batch_sampler
     order = batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
-    if type(order) not in _DRAWN_AGAIN and not hasattr(order, "set_epoch"):
-        return f"{type(order).__name__} has no set_epoch(), so its order may depend on earlier epochs"
+    if why := _inexact_order(order):
+        return why
     return "the workers of the DataLoader draw other random numbers after a resume" if loader.num_workers else None
+
+
+def _inexact_order(sampler: Any) -> str | None:
+    """Return why the order of a user's sampler may not be that of the epoch after a resume; None if it is."""
+    if sampler is None or type(sampler) in _DRAWN_AGAIN or hasattr(sampler, "set_epoch"):
+        return None
+    return f"{type(sampler).__name__} has no set_epoch(), so its order may depend on earlier epochs"
 
 
 def _set_epoch(part: Any, epoch: int) -> None:

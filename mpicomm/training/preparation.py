@@ -77,6 +77,7 @@ def prepare(
     SHARD.check(shard, "shard", "prepare")
     for loader in loaders:
         _LOADER.check(loader, "each loader", "prepare")
+    rank_sync.check_equal({"the number of loaders": len(loaders)}, "prepare", "Pass as many loaders on every rank.")
     prepared = [PreparedLoader(loader, world, seed, shard, f"loader {n}") for n, loader in enumerate(loaders, start=1)]
     # 2. replicate or shard the model
     names = parallel.names_in(optimizer, model)

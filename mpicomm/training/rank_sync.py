@@ -78,15 +78,14 @@ def agreed_source(make: Callable[[], DataSource], call: str, argument: str, shar
         shard: Its argument that determines whether the ranks share the data.
 
     Raises:
-        TypeError: As `make`.
-        ValueError: As `make`.
+        Exception: As `make`.
         TrainingError: On every rank, if the layouts differ; on the other ranks, if `make` fails on some ranks.
     """
     source: DataSource | None = None
     error: Exception | None = None
     try:
         source = make()
-    except (TypeError, ValueError) as caught:
+    except Exception as caught:  # noqa: BLE001  raised after the other ranks know of it
         error = caught
     messages = collectives.all_gather_object(None if error is None else str(error))
     if error is not None:

@@ -58,14 +58,14 @@ class ResumableRun:
         if self.checkpoints is None or self.checkpoints.newest is None:
             return False
         state.restore(self.checkpoints, self._parts, train)
-        self._saved = self._parts.position.name, self.checkpoints.has_training_weights
+        self._saved = self._parts.position.name, True  # it need not be written again
         self._unreported = self.checkpoints.newest
         return True
 
     def continue_from_memory(self) -> None:
         """Continue from the state in memory, which is at least as new as the newest checkpoint."""
         if self.checkpoints is not None and self.checkpoints.newest is not None:
-            self._saved, self._unreported = (self.checkpoints.newest.name, False), self.checkpoints.newest
+            self._saved, self._unreported = (self.checkpoints.newest.name, True), self.checkpoints.newest
 
     @property
     def own_vote(self) -> tuple[bool, bool, bool]:

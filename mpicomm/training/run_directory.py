@@ -18,6 +18,7 @@ import re
 import struct
 import uuid
 import warnings
+import weakref
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ _INCOMPLETE = "INCOMPLETE"  # the same marker while the content is written or re
 _LOCK = ".lock"  # also contains the ID of the run
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
 _PREFIX = "step-"
+_REPLACED = r"\.[0-9a-f]{32}"  # added to the name of a checkpoint while another one of this name takes its place
+_NO_MARKER = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE}
 _EARLIER_NAME = re.compile(r"step-(\d{9,})(-epoch-\d{5,}(-evaluated)?)?")  # of checkpoints without an ID of the run
 
 
@@ -86,7 +89,9 @@ class RunDirectory:
         except BaseException:
             self._file.close()
             raise
+        _open.add(self)
         self.remove_incomplete()
+        self._settle_replaced()
 
     def close(self) -> None:
         """Release the lock, also that of processes which have inherited the file by a fork."""
@@ -142,7 +147,7 @@ class RunDirectory:
         files.sync(content)
         path, replaced = self.path / name, None
         if os.path.lexists(path):
-            if not any(each.path == path for each in self._originals(COMPLETE, _INCOMPLETE)):
+            if not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE)):
                 raise FileExistsError(
                     errno.EEXIST, "this run did not make the file or directory of that name; move it elsewhere", path
                 )
@@ -177,6 +182,19 @@ class RunDirectory:
             for each in list(self._originals(_INCOMPLETE)):
                 with _warning_on_failure(each.path):
                     files.remove_tree(each.path, last=_INCOMPLETE)
+
+    def _settle_replaced(self) -> None:
+        """Restore the checkpoints whose replacement a killed job has not completed, and remove the others."""
+        with _warning_on_failure(self.path):
+            for each in list(self._originals(COMPLETE)):
+                path = self.path / str(each.mark["name"])
+                if not re.fullmatch(re.escape(path.name) + _REPLACED, each.path.name):
+                    continue
+                if os.path.lexists(path):
+                    (each.path / COMPLETE).rename(each.path / _INCOMPLETE)
+                else:
+                    each.path.rename(path)
+        self.remove_incomplete()
 
     def _originals(self, *markers: str) -> Iterator[_Marked]:
         """Yield the directories with one of these markers that this run made."""
@@ -231,6 +249,18 @@ class RunDirectory:
         return run
 
 
+_open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the files in a forked child, such as a worker of a DataLoader: it would keep the lock of a killed rank."""
+    for each in _open:
+        each._file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def write(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
     files.write_whole(path, lambda file: file.write(content))
@@ -240,8 +270,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     """Return the content of a marker; None if there is none, or it is not one of mpicomm."""
     try:
         mark = _parsed(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-        return None
+    except OSError as error:
+        if error.errno in _NO_MARKER:
+            return None
+        raise
     return mark if isinstance(mark.get("step"), int) else None
 
 

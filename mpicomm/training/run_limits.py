@@ -64,7 +64,12 @@ class RunLimits:
         """The limits that must be equal on all ranks, by name."""
         names = ("epochs", "max_steps", "eval_every", "limit_batches", "grad_accum_steps")
         values = {name: getattr(self, name) for name in names}
-        return {**values, "whether there is eval_data": self.is_evaluated}
+        return {
+            **values,
+            "whether there is eval_data": self.is_evaluated,
+            "whether there is max_time": self.max_time is not None,
+            "whether there are callbacks": self.has_callbacks,
+        }
 
     @property
     def is_voted(self) -> bool:

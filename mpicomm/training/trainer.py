@@ -582,7 +582,8 @@ class Trainer:
         return dataclasses.replace(self._options.loader, grad_accum_steps=1, shuffle=False)
 
     def _fit(self, fit_call: FitCall, train_data: ShardedData, eval_data: ShardedData) -> History:
-        rank_sync.check_equal(fit_call.limits.agreed, "fit", "Pass the same arguments on every rank.")
+        agreed = {**fit_call.limits.agreed, "metrics": _names(fit_call.metrics)}
+        rank_sync.check_equal(agreed, "fit", "Pass the same arguments on every rank.")
         with contextlib.ExitStack() as stack:
             data, shard = train_data
             train = stack.enter_context(self._opened(data, self._options.loader, shard, "fit", "train_data"))
@@ -599,6 +600,7 @@ class Trainer:
         return self.position.history
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
+        rank_sync.check_equal({"metrics": _names(metrics)}, "evaluate", "Pass the same metrics on every rank.")
         with self._opened_outside_fit(data, shard, "evaluate") as source:
             found = evaluation.evaluate(self._assembly.step, source, metrics)
         assert found is not None  # it is never stopped
@@ -614,3 +616,7 @@ class Trainer:
             self._calls.check_state()
         with self._callbacks.evaluating(self):
             model_file.export(self.wrapped.inner, path)
+
+
+def _names(metrics: Mapping[str, evaluation.Metric]) -> str:
+    return ", ".join(sorted(metrics)) or "none"

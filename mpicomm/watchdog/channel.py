@@ -76,6 +76,7 @@ class Channel:
         self._token = token
         self._expected: set[int] = set()
         self._up: Connection | None = None
+        self._crashed: list[Connection] = []
         self._parent: Connection | None = None  # to `mpicomm run`, on rank 0
         self._observers: Observers | None = None  # on rank 0, if it has no parent
         self._unread: list[Message] = []  # messages received together with the hub's welcome
@@ -205,13 +206,15 @@ class Channel:
         self._authenticator.close()
         for connection in self._connections():
             self._drop(connection)
+        for connection in self._crashed:
+            connection.close()
         self._selector.close()
         self._waker.close()
         self._woken.close()
 
     def close_in_child(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
-        for connection in [*self._connections(), *self._authenticator.connections]:
+        for connection in [*self._connections(), *self._crashed, *self._authenticator.connections]:
             crash_report.unwatch(connection)
             connection.close()
         if self._listener is not None:
@@ -229,10 +232,12 @@ class Channel:
         if connection in self._authenticator:
             return self._admit(connection)
         messages, lost = connection.receive()
-        events = [ChannelEvent(connection.rank, each) for each in messages if not isinstance(each, Crash)]
         crash = next((each for each in messages if isinstance(each, Crash)), None)
+        if crash is not None:  # its last message: what follows is of threads that run on in the broken process
+            messages = messages[: messages.index(crash)]
+        events = [ChannelEvent(connection.rank, each) for each in messages]
         if lost or crash:  # a launcher may kill this process as soon as the other one has ended
-            self._drop(connection)
+            self._drop(connection, closes=crash is None)
             events.append(ChannelEvent(connection.rank, lost=lost or "crashed", crash=crash))
         return events
 
@@ -257,7 +262,8 @@ class Channel:
         with contextlib.suppress(KeyError, ValueError):  # dropped meanwhile
             connection.send_registered(self._selector, message)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, *, closes: bool = True) -> None:
+        """Forget a connection. That to a process which crashes stays open: this rank would seem to be dead there."""
         crash_report.unwatch(connection)
         if connection is self._up:
             self._up = None
@@ -267,7 +273,10 @@ class Channel:
             del self.children[connection.rank]
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
-        connection.close()
+        if closes:
+            connection.close()
+        else:
+            self._crashed.append(connection)
 
     def _stop_listening(self) -> None:
         if self._listener is not None:

@@ -23,9 +23,9 @@ _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal
 
 def install() -> None:
     """Report the signals that end this process, and print its Python stacks, unless the program does that itself."""
-    _catch_signals()  # before faulthandler, which passes a signal on to the handler that it has found
+    catches_all = _catch_signals()  # before faulthandler, which passes a signal on to the handler that it has found
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        stacks = _stacks()
+        stacks = _stacks() if catches_all else None
         faulthandler.enable(sys.__stderr__ if stacks is None else stacks)
 
 
@@ -46,13 +46,15 @@ def _library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _catch_signals() -> None:
+def _catch_signals() -> bool:
+    """Catch the signals that the program does not handle, and return whether these are all."""
     if (library := _library()) is None:
-        return
-    for number in _SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:  # also if faulthandler handles it
-            head = protocol.encode(protocol.Crash(number.name, "")).removesuffix(b'"}')
-            library.mpicomm_catch(number, head)
+        return False
+    caught = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_DFL]  # also with faulthandler
+    for number in caught:
+        head = protocol.encode(protocol.Crash(number.name, "")).removesuffix(b'"}')
+        library.mpicomm_catch(number, head)
+    return len(caught) == len(_SIGNALS)
 
 
 @functools.cache

@@ -61,6 +61,10 @@ def test_the_average_of_negative_integers(among: Among) -> None:
     assert same(mpicomm.all_reduce(data, "mean", group=group), mean)
 
 
+def test_the_average_of_python_bools(world: mpicomm.World) -> None:
+    assert mpicomm.all_reduce({"correct": world.rank == 0}, "mean") == {"correct": 1 / world.size}
+
+
 @EVERY
 def test_reduce(among: Among, is_async: bool, kind: str) -> None:
     group, rank, size = among

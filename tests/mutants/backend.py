@@ -47,11 +47,25 @@ MUTANTS = [
     ),
     Mutant(
         "backward_errors._check",
-        old="last[0] >= start",
+        old="at >= start",
         new="True",
         fault="A backward pass raises an error that an operation before it has raised.",
         tests="tests/unit/test_failed_futures.py",
         ranks=0,
+    ),
+    Mutant(
+        "torch_internals.check_backward",
+        old="is_in_backward()",
+        new="False",
+        fault="A backward pass within another one, as of a reentrant checkpoint, discards the error of the outer one.",
+        tests="tests/unit/test_failed_futures.py",
+    ),
+    Mutant(
+        "backward_errors._check",
+        old="raise of_pass[0] from error",
+        new="raise of_pass[-1] from error",
+        fault="A backward pass raises the last error: that the group is broken, in place of the reason.",
+        tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
         "future_callbacks.all_of",

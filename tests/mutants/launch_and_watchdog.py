@@ -126,7 +126,8 @@ MUTANTS = [
     # -- crash reports --------------------------------------------------------------------------------------
     Mutant(
         "crash_report.install",
-        old="_catch_signals()",
+        old="catches_all = _catch_signals()",
+        new="catches_all = True",
         fault="The signal that ends a process is not reported to the other ranks.",
         tests="tests/unit/test_crash_report.py",
     ),

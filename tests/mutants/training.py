@@ -153,7 +153,27 @@ finally:
     ),
     Mutant(
         "RunDirectory.publish",
-        old="not any(each.path == path for each in self._originals(COMPLETE, _INCOMPLETE))",
+        old="each.path == path and each.has_its_name",
+        new="each.path == path",
+        fault="A checkpoint that the user has renamed is removed by the save of that name.",
+        tests="tests/unit/test_run_directory.py -k renamed",
+    ),
+    Mutant(
+        "RunDirectory._settle_replaced",
+        old="each.path.rename(path)",
+        fault="A job that is killed while it replaces a checkpoint loses both.",
+        tests="tests/unit/test_run_directory.py -k has_not_completed",
+    ),
+    Mutant(
+        "run_directory._close_in_child",
+        old="each._file.close()",
+        new="pass",
+        fault="A worker of a DataLoader keeps the directory locked after its rank was killed.",
+        tests="tests/unit/test_run_directory.py -k keep_the_lock",
+    ),
+    Mutant(
+        "RunDirectory.publish",
+        old="not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE))",
         new="False",
         fault="A save replaces a directory of the user that has the name of the checkpoint.",
         tests="tests/unit/test_run_directory.py -k name_that_is_taken",
@@ -289,7 +309,7 @@ finally:
     ),
     Mutant(
         "LoaderSource.steps",
-        old="(self._user.sampler, self._user.batch_sampler, self._user.dataset)",
+        old="(self._user.sampler, self._user.batch_sampler, inner, self._user.dataset)",
         new="(self._user.batch_sampler, self._user.dataset)",
         fault="The epoch is not set in a DistributedSampler of the user, and every epoch has the same order.",
         tests="tests/unit/test_shares.py -k gets_the_number_of_the_epoch",
@@ -356,8 +376,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "IndexedSource.order",
-        old="randomness.drawn(lambda: iter(self._sampler), seed)",
-        new="self._sampler",
+        old="list(self._drawn)",
+        new="list(self._sampler)",
         fault="Of the order of a sampler of the user, the ranks take parts of different orders.",
         tests="tests/unit/test_shares.py -k samples_of_a_sampler",
     ),
@@ -371,7 +391,7 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "Trainer._fit",
-        old='rank_sync.check_equal(fit_call.limits.agreed, "fit", "Pass the same arguments on every rank.")',
+        old='rank_sync.check_equal(agreed, "fit", "Pass the same arguments on every rank.")',
         fault="Ranks with different limits train until one of them waits for the others.",
         tests="tests/training/test_uneven.py -k compare_the_limits",
         ranks=2,

@@ -405,7 +405,7 @@ def test_a_process_that_crashes_is_lost_at_once() -> None:
         children[1].send_up(crash)
         assert take(hub, 2) == [ChannelEvent(1, MESSAGE), ChannelEvent(1, lost="crashed", crash=crash)]
         assert not hub.children
-        assert take(children[1], 1) == [ChannelEvent(None, lost="closed")]
+        assert children[1].poll(0.1) == []  # to its threads that run on, rank 0 does not seem to be dead
 
 
 def test_no_closed_connection_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

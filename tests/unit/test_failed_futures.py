@@ -47,6 +47,21 @@ def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
     (2 * weight).sum().backward()
 
 
+def test_the_first_error_is_raised_also_after_a_pass_within_the_pass() -> None:
+    backward_errors.watch()
+
+    def fail(_: torch.Tensor) -> None:
+        backward_errors.record(LossOfContactError("first"))
+        with torch.enable_grad():
+            (2 * torch.ones(1, requires_grad=True)).sum().backward()  # as of a reentrant checkpoint
+        backward_errors.record(LossOfContactError("second"))
+
+    product = 2 * torch.ones(1, requires_grad=True)
+    product.register_hook(fail)
+    with pytest.raises(LossOfContactError, match="first"):
+        product.sum().backward()
+
+
 def test_another_error_of_the_pass_is_the_cause() -> None:
     backward_errors.watch()
 

@@ -231,3 +231,47 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fcntl, "fcntl", refusing)
     with pytest.warns(RuntimeWarning, match=r"cannot lock .*Start only one job at a time"):
         RunDirectory(tmp_path, keep=1).close()
+
+
+def test_a_checkpoint_that_the_user_has_renamed_is_kept(run: RunDirectory) -> None:
+    """Also under the name of the next save."""
+    (run.path / "step-000000004").rename(run.path / "step-000000008")
+    with pytest.raises(FileExistsError):
+        saved(run, 8)
+    assert (run.path / "step-000000008" / "content").read_text() == "4"
+
+
+@pytest.mark.parametrize("killed", ["before", "after"], ids=lambda when: f"{when} the new one is in its place")
+def test_a_replacement_that_a_killed_job_has_not_completed(run: RunDirectory, tmp_path: Path, killed: str) -> None:
+    """A complete checkpoint of this name is left, and only one."""
+    path = tmp_path / "step-000000004"
+    path.rename(f"{path}.{'0' * 32}")
+    if killed == "after":
+        content = run.begin(path.name, 4)
+        (content / "content").write_text("new")
+        run.publish(content, path.name)
+    run.close()
+    again = RunDirectory(tmp_path, keep=1)
+    assert again.newest() == path
+    assert (path / "content").read_text() == ("new" if killed == "after" else "4")
+    assert names(tmp_path) == [path.name]
+    again.close()
+
+
+def test_a_child_does_not_keep_the_lock_of_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of a DataLoader outlives its rank by seconds."""
+    monkeypatch.setattr(run_directory, "_LOCK_SECONDS", 0.5)
+    run = RunDirectory(tmp_path, keep=1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the end of the test
+        os._exit(0)
+    try:
+        run._file.close()  # as the kernel does if the process is killed
+        RunDirectory(tmp_path, keep=1).close()
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+        os.close(reader)
