@@ -20,7 +20,7 @@ from mpicomm.backend.reductions import Reduction
 from mpicomm.settings import Settings
 from mpicomm.shm import cma, native, segment
 from mpicomm.shm.hierarchical import HierarchicalCollectives
-from mpicomm.shm.interface import OrderedSum, ShmCollectives
+from mpicomm.shm.interface import OrderedSum, ShmCollectives, different
 from mpicomm.shm.slots import NativeSlots, TorchSlots
 from mpicomm.shm.slots import segment_bytes as bytes_for_slots
 from mpicomm.watchdog import flight_recorder
@@ -91,19 +91,19 @@ class ShmSelector:
         how = _ordered(reduction)
         if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce(dense, how)
-        flat = _flat(dense)
+        flat, call = _flat(dense), _call(native.ALL_REDUCE, dense, how)
         if algorithm is Algorithm.PEER_MEMORY:
-            return self._go(self._node, flat, lambda node: node.reduce(flat, how))
+            return self._go(self._node, flat, call, lambda node: node.reduce(flat, how))
         how, datatype = _between_nodes(how, reduction, dense.dtype)
-        return self._go(self._hierarchical, flat, lambda levels: levels.all_reduce(flat, how, datatype))
+        return self._go(self._hierarchical, flat, call, lambda levels: levels.all_reduce(flat, how, datatype))
 
     def reduce(self, algorithm: Algorithm, dense: torch.Tensor, reduction: Reduction, root: int) -> bool:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
         how = _ordered(reduction)
         if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce(dense, how, root)
-        flat = _flat(dense)
-        return self._go(self._node, flat, lambda node: node.reduce(flat, how, root))
+        flat, call = _flat(dense), _call(native.REDUCE, dense, how, root)
+        return self._go(self._node, flat, call, lambda node: node.reduce(flat, how, root))
 
     def reduce_scatter(
         self, algorithm: Algorithm, dense: torch.Tensor, result: torch.Tensor, reduction: Reduction
@@ -116,35 +116,38 @@ class ShmSelector:
         how = _ordered(reduction)
         if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce_scatter(dense, result, how)
-        flat = _flat(dense)
+        flat, call = _flat(dense), _call(native.REDUCE_SCATTER, dense, how)
         if algorithm is Algorithm.PEER_MEMORY:
-            return self._go(self._node, flat, lambda node: node.reduce_scatter(flat, _flat(result), how))
+            return self._go(self._node, flat, call, lambda node: node.reduce_scatter(flat, _flat(result), how))
         how, datatype = _between_nodes(how, reduction, dense.dtype)
         return self._go(
-            self._hierarchical, flat, lambda levels: levels.reduce_scatter(flat, _flat(result), how, datatype)
+            self._hierarchical, flat, call, lambda levels: levels.reduce_scatter(flat, _flat(result), how, datatype)
         )
 
     def all_gather(self, result: torch.Tensor) -> bool:
         """Gather into `result`, with a block for each rank, of which this rank's is already in its place."""
-        flat = _flat(result)
-        return self._go(self._node or self._hierarchical, flat, lambda way: way.all_gather(flat))
+        flat, call = _flat(result), native.moving(native.ALL_GATHER, result.dtype)
+        return self._go(self._node or self._hierarchical, flat, call, lambda way: way.all_gather(flat))
 
     def broadcast(self, dense: torch.Tensor, root: int) -> bool:
         """Copy the root's memory to all ranks."""
-        flat = _flat(dense)
-        return self._go(self._node or self._hierarchical, flat, lambda way: way.broadcast(flat, root))
+        flat, call = _flat(dense), native.moving(native.BROADCAST, dense.dtype, root)
+        return self._go(self._node or self._hierarchical, flat, call, lambda way: way.broadcast(flat, root))
 
     def _go(
-        self, way: ShmCollectives | HierarchicalCollectives | None, flat: torch.Tensor, operation: Callable[[Any], None]
+        self,
+        way: ShmCollectives | HierarchicalCollectives | None,
+        flat: torch.Tensor,
+        call: int,
+        operation: Callable[[Any], None],
     ) -> bool:
         """Run an operation if the path exists and all ranks' tensors can use it."""
         if way is None:
             return False
         # 1. compare the tensors of all ranks, and run the operation if they fit
         try:
-            found = way.compare(flat)  # from here on, other ranks know the address of this tensor
-            are_equal = found.least_bytes == found.most_bytes
-            if are_equal and found.all_can:
+            found = way.compare(flat, call)  # from here on, other ranks know the address of this tensor
+            if found.are_equal and found.all_can:
                 operation(way)
         except ProcessLookupError:
             self._comm.Barrier()  # like MPI, wait for the terminated rank until the watchdog aborts the job
@@ -152,12 +155,9 @@ class ShmSelector:
         except BaseException:  # a signal handler may raise anything, and the other ranks continue
             _abandoned.append(flat)
             raise
-        # 2. refuse tensors of different sizes, for which other ranks would access memory beyond this tensor
-        if not are_equal:
-            raise RuntimeError(
-                f"tensor sizes must be equal on all ranks, got {found.least_bytes} to {found.most_bytes} bytes.\n"
-                f"Pass tensors of the same size on every rank."
-            )
+        # 2. refuse different calls: with tensors of other sizes, other ranks would access memory beyond this tensor
+        if not found.are_equal:
+            raise different(found.least_bytes, found.most_bytes)
         return found.all_can
 
     # -- setup and teardown --------------------------------------------------------------------------------------
@@ -255,6 +255,10 @@ class ShmSelector:
 def _ordered(reduction: Reduction) -> OrderedSum:
     assert reduction.ordered is not None
     return reduction.ordered
+
+
+def _call(operation: int, dense: torch.Tensor, how: OrderedSum, root: int = 0) -> int:
+    return native.call(operation, native.KINDS[dense.dtype][0], dense.dtype, root, how.divisor)
 
 
 def _between_nodes(how: OrderedSum, reduction: Reduction, dtype: torch.dtype) -> tuple[OrderedSum, Any]:

@@ -127,13 +127,14 @@ class CMACollectives:
         self._addresses = array("q")  # of the ranks' tensors, since the last call of `compare`
         self._scratch_views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
 
-    def compare(self, flat: torch.Tensor) -> Comparison:
-        """Compare the tensors of all ranks, and store their addresses (collective)."""
-        mine = array("q", [self.can_take(flat), flat.nbytes, flat.data_ptr()])
+    def compare(self, flat: torch.Tensor, call: int) -> Comparison:
+        """Compare the tensors and calls of all ranks, and store the tensors' addresses (collective)."""
+        mine = array("q", [self.can_take(flat), flat.nbytes, call, flat.data_ptr()])
         of_all = array("q", bytes(len(mine) * 8 * self.size))
         self._comm.Allgather(mine, of_all)
-        self._addresses = of_all[2::3]
-        return Comparison(all(of_all[::3]), min(of_all[1::3]), max(of_all[1::3]))
+        can_take, sizes, calls, self._addresses = (of_all[each::4] for each in range(4))
+        least, most = min(sizes), max(sizes)
+        return Comparison(all(can_take), least, most, least == most and len(set(calls)) == 1)
 
     def can_take(self, flat: torch.Tensor) -> bool:
         """Return whether other ranks can read this rank's tensor; memory mapped by a GPU driver cannot be read."""

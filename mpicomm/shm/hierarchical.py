@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 2**26  # of a tensor, reduced at a time: this limits the memory for the slices' sums
 
+_COMPARED = 0  # the call of an operation within a node, whose ranks have compared theirs before
+
 
 class HierarchicalCollectives:
     """The operations of a communicator whose ranks are on several nodes, with equally many ranks on each."""
@@ -46,9 +48,9 @@ class HierarchicalCollectives:
         self.is_by_node = agreement.all_true(comm, comm.rank == across.rank * node.size + node.rank)
         """Whether the ranks of each node are consecutive, as all operations but `all_reduce` require."""
 
-    def compare(self, flat: torch.Tensor) -> Comparison:
-        """Compare the tensors of all ranks (collective)."""
-        return compare(self._comm, self._node.can_take(flat), flat.nbytes)
+    def compare(self, flat: torch.Tensor, call: int) -> Comparison:
+        """Compare the tensors and calls of all ranks (collective)."""
+        return compare(self._comm, self._node.can_take(flat), flat.nbytes, call)
 
     def all_reduce(self, flat: torch.Tensor, how: OrderedSum, datatype: Datatype) -> None:
         """All-reduce in place.
@@ -60,7 +62,8 @@ class HierarchicalCollectives:
             slices = piece.tensor_split(self._node.size)
             mine = slices[self._node.rank]
             total = torch.empty_like(mine, dtype=how.wide)
-            self._node.compare(piece)  # required before each operation; exchanges addresses, synchronises the ranks
+            # Required before each operation: exchanges addresses, and synchronises the ranks.
+            self._node.compare(piece, _COMPARED)
             self._node.reduce_scatter(piece, total, OrderedSum(how.wide))
             self._across.Allreduce(mpi.api().IN_PLACE, _spec(total, datatype), mpi.api().SUM)
             if how.divisor != 1:
@@ -76,7 +79,7 @@ class HierarchicalCollectives:
         """
         totals = torch.empty(self._across.size, out.numel(), dtype=how.wide or flat.dtype, device="cpu")
         for blocks, total in zip(flat.chunk(self._across.size), totals, strict=True):
-            self._node.compare(blocks)
+            self._node.compare(blocks, _COMPARED)
             self._node.reduce_scatter(blocks, total, OrderedSum(how.wide))
         result = torch.empty_like(totals[0])
         blocks_spec = (_memory(totals), out.numel(), datatype)
@@ -102,7 +105,7 @@ class HierarchicalCollectives:
         is_with_root = self._across.rank == node_of_root
         for piece in flat.view(torch.uint8).split(_PIECE_BYTES):
             if is_with_root:
-                self._node.compare(piece)
+                self._node.compare(piece, _COMPARED)
                 self._node.broadcast(piece, place)
             mine = piece.tensor_split(self._node.size)[self._node.rank]
             self._across.Bcast((_memory(mine), mine.numel(), mpi.api().BYTE), node_of_root)
@@ -111,7 +114,7 @@ class HierarchicalCollectives:
 
     def _all_gather_in_node(self, flat: torch.Tensor) -> None:
         """Fill a tensor, split among the node's ranks as by torch.tensor_split, with each rank's own part."""
-        self._node.compare(flat)
+        self._node.compare(flat, _COMPARED)
         self._node.all_gather(flat)
 
 

@@ -63,11 +63,27 @@ class Comparison:
     least_bytes: int
     most_bytes: int
 
+    are_equal: bool
+    """Whether they have the same size, and all ranks make the same call."""
 
-def compare(comm: Intracomm, can_take: bool, nbytes: int) -> Comparison:
-    """Compare the tensors of a communicator's ranks (collective)."""
-    all_can, least, most = agreement.minimum(comm, [can_take, nbytes, -nbytes])
-    return Comparison(bool(all_can), least, -most)
+
+def compare(comm: Intracomm, can_take: bool, nbytes: int, call: int) -> Comparison:
+    """Compare the calls of a communicator's ranks (collective)."""
+    all_can, least, most, lowest, highest = agreement.minimum(comm, [can_take, nbytes, -nbytes, call, -call])
+    return Comparison(bool(all_can), least, -most, (least, lowest) == (-most, -highest))
+
+
+def different(least_bytes: int, most_bytes: int) -> RuntimeError:
+    """Return the error of ranks whose calls differ."""
+    if least_bytes == most_bytes:
+        return RuntimeError(
+            "all ranks must call the same operation with tensors of the same dtype, got different calls.\n"
+            "Set MPICOMM_DEBUG=1 to see each rank's call."
+        )
+    return RuntimeError(
+        f"tensor sizes must be equal on all ranks, got {least_bytes} to {most_bytes} bytes.\n"
+        f"Pass tensors of the same size on every rank."
+    )
 
 
 class ShmCollectives(Protocol):
@@ -79,8 +95,12 @@ class ShmCollectives(Protocol):
     rank: int
     size: int
 
-    def compare(self, flat: torch.Tensor) -> Comparison:
-        """Compare the tensors of all ranks (collective); it also synchronises the ranks."""
+    def compare(self, flat: torch.Tensor, call: int) -> Comparison:
+        """Compare the tensors and calls of all ranks (collective); it also synchronises the ranks.
+
+        Args:
+            call: A number of operation, dtype, root and divisor (`native.call`).
+        """
 
     def can_take(self, flat: torch.Tensor) -> bool:
         """Return whether this rank's tensor is in memory that the other ranks can access."""

@@ -150,9 +150,9 @@ class SegmentCollectives:
         self._current = 0  # index of the buffer for the next chunk
         self._cached_slots: dict[tuple[torch.dtype, int, int], Slots] = {}
 
-    def compare(self, flat: torch.Tensor) -> Comparison:
-        """Compare the tensors of all ranks (collective)."""
-        return compare(self._comm, self.can_take(flat), flat.nbytes)
+    def compare(self, flat: torch.Tensor, call: int) -> Comparison:
+        """Compare the tensors and calls of all ranks (collective)."""
+        return compare(self._comm, self.can_take(flat), flat.nbytes, call)
 
     def can_take(self, flat: torch.Tensor) -> bool:
         """Return whether this rank's tensor can be copied in and out: any tensor on the host."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpicomm.shm import native
-from mpicomm.shm.interface import OrderedSum
+from mpicomm.shm.interface import OrderedSum, different
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -123,18 +123,18 @@ class NativeSlots:
         address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
         mine = address + nbytes * self._rank if source is None else source.data_ptr()
         are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
-        ran = self._run(_moving(native.ALL_GATHER, tensor), mine if are_on_host else None, address, nbytes)
+        ran = self._run(native.moving(native.ALL_GATHER, tensor.dtype), mine if are_on_host else None, address, nbytes)
         _note_write(tensor)
         return ran
 
     def all_gather_list(self, tensors: Sequence[torch.Tensor], source: torch.Tensor) -> bool:
         """Fill a list of tensors of one size with each rank's source."""
-        return self._fill_list(_moving(native.ALL_GATHER, source), tensors, source)
+        return self._fill_list(native.moving(native.ALL_GATHER, source.dtype), tensors, source)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Copy the root's tensor to the other ranks."""
         address = tensor.data_ptr() if tensor.is_cpu else None
-        ran = self._run(_moving(native.BROADCAST, tensor, root), address, address, tensor.nbytes)
+        ran = self._run(native.moving(native.BROADCAST, tensor.dtype, root), address, address, tensor.nbytes)
         if self._rank != root:
             _note_write(tensor)
         return ran
@@ -142,20 +142,22 @@ class NativeSlots:
     def all_to_all(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
         """Send each rank its block of the source, and receive one from each rank in separate memory of that size."""
         address = source.data_ptr() if source.is_cpu and tensor.is_cpu else None
-        ran = self._run(_moving(native.ALL_TO_ALL, tensor), address, tensor.data_ptr(), tensor.nbytes // self._size)
+        ran = self._run(
+            native.moving(native.ALL_TO_ALL, tensor.dtype), address, tensor.data_ptr(), tensor.nbytes // self._size
+        )
         _note_write(tensor)
         return ran
 
     def gather(self, tensors: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> bool:
         """Fill the root's list with each rank's source, of the size of its tensor; it is empty on other ranks."""
-        return self._fill_list(_moving(native.GATHER, source, root), tensors, source)
+        return self._fill_list(native.moving(native.GATHER, source.dtype, root), tensors, source)
 
     def scatter(self, tensor: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> bool:
         """Copy each tensor of the root's list to a rank's tensor of its size; it is empty on other ranks."""
         blocks, are_on_host = _blocks(sources)
         memory = blocks.buffer_info()[0] if sources else tensor.data_ptr()  # NULL would mean: not on the host
         address = memory if are_on_host and tensor.is_cpu else None
-        call = _moving(native.SCATTER, tensor, root) | native.IS_LIST
+        call = native.moving(native.SCATTER, tensor.dtype, root) | native.IS_LIST
         ran = self._run(call, address, tensor.data_ptr(), tensor.nbytes)
         _note_write(tensor)
         return ran
@@ -176,7 +178,7 @@ class NativeSlots:
         if status == native.DIFFERENT:
             signatures, sizes = self._published()
             are_blocks = self._state.operation in (native.GATHER, native.SCATTER) and len(set(signatures)) == 1
-            raise _different_blocks(sizes) if are_blocks else _different(sizes)
+            raise _different_blocks(sizes) if are_blocks else different(min(sizes), max(sizes))
         return status == native.DONE
 
     def _published(self) -> tuple[list[int], list[int]]:
@@ -238,17 +240,13 @@ class TorchSlots:
         if is_on_host and self._found == published * self._size:
             return True
         if any(len(set(self._found[each::3])) > 1 for each in (1, 2)):
-            raise _different(self._found[1::3])
+            sizes = self._found[1::3]
+            raise different(min(sizes), max(sizes))
         return False
 
     def _terms(self, flat: torch.Tensor, start: int, length: int) -> list[torch.Tensor]:
         slots = self._slots[flat.dtype][self._buffer]
         return [(flat if rank == self._rank else slots[rank])[start : start + length] for rank in range(self._size)]
-
-
-def _moving(operation: int, tensor: torch.Tensor, root: int = 0) -> int:
-    """Return the call of an operation that moves bytes."""
-    return native.call(operation, native.BYTES, tensor.dtype, root)
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:
@@ -270,19 +268,6 @@ def _is_crowded(comm: Intracomm) -> bool:
     """Return whether ranks must share cores (collective)."""
     cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
     return comm.size > len(cores)
-
-
-def _different(sizes: Sequence[int]) -> RuntimeError:
-    least, most = min(sizes), max(sizes)
-    if least == most:
-        return RuntimeError(
-            "all ranks must call the same operation with tensors of the same dtype, got different calls.\n"
-            "Set MPICOMM_DEBUG=1 to see each rank's call."
-        )
-    return RuntimeError(
-        f"tensor sizes must be equal on all ranks, got {least} to {most} bytes.\n"
-        f"Pass tensors of the same size on every rank."
-    )
 
 
 def _different_blocks(sizes: Sequence[int]) -> RuntimeError:

@@ -336,6 +336,26 @@ def test_unequal_sizes_are_refused_on_all_ranks(make: Make, world: mpicomm.World
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["direct", "segment", "two nodes"])
+@pytest.mark.parametrize("difference", ["dtype", "operation", "root"])
+def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, kind: str, difference: str) -> None:
+    nodes.require(kind)
+    if kind == "two nodes" and world.size % 4:
+        pytest.skip("requires nodes of equally many ranks")
+    handle, is_odd = make(), world.rank == world.size - 1
+    nodes.lead_by(kind, handle)
+    tensor = torch.ones(1000).view(torch.int32 if is_odd and difference == "dtype" else torch.float32)
+    before = tensor.clone()
+    root = int(is_odd and difference == "root")
+    call = functools.partial(dist.broadcast, group_src=root)
+    if is_odd and difference == "operation":
+        call = functools.partial(all_gather_single, before)
+    with pytest.raises(RuntimeError, match="got different calls"):
+        call(tensor[: 1000 // world.size] if is_odd and difference == "operation" else tensor, group=handle)
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("part", ["compare", "reduce"])
 def test_an_exception_within_an_operation_breaks_the_group(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, part: str

@@ -269,9 +269,9 @@ def test_which_tensors_take_slots(
             work.wait()  # type: ignore[union-attr]
         assert bool((tensor == world.size).all())
     if kind == "slots":
-        assert taken == sizes[1:]
+        assert taken == sizes
     else:
-        assert taken == (sizes[3:5] if world.size == 2 else sizes[1:5])
+        assert taken == (sizes[3:5] if world.size == 2 else sizes[:5])
     assert type(selector_of(handle)._slots) is (NativeSlots if kind == "slots" else TorchSlots)
 
 
@@ -314,7 +314,7 @@ def test_tensors_of_one_call_on_different_devices(world: mpicomm.World, way: int
 def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, kind: str, difference: str) -> None:
     handle = make(kind)
     is_odd = world.rank == world.size - 1
-    count = 64 * KIB
+    count = 1 if kind == "slots" else 64 * KIB
     tensor = torch.ones(count + (is_odd and difference == "size"))
     if is_odd and difference == "dtype":
         tensor = tensor.to(torch.int32)
@@ -327,17 +327,18 @@ def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.Wor
         dist.all_reduce(tensor, group=handle)
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "all_gather_single", "reduce", "gather"])
+@pytest.mark.parametrize("operation", ["broadcast", "all_gather_single", "all_to_all_single", "reduce", "gather"])
 def test_different_dtypes_of_one_size_are_refused_on_all_ranks(
     make: Make, world: mpicomm.World, operation: str
 ) -> None:
     handle = make("slots")
-    tensor = torch.ones(4 * KIB, dtype=torch.float32)
+    tensor = torch.ones(KIB if operation == "broadcast" else world.size)
     if world.rank == world.size - 1:
-        tensor = tensor.view(torch.complex64 if operation == "reduce" else torch.int32)
+        tensor = tensor.view(torch.int32)
     calls: dict[str, Callable[[], object]] = {
         "broadcast": lambda: dist.broadcast(tensor, group_src=0, group=handle),
         "all_gather_single": lambda: all_gather_single(tensor.repeat(world.size), tensor, group=handle),
+        "all_to_all_single": lambda: dist.all_to_all_single(tensor.clone(), tensor, group=handle),
         "reduce": lambda: dist.reduce(tensor, group_dst=0, group=handle),
         "gather": lambda: dist.gather(
             tensor, [tensor.clone() for _ in range(world.size)] if world.rank == 0 else None, group_dst=0, group=handle

@@ -96,10 +96,26 @@ MUTANTS = [
     ),
     Mutant(
         "NativeSlots._run",
-        old="_different_blocks(sizes) if are_blocks else _different(sizes)",
-        new="_different(sizes)",
+        old="_different_blocks(sizes) if are_blocks else different(min(sizes), max(sizes))",
+        new="different(min(sizes), max(sizes))",
         fault="The error about a list of wrong sizes says that the sizes must be equal on all ranks.",
         tests="tests/mpi/test_slots.py -k test_a_list_of_wrong_sizes",
+        ranks=2,
+    ),
+    Mutant(
+        "CMACollectives.compare",
+        old="least == most and len(set(calls)) == 1",
+        new="least == most",
+        fault="Ranks read and add each other's tensors although their dtypes or operations differ.",
+        tests="tests/mpi/test_shm.py -k 'different_calls and direct'",
+        ranks=2,
+    ),
+    Mutant(
+        "interface.compare",
+        old="(least, lowest) == (-most, -highest)",
+        new="least == -most",
+        fault="Ranks with a shared segment exchange tensors although their dtypes or operations differ.",
+        tests="tests/mpi/test_shm.py -k 'different_calls and segment'",
         ranks=2,
     ),
     Mutant(
