@@ -36,6 +36,12 @@ class Callback:
                     print(trainer.position.history[-1])
     """
 
+    measures_training = False
+    """Whether `kept_checkpoints` are chosen by figures of training; the default is by figures of evaluations.
+
+    The entry "model" of a kept checkpoint has the weights that were measured, which can differ; see `evaluating`.
+    """
+
     def on_setup(self, trainer: Trainer) -> None:
         """Prepare for a run, before the state of a checkpoint is restored.
 
@@ -116,6 +122,7 @@ class CallbackList:
 
         Raises:
             TypeError: If `callbacks` is not an iterable of callbacks.
+            ValueError: If the checkpoints that they keep would need different weights.
         """
         self._by_name: dict[str, Callback] = {}
         counts: collections.Counter[str] = collections.Counter()
@@ -123,6 +130,8 @@ class CallbackList:
             kind = type(each).__name__
             counts[kind] += 1
             self._by_name[kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"] = each
+        self._keeping = {name: each for name, each in self._by_name.items() if _overrides(each, "kept_checkpoints")}
+        self._check_weights()
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
@@ -159,9 +168,23 @@ class CallbackList:
             yield
 
     @property
-    def exchanges_weights(self) -> bool:
-        """Whether evaluations may run with other weights than those of training."""
-        return any(type(each).evaluating is not Callback.evaluating for each in self)
+    def keeps_evaluated_weights(self) -> bool:
+        """Whether the checkpoints that callbacks keep have the weights of evaluations instead of those of training."""
+        return bool(self._exchanging) and any(not each.measures_training for each in self._keeping.values())
+
+    @property
+    def _exchanging(self) -> list[str]:
+        return [name for name, each in self._by_name.items() if _overrides(each, "evaluating")]
+
+    def _check_weights(self) -> None:
+        of = {name: "training" if each.measures_training else "evaluations" for name, each in self._keeping.items()}
+        if self._exchanging and len(set(of.values())) > 1:
+            raise ValueError(
+                f"callbacks must keep checkpoints by figures of training only or of evaluations only, because "
+                f"{self._exchanging[0]} evaluates other weights than those of training, got "
+                f"{' and '.join(f'{name} ({figures})' for name, figures in of.items())}.\n"
+                f"Monitor a figure of the same kind in each, or omit one of these callbacks."
+            )
 
     def kept_checkpoints(self) -> frozenset[str]:
         """Return the names of the checkpoints that callbacks keep."""
@@ -179,6 +202,10 @@ class CallbackList:
         for name, each in self._by_name.items():
             if name in states:
                 each.load_state_dict(states[name])
+
+
+def _overrides(callback: Callback, method: str) -> bool:
+    return getattr(type(callback), method) is not getattr(Callback, method)
 
 
 def _checked(callbacks: Any) -> list[Callback]:

@@ -34,6 +34,7 @@ class FigureMonitor(Callback):
         _MODE.check(mode, "mode", name)
         _NOT_NEGATIVE.check(min_delta, "min_delta", name)
         self._monitor, self._sign, self._min_delta = monitor, -1.0 if mode == "min" else 1.0, min_delta
+        self.measures_training = monitor == "loss"
         self.best: float | None = None
         """The best figure so far, or None."""
 
@@ -52,12 +53,12 @@ class FigureMonitor(Callback):
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Compare the loss of the epoch, if it is the monitored figure."""
-        if self._monitor == "loss":
+        if self.measures_training:
             self._compare(trainer, trainer.position.history[-1]["loss"])
 
     def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Compare a figure of the evaluation, if it is the monitored one."""
-        if self._monitor != "loss":
+        if not self.measures_training:
             self._compare(trainer, figures[self._monitor])
 
     def _compare(self, trainer: Trainer, figure: float) -> None:
@@ -93,7 +94,8 @@ class BestCheckpoint(FigureMonitor):
     """Saves a checkpoint at each new best figure, and keeps the best one in addition to `keep_checkpoints`.
 
     `Trainer.fit` still resumes from the newest checkpoint. The entry "model" of the best one has the weights that were
-    evaluated, also with `EMA`. Load them into a model with `torch.distributed.checkpoint`, in a job or in one process::
+    measured: with `EMA`, those of training for "loss", and the averages for the other figures. Load them into a model
+    with `torch.distributed.checkpoint`, in a job or in one process::
 
         weights = {"model": model.state_dict()}
         torch.distributed.checkpoint.load(weights, checkpoint_id=best.path)

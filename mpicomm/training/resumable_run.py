@@ -106,13 +106,13 @@ class ResumableRun:
     def save(self, reporter: Reporter, *, wait: bool = False) -> None:
         """Write a checkpoint, unless one of this position exists (collective).
 
-        A checkpoint that callbacks keep has the weights of evaluations, if these are not those of training.
+        A checkpoint that callbacks keep has the weights that they have measured, which can be those of evaluations.
         """
         if self.checkpoints is None:
             return
         position, callbacks = self._parts.position, self._parts.callbacks
         kept = callbacks.kept_checkpoints()
-        is_measured = position.name in kept and callbacks.exchanges_weights
+        is_measured = position.name in kept and callbacks.keeps_evaluated_weights
         if self._saved[0] != position.name or is_measured > self._saved[1]:
             self._complete()
             self._parts.losses.check()  # raises if a loss is not finite: such a state must not be saved

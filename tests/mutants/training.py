@@ -83,7 +83,22 @@ finally:
         old="self._evaluating if is_measured else None",
         new="None",
         fault="The best checkpoint has the weights of training, not the averages that were evaluated.",
-        tests="tests/training/test_callbacks.py -k 'weights_that_were_evaluated and ddp'",
+        tests="tests/training/test_callbacks.py -k 'weights_that_were_measured and ddp'",
+        ranks=2,
+    ),
+    Mutant(
+        "FigureMonitor.__init__",
+        old='self.measures_training = monitor == "loss"',
+        new="self.measures_training = False",
+        fault="The best checkpoint by the loss of training has the averages of EMA, whose loss was never measured.",
+        tests="tests/training/test_callbacks.py -k 'weights_that_were_measured and ddp'",
+        ranks=2,
+    ),
+    Mutant(
+        "CallbackList.__init__",
+        old="self._check_weights()",
+        fault="With EMA, best checkpoints by the loss of training and by that of evaluations share one set of weights.",
+        tests="tests/training/test_callbacks.py -k cannot_have",
         ranks=2,
     ),
     Mutant(
@@ -91,7 +106,7 @@ finally:
         old='"training" if checkpoints.has_training_weights else "model"',
         new='"model"',
         fault="A run that resumes from its best checkpoint continues with the averages as parameters.",
-        tests="tests/training/test_callbacks.py -k 'weights_that_were_evaluated and ddp'",
+        tests="tests/training/test_callbacks.py -k 'weights_that_were_measured and ddp'",
         ranks=2,
     ),
     Mutant(

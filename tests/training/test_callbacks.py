@@ -280,23 +280,34 @@ def test_the_best_checkpoint_survives_newer_ones_and_a_resume(world: mpicomm.Wor
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_best_checkpoint_has_the_weights_that_were_evaluated(
-    world: mpicomm.World, directory: Path, strategy: str
+@pytest.mark.parametrize("monitor", ["eval_loss", "loss"])
+def test_the_best_checkpoint_has_the_weights_that_were_measured(
+    world: mpicomm.World, directory: Path, strategy: str, monitor: str
 ) -> None:
-    """A run that resumes from it continues with the weights of training."""
-    data, best = samples(8 * world.size), mpicomm.BestCheckpoint()
+    """These are the averages for figures of evaluations. A run that resumes continues with the weights of training."""
+    data, best = samples(8 * world.size), mpicomm.BestCheckpoint(monitor)
     options = {"batch_size": 4, "strategy": strategy}
     trainer = make_trainer(directory, make_model(), callbacks=[mpicomm.EMA(0.5), best], **options)
     trainer.fit(data, 2, data)
-    again = make_trainer(directory, make_model(), callbacks=[mpicomm.EMA(0.5), mpicomm.BestCheckpoint()], **options)
+    again = make_trainer(
+        directory, make_model(), callbacks=[mpicomm.EMA(0.5), mpicomm.BestCheckpoint(monitor)], **options
+    )
     again.fit(data, 2, data)
     assert best.path == directory / again.position.name, "the newest checkpoint is the best one"
     assert all(map(torch.equal, whole(again), whole(trainer)))
     weights = {"model": make_model().state_dict()}
     dcp.load(weights, checkpoint_id=best.path, no_dist=True)
     loss = trainer_loss([*weights["model"].values()], data)
-    assert loss == pytest.approx(best.best, rel=1e-5)
-    assert loss != pytest.approx(trainer_loss([each.detach() for each in whole(trainer)], data), rel=1e-5)
+    of_training = trainer_loss([each.detach() for each in whole(trainer)], data)
+    assert trainer.position.history[-1]["eval_loss"] != pytest.approx(of_training, rel=1e-5)
+    assert loss == pytest.approx(best.best if monitor == "eval_loss" else of_training, rel=1e-5)
+
+
+def test_a_checkpoint_cannot_have_the_weights_of_training_and_of_evaluations(world: mpicomm.World) -> None:
+    both = [mpicomm.BestCheckpoint("loss"), mpicomm.BestCheckpoint()]
+    make_trainer(None, make_model(), callbacks=both)
+    with pytest.raises(ValueError, match=r"got BestCheckpoint \(training\) and BestCheckpoint-2 \(evaluations\)"):
+        make_trainer(None, make_model(), callbacks=[*both, mpicomm.EMA(0.5), mpicomm.EarlyStopping()])
 
 
 def whole(trainer: Trainer) -> list[torch.Tensor]:
