@@ -102,7 +102,10 @@ class Callback:
         """
 
     def kept_checkpoints(self) -> Collection[str]:
-        """Return the names of checkpoints that are kept in addition to the newest `keep_checkpoints`."""
+        """Return the names of checkpoints that are kept in addition to the newest `keep_checkpoints`.
+
+        They must be equal on all ranks: a save raises a `TrainingError` otherwise.
+        """
         return ()
 
     def evaluating(self, trainer: Trainer) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
@@ -189,6 +192,11 @@ class CallbackList:
     def kept_checkpoints(self) -> frozenset[str]:
         """Return the names of the checkpoints that callbacks keep."""
         return frozenset(name for each in self for name in each.kept_checkpoints())
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether callbacks can keep checkpoints."""
+        return bool(self._keeping)
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the states of the callbacks by name; their tensors are not copies."""

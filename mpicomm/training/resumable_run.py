@@ -107,11 +107,18 @@ class ResumableRun:
         """Write a checkpoint, unless one of this position exists (collective).
 
         A checkpoint that callbacks keep has the weights that they have measured, which can be those of evaluations.
+
+        Raises:
+            CheckpointError: On every rank, if it, or the previous one, cannot be written.
+            TrainingError: On every rank, if the ranks keep different checkpoints.
         """
         if self.checkpoints is None:
             return
         position, callbacks = self._parts.position, self._parts.callbacks
         kept = callbacks.kept_checkpoints()
+        if callbacks.keeps_checkpoints:
+            remedy = "Return the same names on every rank: decide by figures that all ranks have."
+            rank_sync.check_equal({"kept_checkpoints": tuple(sorted(kept))}, "callbacks", remedy)
         is_measured = position.name in kept and callbacks.keeps_evaluated_weights
         if self._saved[0] != position.name or is_measured > self._saved[1]:
             self._complete()

@@ -95,6 +95,13 @@ finally:
         ranks=2,
     ),
     Mutant(
+        "ResumableRun.save",
+        old='rank_sync.check_equal({"kept_checkpoints": tuple(sorted(kept))}, "callbacks", remedy)',
+        fault="If callbacks keep different checkpoints on the ranks, one has weights of training and averages mixed.",
+        tests="tests/training/test_callbacks.py -k kept_checkpoints_that",
+        ranks=2,
+    ),
+    Mutant(
         "CallbackList.__init__",
         old="self._check_weights()",
         fault="With EMA, best checkpoints by the loss of training and by that of evaluations share one set of weights.",

@@ -310,6 +310,20 @@ def test_a_checkpoint_cannot_have_the_weights_of_training_and_of_evaluations(wor
         make_trainer(None, make_model(), callbacks=[*both, mpicomm.EMA(0.5), mpicomm.EarlyStopping()])
 
 
+@pytest.mark.mpi(min_size=2)
+def test_kept_checkpoints_that_differ_are_an_error(world: mpicomm.World, directory: Path) -> None:
+    """Otherwise a checkpoint has weights of training from some ranks, and averages from others."""
+
+    class Keeper(mpicomm.Callback):
+        def kept_checkpoints(self) -> tuple[str, ...]:
+            return (trainer.position.name,) if world.rank == 0 else ()
+
+    trainer = make_trainer(directory, make_model(), callbacks=[mpicomm.EMA(0.5), Keeper()])
+    with pytest.raises(mpicomm.TrainingError, match=r"kept_checkpoints must be equal on all ranks, got .* on rank 0"):
+        trainer.fit(samples(8 * world.size), 1)
+    assert complete(directory) == []
+
+
 def whole(trainer: Trainer) -> list[torch.Tensor]:
     parameters = trainer.wrapped.inner.parameters()
     return [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
