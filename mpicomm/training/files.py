@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+TEMPORARY_SUFFIX = ".new"
+
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file under a temporary name in its directory, sync it, and rename it.
@@ -17,7 +19,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         path: The file; an existing file is replaced.
         write: Writes the content to the open file.
     """
-    temporary = path.with_name(path.name + ".new")
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with temporary.open("wb") as file:
             write(file)

@@ -35,6 +35,7 @@ _LOCK = ".lock"  # also contains the ID of the run
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
 _PREFIX = "step-"
 _REPLACED = r"\.[0-9a-f]{32}"  # added to the name of a checkpoint while another one of this name takes its place
+_TEMPORARY = re.compile(r"step-.*\.[0-9a-f]{32}\.partial")  # names of incomplete checkpoints
 _NO_MARKER = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE}
 _EARLIER_NAME = re.compile(r"step-(\d{9,})(-epoch-\d{5,}(-evaluated)?)?")  # of checkpoints without an ID of the run
 
@@ -127,7 +128,7 @@ class RunDirectory:
             step: The step of the run.
             about: Further entries of the marker.
         """
-        path = self.path / f"{name}.{uuid.uuid4().hex}.partial"
+        path = self.path / _temporary(name)
         path.mkdir()
         mark = {"run": self._run, "name": name, "inode": path.stat().st_ino, "step": step, **about}
         try:
@@ -181,7 +182,14 @@ class RunDirectory:
         with _warning_on_failure(self.path):
             for each in list(self._originals(_INCOMPLETE)):
                 with _warning_on_failure(each.path):
-                    files.remove_tree(each.path, last=_INCOMPLETE)
+                    path = each.path
+                    if not _TEMPORARY.fullmatch(path.name):
+                        # Without its marker it would block the name.
+                        path = path.rename(path.with_name(_temporary(path.name)))
+                    files.remove_tree(path, last=_INCOMPLETE)
+            for path in self.path.glob(_PREFIX + "*"):
+                if _TEMPORARY.fullmatch(path.name):
+                    _remove_empty(path)
 
     def _settle_replaced(self) -> None:
         """Restore the checkpoints whose replacement a killed job has not completed, and remove the others."""
@@ -264,6 +272,19 @@ os.register_at_fork(after_in_child=_close_in_child)
 def write(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
     files.write_whole(path, lambda file: file.write(content))
+
+
+def _temporary(name: str) -> str:
+    return f"{name}.{uuid.uuid4().hex}.partial"
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove a directory without content: a job was killed after it created the directory, or before it removed it."""
+    with contextlib.suppress(OSError):  # it has content, or is not a directory
+        unfinished = path / f"{_INCOMPLETE}{files.TEMPORARY_SUFFIX}"
+        if [*path.iterdir()] == [unfinished]:
+            unfinished.unlink()
+        path.rmdir()
 
 
 def _read(path: Path) -> dict[str, Any] | None:

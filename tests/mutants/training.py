@@ -187,6 +187,20 @@ finally:
         tests="tests/unit/test_run_directory.py -k has_not_completed",
     ),
     Mutant(
+        "RunDirectory.remove_incomplete",
+        old="path = path.rename(path.with_name(_temporary(path.name)))",
+        new="pass",
+        fault="A job that is killed while it removes a checkpoint leaves a directory that blocks the name.",
+        tests="tests/unit/test_run_directory.py -k killed_at_any",
+    ),
+    Mutant(
+        "RunDirectory.remove_incomplete",
+        old="_remove_empty(path)",
+        new="pass",
+        fault="A job that is killed when it creates or removes a checkpoint leaves an empty directory.",
+        tests="tests/unit/test_run_directory.py -k killed_at_any",
+    ),
+    Mutant(
         "run_directory._close_in_child",
         old="each._file.close()",
         new="pass",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,12 @@ from mpicomm.training import files, run_directory
 from mpicomm.training.run_directory import RunDirectory
 
 
-def saved(run: RunDirectory, step: int, name: str = "") -> Path:
+def saved(run: RunDirectory, step: int, name: str = "", published: Callable[[], object] = lambda: None) -> Path:
     name = name or f"step-{step:09d}"
     content = run.begin(name, step, torch="2")
     (content / "content").write_text(str(step))
     path = run.publish(content, name)
+    published()
     run.remove_old(())
     return path
 
@@ -256,6 +259,54 @@ def test_a_replacement_that_a_killed_job_has_not_completed(run: RunDirectory, tm
     assert (path / "content").read_text() == ("new" if killed == "after" else "4")
     assert names(tmp_path) == [path.name]
     again.close()
+
+
+_CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def killed(directory: Path, steps: Sequence[int], change: int) -> tuple[bool, int]:
+    """Save checkpoints in a process that ends before its `change`-th access that may change the file system.
+
+    Returns:
+        Whether it was killed, and the number of complete saves.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        left = itertools.count(change, -1)
+        sys.addaudithook(lambda event, _: os._exit(9) if event in _CHANGES and next(left) == 0 else None)
+        run = RunDirectory(directory, keep=1)
+        for step in steps:
+            saved(run, step, published=lambda: os.write(writer, b"."))
+        os._exit(0)
+    os.close(writer)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    complete = len(os.read(reader, 99))
+    os.close(reader)
+    assert status in (0, 9)
+    return status == 9, complete
+
+
+@pytest.mark.parametrize("steps", [(4,), (4, 5), (4, 4)], ids=["first save", "removal", "replacement"])
+def test_a_run_that_is_killed_at_any_access(tmp_path: Path, steps: Sequence[int]) -> None:
+    """The next start has the newest complete checkpoint, and nothing that is left blocks a name or uses space."""
+    for change in itertools.count():
+        directory = tmp_path / str(change)
+        is_killed, complete = killed(directory, steps, change)
+        run = RunDirectory(directory, keep=1)
+        newest = run.newest()
+        saved_step = 0 if newest is None else int((newest / "content").read_text())
+        assert saved_step >= max(steps[:complete], default=0)
+        assert not [name for name in names(directory) if "." in name], f"killed before access {change}"
+        for step in (4, 5):
+            path = saved(run, step)
+            assert path.exists() == (step >= saved_step)
+        assert run.newest() == path
+        assert names(directory) == [path.name]
+        run.close()
+        if not is_killed:
+            assert change > 10
+            return
 
 
 def test_a_child_does_not_keep_the_lock_of_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
