@@ -99,7 +99,8 @@ class DataSource(abc.ABC):
     None if the ranks need not compare them."""
 
     inexact: str | None = None
-    """Why a run that resumes within an epoch may differ from an uninterrupted one; None if the data are the same."""
+    """Why a run that resumes within an epoch may differ from an uninterrupted one, and the remedy; None if the data are
+    the same."""
 
     layout: Mapping[str, object] = {"kind": "a share of each rank"}
     """The properties by name that must be equal on all ranks."""
@@ -702,19 +703,31 @@ _DRAWN_AGAIN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedR
 def _inexact(loader: DataLoader[Any], *, is_drawn: bool) -> str | None:
     """Return why a resume within an epoch may not be exact for a user's loader; None if it is."""
     if not is_drawn:
-        return f"the batches of {type(loader).__name__} of {type(loader.dataset).__name__} have no order by indices"
+        return (
+            f"the batches of {type(loader).__name__} of {type(loader.dataset).__name__} are read again from the start "
+            f"of the epoch.\nMake them depend only on set_epoch(epoch) of the dataset"
+        )
     batch_sampler: Any = loader.batch_sampler
     order = batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
     if why := _inexact_order(order):
         return why
-    return "the workers of the DataLoader draw other random numbers after a resume" if loader.num_workers else None
+    if not loader.num_workers:
+        return None
+    return (
+        "the workers of the DataLoader draw other random numbers after a resume.\n"
+        "Set num_workers=0 unless the dataset draws no random numbers"
+    )
 
 
 def _inexact_order(sampler: Any) -> str | None:
     """Return why the order of a user's sampler may not be that of the epoch after a resume; None if it is."""
     if sampler is None or type(sampler) in _DRAWN_AGAIN or hasattr(sampler, "set_epoch"):
         return None
-    return f"{type(sampler).__name__} has no set_epoch(), so its order may depend on earlier epochs"
+    name = type(sampler).__name__
+    return (
+        f"{name} has no set_epoch(), so its order may depend on earlier epochs.\n"
+        f"Give {name} a set_epoch(epoch) that determines the order"
+    )
 
 
 def _set_epoch(part: Any, epoch: int) -> None:

@@ -38,7 +38,7 @@ class ResumableRun:
         """Whether the last vote has ended the run."""
 
         self.inexact: str | None = None
-        """Why a run that resumes within an epoch may differ, until it is reported."""
+        """Why a run that resumes within an epoch may differ, and the remedy, until it is reported."""
 
         self._parts = parts
         self._saved: tuple[str | None, bool] = None, False  # the name, and whether it has the weights of evaluations
@@ -139,9 +139,8 @@ class ResumableRun:
         self.inexact = None
         if self._parts.world.rank == 0:
             warnings.warn(
-                f"a run that resumes from a checkpoint within an epoch may take other samples or random numbers: {why}."
-                f"\nPass the dataset itself or a sampler with set_epoch(), or save between epochs only "
-                f"(save_every=None).",
+                f"a run that resumes from a checkpoint within an epoch may take other samples or random numbers: {why}"
+                f", or save between epochs only (save_every=None).",
                 stacklevel=2,
             )
 

@@ -344,6 +344,12 @@ finally:
         tests="tests/unit/test_shares.py -k every_sample",
     ),
     Mutant(
+        "data._inexact",
+        old="if not loader.num_workers: return None",
+        fault="The warning about an inexact resume advises what the user has done: a dataset without workers.",
+        tests="tests/unit/test_shares.py -k cannot_be_resumed",
+    ),
+    Mutant(
         "LoaderSource.steps",
         old="(self._user.sampler, self._user.batch_sampler, inner, self._user.dataset)",
         new="(self._user.batch_sampler, self._user.dataset)",
