@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import importlib.util
+import io
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 from mpicomm.arguments import Expected
 from mpicomm.metrics_file import Logger
+from mpicomm.training import files
 
 LoggerArgument = Logger | str | Sequence[Logger | str] | None
 
@@ -74,6 +78,9 @@ def opened(logger: LoggerArgument, directory: Path | None, step: int) -> Iterato
         directory: The directory of the run, if any.
         step: The step from which the run continues, 0 at its start. A run that was killed may have logged later steps,
             which it repeats.
+
+    Raises:
+        OSError: If a file cannot be written, or another program wrote it.
     """
     with contextlib.ExitStack() as stack:
         found = [
@@ -147,7 +154,12 @@ class CSVTable:
     """A CSV file with a row for each step entry, epoch and evaluation. A resumed run neither loses nor repeats rows."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open the file, and remove the rows of steps after `step`, which the run repeats."""
+        """Open the file, and remove the rows of steps after `step`, which the run repeats.
+
+        Raises:
+            FileExistsError: If another program wrote the file.
+        """
+        _check_own(path, rf"{','.join(_POSITION)}[,\r\n]")
         self._path = path
         self._columns: list[str] = list(_POSITION)
         self._newest: tuple[int, set[str]] = (0, set())  # the last step of the file, and the events of its rows
@@ -181,12 +193,11 @@ class CSVTable:
 
     def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Replace the file by one with these rows and the current columns."""
-        temporary = self._path.with_suffix(".partial")
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        temporary.replace(self._path)
+        table = io.StringIO()
+        writer = csv.DictWriter(table, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        files.write_whole(self._path, lambda file: file.write(table.getvalue().encode()))
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
@@ -234,8 +245,15 @@ def _wandb(directory: Path | None, step: int) -> Iterator[Logger]:
 def _wandb_id(path: Path, step: int) -> str:
     """Return the ID of the W&B run. A run that starts again from its first step gets a new one."""
     if not step or not path.exists():
+        _check_own(path, r"[0-9a-f]{8}\s*\Z")
         path.write_text(secrets.token_hex(4))
     return path.read_text()
+
+
+def _check_own(path: Path, content: str) -> None:
+    """Raise FileExistsError if there is a file that does not begin with the regular expression `content`."""
+    if path.exists() and not re.match(rf"{content}|\Z".encode(), path.read_bytes()):
+        raise FileExistsError(errno.EEXIST, "mpicomm did not write this file", str(path))
 
 
 _OPENED: dict[str, Callable[[Path | None, int], contextlib.AbstractContextManager[Logger]]] = {

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from mpicomm import arguments, durations, metrics_file, rank_log
+from mpicomm import agreement, arguments, durations, metrics_file, rank_log
 from mpicomm.arguments import FLAG
 from mpicomm.collective_ops import collectives
+from mpicomm.errors import CheckpointError
 from mpicomm.metrics_file import MetricsFile
 from mpicomm.session import World
 from mpicomm.training import loggers, progress_display
@@ -216,22 +217,37 @@ class Reporter:
 def opened(
     world: World, directory: Path | None, options: ReportOptions, epochs: int | None, total: int | None, step: int
 ) -> Iterator[Reporter]:
-    """Yield the reporter of a run; close its metrics file and display at the end of the block.
+    """Yield the reporter of a run; close its metrics file and display at the end of the block (collective on entry).
 
     Args:
         directory: The directory of the metrics file and the rank logs; None writes no files.
         total: The number of samples in an epoch, if known.
         step: The step from which the run continues.
+
+    Raises:
+        CheckpointError: On every rank, if rank 0 cannot write a file of the metrics, or another program wrote it.
     """
     prints = world.rank == 0
     path = directory / metrics_file.NAME if prints and directory is not None else None
+    metrics = []
     with contextlib.ExitStack() as stack:
         if options.rank_logs and directory is not None:
             stack.enter_context(rank_log.copy_output(rank_log.path_of(directory, world.rank)))
-        logger = stack.enter_context(loggers.opened(options.logger if prints else None, directory, step))
-        file = stack.enter_context(contextlib.closing(MetricsFile(path, logger)))
+
+        def open_metrics() -> None:
+            logger = stack.enter_context(loggers.opened(options.logger if prints else None, directory, step))
+            metrics.append(stack.enter_context(contextlib.closing(MetricsFile(path, logger))))
+
+        agreement.run_on_all_ranks(collectives.all_gather_object, open_metrics, OSError, _unusable)
         display = stack.enter_context(contextlib.closing(Display(options.progress, epochs, total, prints=prints)))
-        yield Reporter(world, file, display)
+        yield Reporter(world, metrics[0], display)
+
+
+def _unusable(rank: int, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"rank {rank} cannot write metrics to checkpoint_dir: {why}.\n"
+        f"Move the file elsewhere, correct its permissions, or pass another checkpoint_dir."
+    )
 
 
 def _memory(device: torch.device) -> int:

@@ -395,7 +395,8 @@ class Trainer:
             Preempted: A SystemExit with status 85, on every rank: a rank received SIGTERM, SIGUSR1 or SIGUSR2 (under
                 Flux also SIGALRM), or the end of the allocation is near. The run has saved a checkpoint. Without
                 checkpoint_dir, it is not raised.
-            CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model.
+            CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model, or a
+                file of the metrics cannot be written or is of another program.
             TrainingError: On a rank whose loss is not finite, or on every rank if the parameters, the data or the
                 limits of the ranks differ.
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of

@@ -95,6 +95,21 @@ MUTANTS = [
         tests="tests/unit/test_loggers.py -k csv_file_has_each_row",
     ),
     Mutant(
+        "loggers._check_own",
+        old='path.exists() and not re.match(rf"{content}|\\Z".encode(), path.read_bytes())',
+        new="False",
+        fault="The CSV logger replaces the table of another program.",
+        tests="tests/unit/test_loggers.py -k of_another_program",
+    ),
+    Mutant(
+        "reporting.opened",
+        old="agreement.run_on_all_ranks(collectives.all_gather_object, open_metrics, OSError, _unusable)",
+        new="open_metrics()",
+        fault="If rank 0 cannot write metrics, the other ranks train without it.",
+        tests="tests/training/test_callbacks.py -k metrics_that_cannot",
+        ranks=2,
+    ),
+    Mutant(
         "StepProfiler._unused_path",
         old="next(path for path in paths if not path.exists())",
         new="next(paths)",

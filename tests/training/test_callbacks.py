@@ -449,6 +449,25 @@ def test_learning_rates_of_all_groups_are_logged(world: mpicomm.World, directory
     assert found == [(step, 0.1 * 0.5**step, 0.5 * 0.5**step) for step in (2, 4)]
 
 
+@pytest.mark.parametrize("name", ["metrics.csv", "metrics.jsonl"])
+def test_metrics_that_cannot_be_written_are_an_error_of_all_ranks(
+    world: mpicomm.World, directory: Path, name: str
+) -> None:
+    """A table of another program, and a directory."""
+    path = directory / name
+    if world.rank == 0:
+        directory.mkdir()
+        path.mkdir() if name == "metrics.jsonl" else path.write_text("mine\n")
+    mpicomm.barrier()
+    recorder = Recorder()
+    trainer = make_trainer(directory, callbacks=[recorder], logger="csv")
+    with pytest.raises(
+        mpicomm.CheckpointError, match=rf"rank 0 cannot write metrics to checkpoint_dir: .*{name}.*\nMove the file"
+    ):
+        fit(trainer)
+    assert [event for event, *_ in recorder.events] == ["setup", "exception"]
+
+
 @pytest.mark.parametrize(
     ("callback", "directory_is_given", "message"),
     [

@@ -131,6 +131,34 @@ def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: p
     assert fake.calls[-2][1][1] != identity, "a run that starts again is another run"
 
 
+@pytest.mark.parametrize(
+    ("logger", "name", "content"),
+    [
+        ("csv", "metrics.csv", "step,loss\n1,0.5\n"),
+        ("csv", "metrics.csv", "event,step,epoch,consumed,timestamp\n"),
+        ("wandb", "wandb-id", "the name of a run"),
+    ],
+)
+def test_a_file_of_another_program_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: str, name: str, content: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    (tmp_path / name).write_text(content)
+    with (
+        pytest.raises(FileExistsError, match=f"mpicomm did not write this file.*{name}"),
+        loggers.opened(logger, tmp_path, 0),
+    ):
+        pass
+    assert (tmp_path / name).read_text() == content
+
+
+def test_an_empty_csv_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").touch()
+    with loggers.opened("csv", tmp_path, 0) as log:
+        run(log, 0, 1)
+    assert len(rows_of(tmp_path / "metrics.csv")) == 1
+
+
 def test_all_loggers_of_a_list_get_all_entries(tmp_path: Path) -> None:
     first: list[Entry] = []
     second: list[Entry] = []
