@@ -97,7 +97,7 @@ class PreparedLoader:
         self._world = world
         place = DataRank(world.rank, world.size)
         make = functools.partial(make_source, loader, LoaderOptions(seed=seed), place, shard=shard)
-        self._source = rank_sync.agreed_source(make, "prepare", name)
+        self._source = rank_sync.agreed_source(make, {}, "prepare", name)
         self._epoch = 0
         self.weight = 1.0
         """The weight of this rank's loss in the current batch: its samples x ranks / samples of all ranks.

@@ -58,7 +58,10 @@ def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
     Raises:
         TrainingError: On every rank, if one of them differs. The message has its values by rank.
     """
-    found = collectives.all_gather_object(dict(values))
+    _compare(collectives.all_gather_object(dict(values)), call, remedy)
+
+
+def _compare(found: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
     for name in dict.fromkeys(itertools.chain.from_iterable(found)):
         rows = agreement.ranks_by_value([each.get(name) for each in found], range(len(found)))
         if len(rows) > 1:
@@ -68,26 +71,39 @@ def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
             )
 
 
-def agreed_source(make: Callable[[], DataSource], call: str, argument: str, shard: str = "shard") -> DataSource:
+def agreed_source(
+    make: Callable[[], DataSource],
+    arguments: Mapping[str, object],
+    call: str,
+    argument: str,
+    shard: str = "shard",
+) -> DataSource:
     """Return the data source of this rank, after comparing its layout with those of the other ranks (collective).
+
+    The ranks exchange these, further arguments, and failures at once.
 
     Args:
         make: Returns the source of this rank.
+        arguments: Further arguments of the call by name, which must be equal on all ranks.
         call: The call that takes the data, for the error.
         argument: Its argument for the data.
         shard: Its argument that determines whether the ranks share the data.
 
     Raises:
         Exception: As `make`.
-        TrainingError: On every rank, if the layouts differ; on the other ranks, if `make` fails on some ranks.
+        TrainingError: On every rank, if the layouts or the arguments differ; on the other ranks, if `make` fails on
+            some ranks.
     """
     source: DataSource | None = None
     error: Exception | None = None
+    layout: Mapping[str, object] = {}
     try:
         source = make()
+        layout = source.layout
     except Exception as caught:  # noqa: BLE001  raised after the other ranks know of it
         error = caught
-    messages = collectives.all_gather_object(None if error is None else str(error))
+    mine = (None if error is None else str(error), dict(arguments), dict(layout))
+    messages, of_ranks, layouts = zip(*collectives.all_gather_object(mine), strict=True)
     if error is not None:
         raise error
     assert source is not None
@@ -96,8 +112,9 @@ def agreed_source(make: Callable[[], DataSource], call: str, argument: str, shar
         raise raised_on_all_ranks(
             TrainingError(f"{call}: {argument} of {hang_report.called(failed)}: {messages[failed[0]]}")
         )
-    check_equal(
-        {f"the {name} of {argument}": value for name, value in source.layout.items()},
+    _compare(of_ranks, call, "Pass the same arguments on every rank.")
+    _compare(
+        [{f"the {name} of {argument}": value for name, value in each.items()} for each in layouts],
         call,
         f"Pass the same data on every rank, or set {shard}=False if each rank passes its own share.",
     )

@@ -555,24 +555,41 @@ class Trainer:
 
     @contextlib.contextmanager
     def _opened(
-        self, data: Any, options: LoaderOptions, shard: bool | None, *names: str, may_drop: bool = True
+        self,
+        data: Any,
+        options: LoaderOptions,
+        shard: bool | None,
+        *names: str,
+        may_drop: bool = True,
+        arguments: Mapping[str, object] | None = None,
     ) -> Iterator[DataSource]:
-        """Open data; `names` are those of the call and its arguments, for errors (collective)."""
+        """Open data; `names` are those of the call and its arguments, for errors (collective).
+
+        Args:
+            arguments: Further arguments of the call by name, which must be equal on all ranks.
+        """
         rank = DataRank(self.world.rank, self.world.size)
         make = functools.partial(make_source, data, options, rank, shard=shard, may_drop=may_drop)
-        with contextlib.closing(rank_sync.agreed_source(make, *names)) as source:
+        with contextlib.closing(rank_sync.agreed_source(make, arguments or {}, *names)) as source:
             if self._calls is not None:
                 self._calls.check_source(source)
             yield source
 
     @contextlib.contextmanager
     def _opened_outside_fit(
-        self, data: Any, shard: bool | None, call: str, *, may_drop: bool = True
+        self,
+        data: Any,
+        shard: bool | None,
+        call: str,
+        *,
+        may_drop: bool = True,
+        arguments: Mapping[str, object] | None = None,
     ) -> Iterator[DataSource]:
         """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks."""
         if self._calls is not None:
             self._calls.check_state()
-        with self._opened(data, self._evaluation_options, shard, call, "data", may_drop=may_drop) as source:
+        options = self._evaluation_options
+        with self._opened(data, options, shard, call, "data", may_drop=may_drop, arguments=arguments) as source:
             if self._calls is not None:
                 self._calls.seed_at("evaluation", self.position.step)
             with self._callbacks.evaluating(self):
@@ -584,10 +601,11 @@ class Trainer:
 
     def _fit(self, fit_call: FitCall, train_data: ShardedData, eval_data: ShardedData) -> History:
         agreed = {**fit_call.limits.agreed, "metrics": _names(fit_call.metrics)}
-        rank_sync.check_equal(agreed, "fit", "Pass the same arguments on every rank.")
         with contextlib.ExitStack() as stack:
             data, shard = train_data
-            train = stack.enter_context(self._opened(data, self._options.loader, shard, "fit", "train_data"))
+            train = stack.enter_context(
+                self._opened(data, self._options.loader, shard, "fit", "train_data", arguments=agreed)
+            )
             test, (data, shard) = None, eval_data
             if data is not None:
                 test = stack.enter_context(
@@ -601,8 +619,7 @@ class Trainer:
         return self.position.history
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
-        rank_sync.check_equal({"metrics": _names(metrics)}, "evaluate", "Pass the same metrics on every rank.")
-        with self._opened_outside_fit(data, shard, "evaluate") as source:
+        with self._opened_outside_fit(data, shard, "evaluate", arguments={"metrics": _names(metrics)}) as source:
             found = evaluation.evaluate(self._assembly.step, source, metrics)
         assert found is not None  # it is never stopped
         means, count = found

@@ -424,7 +424,7 @@ with torch_internals.outside_workers():
         tests="tests/unit/test_shares.py -k samples_of_a_sampler",
     ),
     Mutant(
-        "check_equal",
+        "rank_sync._compare",
         old="len(rows) > 1",
         new="False",
         fault="Ranks with datasets of different lengths train on different numbers of samples.",
@@ -432,8 +432,8 @@ with torch_internals.outside_workers():
         ranks=2,
     ),
     Mutant(
-        "Trainer._fit",
-        old='rank_sync.check_equal(agreed, "fit", "Pass the same arguments on every rank.")',
+        "agreed_source",
+        old='_compare(of_ranks, call, "Pass the same arguments on every rank.")',
         fault="Ranks with different limits train until one of them waits for the others.",
         tests="tests/training/test_uneven.py -k compare_the_limits",
         ranks=2,

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import mpicomm
+from mpicomm.collective_ops import collectives
 from mpicomm.training import preemption
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
@@ -144,6 +145,20 @@ def test_ranks_compare_the_limits_of_a_run(world: mpicomm.World) -> None:
     message = r"fit: max_steps must be equal on all ranks, got 100 on rank 0, 101 on"
     with pytest.raises(mpicomm.TrainingError, match=message):
         make_trainer().fit(samples(12), 1, max_steps=100 + min(world.rank, 1))
+
+
+def test_an_evaluation_compares_its_arguments_in_one_exchange(
+    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, gather = [], collectives.all_gather_object
+    monkeypatch.setattr(collectives, "all_gather_object", lambda value: calls.append(value) or gather(value))
+    trainer = make_trainer()
+    calls.clear()
+    trainer.evaluate(samples(12), {"one": lambda *_: 1.0})
+    assert len(calls) == 1
+    if world.size > 1:
+        with pytest.raises(mpicomm.TrainingError, match="metrics must be equal on all ranks, got a on rank 0"):
+            trainer.evaluate(samples(12), {"ab"[min(world.rank, 1)]: lambda *_: 1.0})
 
 
 def test_metrics_of_own_shares_are_over_all_samples(world: mpicomm.World) -> None:
