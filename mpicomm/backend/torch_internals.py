@@ -184,8 +184,8 @@ def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[An
 def set_error(future: torch.futures.Future[Any], error: Exception, tensors: Sequence[torch.Tensor]) -> None:
     """Complete a future with an error: Python code that asks for the value gets the error, C++ code gets the tensors.
 
-    With `Future.set_exception` C++ code gets the exception as the value. DDP takes the tensor in it, and crashes since
-    there is none. `check_backward` then reports the error.
+    With `Future.set_exception` C++ code gets the exception as the value. DDP expects a tensor in it, and crashes.
+    `check_backward` then reports the error.
     """
 
     def value(_: object) -> None:

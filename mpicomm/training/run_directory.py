@@ -239,7 +239,7 @@ class RunDirectory:
             )
 
     def _identify(self) -> str:
-        """Return the ID of the run in this directory; a new one if there is none."""
+        """Return the ID of the run in this directory; a directory without an ID gets a new one."""
         stored = _parsed(os.pread(self._file.fileno(), 4096, 0))
         if isinstance(stored.get("run"), str):
             return str(stored["run"])
@@ -288,7 +288,7 @@ def _remove_empty(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the content of a marker; None if there is none, or it is not one of mpicomm."""
+    """Return the content of a marker; None if the file does not exist, or is not a marker of mpicomm."""
     try:
         mark = _parsed(path.read_bytes())
     except OSError as error:
