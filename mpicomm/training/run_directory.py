@@ -173,8 +173,9 @@ class RunDirectory:
             complete = [each.path for each in originals if each.has_its_name]
             for path in complete[: -self._keep]:
                 if path.name not in kept:
-                    # Before the content, so that no run resumes from a partly removed checkpoint.
-                    (path / COMPLETE).rename(path / _INCOMPLETE)
+                    with _warning_on_failure(path):
+                        # Before the content, so that no run resumes from a partly removed checkpoint.
+                        (path / COMPLETE).rename(path / _INCOMPLETE)
         self.remove_incomplete()
 
     def remove_incomplete(self) -> None:
@@ -198,9 +199,9 @@ class RunDirectory:
                 path = self.path / str(each.mark["name"])
                 if not re.fullmatch(re.escape(path.name) + _REPLACED, each.path.name):
                     continue
-                if os.path.lexists(path):
+                if _read(path / COMPLETE) is not None:
                     (each.path / COMPLETE).rename(each.path / _INCOMPLETE)
-                else:
+                elif not os.path.lexists(path):
                     each.path.rename(path)
         self.remove_incomplete()
 

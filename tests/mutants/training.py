@@ -194,6 +194,20 @@ finally:
         tests="tests/unit/test_run_directory.py -k killed_at_any",
     ),
     Mutant(
+        "RunDirectory._settle_replaced",
+        old="_read(path / COMPLETE) is not None",
+        new="os.path.lexists(path)",
+        fault="A replaced checkpoint is removed while the one that replaces it is incomplete.",
+        tests="tests/unit/test_run_directory.py -k none_of_its_name",
+    ),
+    Mutant(
+        "RunDirectory.remove_old",
+        old="with _warning_on_failure(path): (path / COMPLETE).rename(path / _INCOMPLETE)",
+        new="(path / COMPLETE).rename(path / _INCOMPLETE)",
+        fault="An old checkpoint that cannot be removed keeps all newer ones on the disk.",
+        tests="tests/unit/test_run_directory.py -k does_not_keep_the_others",
+    ),
+    Mutant(
         "RunDirectory.remove_incomplete",
         old="_remove_empty(path)",
         new="pass",

@@ -199,6 +199,47 @@ def test_an_interrupted_removal_or_save_is_completed_by_the_next_start(
     assert names(run.path) == []
 
 
+def refuse_to_rename(refused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example one that the user has protected with chmod."""
+    refuse_to_rename(run.path / "step-000000004" / "COMPLETE", monkeypatch)
+    for step in (5, 6):
+        with pytest.warns(RuntimeWarning, match=r"cannot remove .*step-000000004 yet: .*Permission denied"):
+            saved(run, step)
+    assert names(run.path) == ["step-000000004", "step-000000006"]
+
+
+def test_a_replaced_checkpoint_is_kept_while_none_of_its_name_is_complete(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job was killed before it marked the new one, which the next start cannot remove."""
+    path, replaced = run.path / "step-000000004", run.path / f"step-000000004.{'0' * 32}"
+    path.rename(replaced)
+    content = run.begin(path.name, 4)
+    content.rename(path)
+    run.close()
+    with monkeypatch.context() as patch:
+        refuse_to_rename(path, patch)
+        with pytest.warns(RuntimeWarning, match="cannot remove"):
+            RunDirectory(run.path, keep=1).close()
+    again = RunDirectory(run.path, keep=1)
+    assert again.newest() == path
+    assert (path / "content").read_text() == "4"
+    again.close()
+
+
 def test_the_marker_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS renames a removed file that a process has open; the directory is then still recognised."""
     directory = tmp_path / "step"
