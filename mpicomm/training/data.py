@@ -96,7 +96,7 @@ class DataSource(abc.ABC):
 
     first_samples: tuple[str, list[bytes]] | None = None
     """The name of the dataset, and digests of the first sample that each process of this rank has read in this epoch;
-    None if the ranks need not compare them."""
+    None if they need not be compared: among all processes of shared data, among those of a rank otherwise."""
 
     inexact: str | None = None
     """Why a run that resumes within an epoch may differ from an uninterrupted one, and the remedy; None if the data are
@@ -184,9 +184,11 @@ def make_source(
     if isinstance(data, DataLoader):
         return _source_of_loader(data, options, place, shard, may_drop)
     is_iterable = isinstance(data, IterableDataset)
-    if is_iterable or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if is_iterable:
+        return IterableSource(data, options, place, shard)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         if shard is False:
-            shuffle = None if is_iterable or not len(data) else options.shuffle  # RandomSampler refuses empty datasets
+            shuffle = options.shuffle if len(data) else None  # RandomSampler refuses empty datasets
             workers, pin_memory = options.num_workers, options.pin_memory
             start = functools.partial(_start_worker, None)
             loader = DataLoader(
@@ -198,7 +200,7 @@ def make_source(
                 worker_init_fn=start if workers else None,
             )
             return LoaderSource(loader, options, place)
-        return IterableSource(data, options, place, shard) if is_iterable else IndexedSource(data, options, place)
+        return IndexedSource(data, options, place)
     raise TypeError(
         f"expected a dataset (with __getitem__ and __len__, or an IterableDataset) or a DataLoader, got a "
         f"{type(data).__name__}.\n"
@@ -505,6 +507,11 @@ class _Reproducible(Dataset[Any]):
         return [self._dataset[each] for each in samples]
 
 
+def _seed_of(options: LoaderOptions, place: DataRank) -> int:
+    """Return the seed of a rank with its own share: ranks draw different samples."""
+    return _mixed(options.seed, 0, 1 + place.rank)
+
+
 def _mixed(seed: int, epoch: int, sample: int) -> int:
     """Return a seed that depends on all three arguments."""
     value = seed + _FACTORS[0] * (epoch + 1) + _FACTORS[1] * sample
@@ -517,21 +524,26 @@ def _mixed(seed: int, epoch: int, sample: int) -> int:
 
 
 class IterableSource(DataSource):
-    """An iterable-style dataset: every rank reads all of it, and keeps every n-th batch, with n ranks."""
+    """An iterable-style dataset. If the ranks share it, each reads all of it and keeps every n-th batch, with n ranks.
+
+    The share of a rank (`shard=False`) is divided among its workers in the same way.
+    """
 
     def __init__(
         self, dataset: IterableDataset[Any], options: LoaderOptions, place: DataRank, shard: bool | None = None
     ) -> None:
-        self._share = _Share(dataset, options.batch_size, place)
-        self.layout = {
-            "kind": "an iterable-style dataset that the ranks share",
-            "number of samples": self.total(),
-            "batch_size": options.batch_size,
-            "grad_accum_steps": options.grad_accum_steps,
-            "shard": shard,
-        }
-        self._is_checked = shard is None
-        self._seed = options.seed
+        self.is_shared = shard is not False
+        self._share = _Share(dataset, options.batch_size, place if self.is_shared else DataRank(0, 1))
+        if self.is_shared:
+            self.layout = {
+                "kind": "an iterable-style dataset that the ranks share",
+                "number of samples": self.total(),
+                "batch_size": options.batch_size,
+                "grad_accum_steps": options.grad_accum_steps,
+                "shard": shard,
+            }
+        self._is_checked = shard is not True
+        self._seed = options.seed if self.is_shared else _seed_of(options, place)
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
         self._grad_accum_steps = options.grad_accum_steps
         self._readers = max(1, options.num_workers)
@@ -546,12 +558,13 @@ class IterableSource(DataSource):
         )
 
     def total(self) -> int | None:
-        """Return the number of samples in an epoch, if the dataset has a length."""
-        return operator.length_hint(self._share.dataset) or None
+        """Return the number of samples of all ranks in an epoch, if the ranks share a dataset that has a length."""
+        return operator.length_hint(self._share.dataset) or None if self.is_shared else None
 
-    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:  # noqa: ARG002  as in DataSource
+    def steps(self, epoch: int, consumed: int, steps: int) -> Iterator[Step]:
         """Return the remaining steps of an epoch for this rank."""
-        self._share.start, self._share.seed = consumed, _mixed(self._seed, epoch, 0)
+        own = steps * self._grad_accum_steps * self._share.batch_size
+        self._share.start, self._share.seed = consumed if self.is_shared else own, _mixed(self._seed, epoch, 0)
         self._generator.manual_seed(self._share.seed)
         _set_epoch(self._share.dataset, epoch)
         loaded = self._loaded = iter(self._loader)
@@ -628,7 +641,7 @@ class LoaderSource(DataSource):
         self._user = loader
         self._loader = _counting(loader)
         self._grad_accum_steps = options.grad_accum_steps
-        self._seed = _mixed(options.seed, 0, 1 + place.rank)  # ranks draw different samples
+        self._seed = _seed_of(options, place)
         self._order: _EpochOrder | None = None
         if self._loader is not loader and not isinstance(loader.dataset, IterableDataset):
             self._order = _EpochOrder(loader.batch_sampler)

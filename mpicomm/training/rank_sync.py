@@ -163,26 +163,32 @@ def aligned_steps(
 
 
 def check_first_samples(source: DataSource) -> None:
-    """Compare the first samples that the ranks have read from a dataset, if they share its samples (collective).
+    """Compare the first samples of the processes that read an iterable-style dataset together (collective).
 
     Raises:
         TrainingError: On every rank, if they differ.
     """
-    if source.first_samples is None:
+    found = collectives.all_gather_object(source.first_samples)
+    digests = [set() if each is None else set(each[1]) for each in found]
+    several = [rank for rank, of_rank in enumerate(digests) if len(of_rank) > 1]
+    others = [rank for rank, of_rank in enumerate(digests) if source.is_shared and of_rank != digests[0]]
+    if not several and not others:
         return
-    name, own = source.first_samples
-    found = collectives.all_gather_object(own)
-    if len(set(itertools.chain.from_iterable(found))) == 1:
-        return
-    others = [rank for rank, of_rank in enumerate(found) if of_rank != found[0]]
-    where = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
-    raise raised_on_all_ranks(
-        TrainingError(
+    name, own = next(each for rank, each in enumerate(found) if each is not None and rank in {*several, *others})
+    if source.is_shared:
+        where = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
+        message = (
             f"the ranks cannot share the iterable-style dataset {name}: its first sample differs between {where}.\n"
             f"Set shard=False if it yields the share of each rank (eval_shard=False for eval_data), or shard=True if "
             f"it yields all samples in the same order in every process."
         )
-    )
+    else:
+        message = (
+            f"{len(own)} workers cannot share the iterable-style dataset {name}: its first sample differs between them "
+            f"on {hang_report.called(several)}.\n"
+            f"Set num_workers=1, or pass a DataLoader of the dataset, which is used unchanged."
+        )
+    raise raised_on_all_ranks(TrainingError(message))
 
 
 def no_data() -> ValueError:

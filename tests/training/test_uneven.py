@@ -94,7 +94,7 @@ def test_loaders_of_very_different_lengths(world: mpicomm.World, strategy: str) 
     assert_trained(trainer, samples(12), [[*range(8), *[0, 1] * (world.size - 1)], list(range(8, 12))])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_that_splits_itself_by_rank(world: mpicomm.World, num_workers: int) -> None:
     """It is refused before the first step, unless the program passes shard=False."""
     own = IterableSource(3 + 2 * world.rank, start=4 * world.rank)
@@ -107,6 +107,26 @@ def test_a_stream_that_splits_itself_by_rank(world: mpicomm.World, num_workers: 
     count = sum(3 + 2 * rank for rank in range(world.size))
     assert trainer.fit(own, 1, shard=False)[0]["samples"] == count
     assert trainer.evaluate(own, shard=False)["samples"] == count
+    outputs = trainer.predict(own, shard=False)
+    assert (outputs is None) == (world.rank > 0)
+    assert outputs is None or len(outputs) == count
+
+
+class ByProcess(IterableSource):
+    """Yields other samples in each process, as one that reads a queue does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.full((FEATURES,), float(os.getpid())), torch.tensor(0))] * 6)
+
+
+def test_a_share_that_differs_between_workers(world: mpicomm.World) -> None:
+    """Each worker reads all of it, so samples would be lost."""
+    message = r"2 workers cannot share the iterable-style dataset ByProcess: .* on rank.*\nSet num_workers=1, or pass"
+    trainer = make_trainer(num_workers=2)
+    with pytest.raises(mpicomm.TrainingError, match=message):
+        trainer.fit(ByProcess(6), 1, shard=False)
+    assert trainer.position.step == 0
+    assert make_trainer(num_workers=1).fit(ByProcess(6), 1, shard=False)[0]["samples"] == 6 * world.size
 
 
 SHARES = [torch.arange(0.0, 8.0), torch.arange(2.0, 10.0), torch.arange(3.0, 9.0), torch.arange(4.0)]

@@ -214,12 +214,21 @@ def test_a_stream_that_splits_itself_by_rank_has_other_first_samples(shard: bool
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [numbers, SplitByWorker])
-def test_own_shares_are_used_unchanged(kind: Any, num_workers: int) -> None:
-    own = make_source(kind(10), LoaderOptions(4, 1, num_workers), DataRank(1, 2), shard=False)
-    assert sorted(taken([list(own.steps(0, 0, 0))])) == list(range(10))
-    assert not own.is_shared
+@pytest.mark.parametrize("kind", [numbers, Numbers, SplitByWorker, Shuffled])
+def test_own_shares_are_used_once_and_resume_at_every_step(kind: Any, num_workers: int) -> None:
+    own = make_source(kind(10), LoaderOptions(2, 2, num_workers), DataRank(1, 2), shard=False)
+    steps = list(own.steps(0, 0, 0))
+    assert sorted(taken([steps])) == list(range(10))
+    assert [step.count for step in steps] == [4, 4, 2]
+    assert (own.is_shared, own.total(), own.layout) == (False, None, {"kind": "a share of each rank"})
+    for number in range(4):
+        assert taken([list(own.steps(0, 99, number))]) == taken([steps[number:]])
     own.close()
+
+
+def test_own_shares_shuffle_differently_on_each_rank() -> None:
+    sources = [make_source(Shuffled(64), LoaderOptions(), DataRank(rank, 2), shard=False) for rank in range(2)]
+    assert taken([list(sources[0].steps(0, 0, 0))]) != taken([list(sources[1].steps(0, 0, 0))])
 
 
 @pytest.mark.parametrize("sampler", [SequentialSampler(range(16)), RandomSampler(range(16))])
