@@ -95,8 +95,11 @@ class DataSource(abc.ABC):
     """Whether the ranks share one set of samples, so that another number of ranks can resume within an epoch."""
 
     first_samples: tuple[str, list[bytes]] | None = None
-    """The name of the dataset, and digests of the first sample that each process of this rank has read in this epoch;
-    None if they need not be compared: among all processes of shared data, among those of a rank otherwise."""
+    """The name of an iterable-style dataset, and digests of the first sample that each process of this rank has read in
+    this epoch."""
+
+    is_first_compared = True
+    """Whether these must be equal: in all processes of shared data, in those of a rank otherwise."""
 
     inexact: str | None = None
     """Why a run that resumes within an epoch may differ from an uninterrupted one, and the remedy; None if the data are
@@ -104,6 +107,9 @@ class DataSource(abc.ABC):
 
     layout: Mapping[str, object] = {"kind": "a share of each rank"}
     """The properties by name that must be equal on all ranks."""
+
+    order_settings: Mapping[str, object] = {}
+    """The properties by name that determine, with the position in an epoch, which of its samples remain."""
 
     _loaded: Iterator[Any] = iter(())
     """The batches of the current epoch, from a DataLoader."""
@@ -371,6 +377,15 @@ class IndexedSource(DataSource):
             whole = whole.dataset
         if type(whole) is TensorDataset:  # other datasets may have effects at an access
             self.layout["digest of the first sample"] = _digest([whole[0]]).hex()[:8]
+        is_random = options.shuffle or sampler is not None
+        self.order_settings = {
+            **{
+                name: self.layout.get(name)
+                for name in ("kind", "number of samples", "shuffle", "digest of the indices")
+            },
+            "sampler": None if sampler is None else type(sampler).__name__,
+            "seed": options.seed if is_random else None,
+        }
         # 2. create the loader
         self._rank = place.rank
         self._seed, self._shuffle, self._sampler = options.seed, options.shuffle, sampler
@@ -542,7 +557,16 @@ class IterableSource(DataSource):
                 "grad_accum_steps": options.grad_accum_steps,
                 "shard": shard,
             }
-        self._is_checked = shard is not True
+            same = {name: self.layout[name] for name in ("kind", "number of samples")}
+            self.order_settings = {**same, "seed": options.seed}
+        else:
+            self.order_settings = {
+                "kind": "an iterable-style dataset of each rank",
+                "batch_size": options.batch_size,
+                "grad_accum_steps": options.grad_accum_steps,
+                "seed": options.seed,
+            }
+        self.is_first_compared = shard is not True
         self._seed = options.seed if self.is_shared else _seed_of(options, place)
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
         self._grad_accum_steps = options.grad_accum_steps
@@ -569,7 +593,7 @@ class IterableSource(DataSource):
         _set_epoch(self._share.dataset, epoch)
         loaded = self._loaded = iter(self._loader)
         digests = [next(loaded) for _ in range(self._readers)]
-        self.first_samples = (type(self._share.dataset).__name__, digests) if self._is_checked else None
+        self.first_samples = type(self._share.dataset).__name__, digests
         return _grouped(loaded, self._grad_accum_steps)
 
     def first(self) -> Step:
@@ -649,6 +673,13 @@ class LoaderSource(DataSource):
             self._loader.__dict__["batch_sampler"] = self._order
             self._loader.generator = torch.Generator()
         self.inexact = _inexact(loader, is_drawn=self._order is not None)
+        self.order_settings = {
+            "kind": self.layout["kind"],
+            "batch_size": loader.batch_size,
+            "grad_accum_steps": options.grad_accum_steps,
+            "sampler": type(loader.sampler).__name__,
+            "seed": None if self._order is None else options.seed,
+        }
 
     def total(self) -> None:
         """Return None: the number of samples that other ranks load is unknown."""

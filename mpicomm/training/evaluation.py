@@ -76,7 +76,9 @@ def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[tuple[S
         return last.as_padding()
 
     clock = Clock(training_step.parts.world.device)
-    for step, count in rank_sync.aligned_steps(source, source.steps(0, 0, 0), padding, clock):
+    steps = source.steps(0, 0, 0)
+    rank_sync.begin_epoch(source)
+    for step, count in rank_sync.aligned_steps(source, steps, padding, clock):
         last = step
         yield step, count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from mpicomm.watchdog import hang_report
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_FIRST = "digest of the first sample"  # in the result of begin_epoch
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -140,15 +142,11 @@ def aligned_steps(
     Yields:
         The step, and the number of its samples on all ranks.
     """
-    is_first = True
     while True:
         # 1. load the step, and agree on its number of samples
         clock.start()
         prepare()
         step = next(steps, Step([]))
-        if is_first and not source.is_counted:
-            check_first_samples(source)
-        is_first = False
         clock.add("data")
         count = step.total
         if not source.is_counted:
@@ -162,17 +160,56 @@ def aligned_steps(
         yield step, count
 
 
-def check_first_samples(source: DataSource) -> None:
-    """Compare the first samples of the processes that read an iterable-style dataset together (collective).
+def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ()) -> list[dict[str, object]]:
+    """Compare the data of an epoch between the ranks, and with those before an interruption (collective).
+
+    Args:
+        source: The data, of which `steps` has been called.
+        before: The result before the interruption, if the run continues within an epoch.
+
+    Returns:
+        What determines the samples of the epoch, by name, for each rank; one entry if it is equal on all ranks.
 
     Raises:
-        TrainingError: On every rank, if they differ.
+        TrainingError: On every rank, if other samples would remain than before the interruption, or processes that read
+            an iterable-style dataset together have read different first samples.
     """
-    found = collectives.all_gather_object(source.first_samples)
-    digests = [set() if each is None else set(each[1]) for each in found]
+    own = source.order_settings, source.first_samples
+    found = [own] if source.is_counted else collectives.all_gather_object(own)
+    _check_first_samples(source, [first for _, first in found])
+    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in found]
+    differences = [
+        (rank, name, was[name], value)
+        for rank, (of_rank, was) in enumerate(zip(now, before, strict=False))
+        for name, value in of_rank.items()
+        if was.get(name, value) != value
+    ]
+    for rank, name, was, value in differences:
+        if name != _FIRST:
+            raise raised_on_all_ranks(
+                TrainingError(
+                    f"fit: cannot continue within the epoch with other data: the {name} of train_data was {was}, got "
+                    f"{value} on rank {rank}.\n"
+                    f"Pass the same data and arguments until this epoch is complete. Between epochs they can change."
+                )
+            )
+    if differences and dist.get_rank() == 0:
+        name, _ = found[differences[0][0]][1] or ("", [])
+        warnings.warn(
+            f"the run continues within an epoch, whose first sample of {name} differs from that before the "
+            f"interruption: samples of this epoch may be repeated or omitted.\n"
+            f"If the dataset has a random state of its own, give it a method set_epoch(epoch) that seeds this state, "
+            f"or save between epochs only (save_every=None).",
+            stacklevel=2,
+        )
+    return now
+
+
+def _check_first_samples(source: DataSource, found: Sequence[tuple[str, list[bytes]] | None]) -> None:
+    digests = [set() if first is None else set(first[1]) for first in found]
     several = [rank for rank, of_rank in enumerate(digests) if len(of_rank) > 1]
     others = [rank for rank, of_rank in enumerate(digests) if source.is_shared and of_rank != digests[0]]
-    if not several and not others:
+    if not source.is_first_compared or not (several or others):
         return
     name, own = next(each for rank, each in enumerate(found) if each is not None and rank in {*several, *others})
     if source.is_shared:

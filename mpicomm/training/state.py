@@ -44,6 +44,9 @@ class Position:
     """Samples of the current epoch that all ranks together have taken."""
 
     steps_of_epoch: int = 0
+    data: list[dict[str, object]] = dataclasses.field(default_factory=list)
+    """What determines the samples of the epoch (`rank_sync.begin_epoch`), if it has steps."""
+
     loss_sum: float = 0.0
     """Sum of the losses over the `loss_count` samples of the epoch whose losses the ranks have reduced."""
 

@@ -177,6 +177,7 @@ class TrainingLoop:
             self._call(Callback.on_epoch_start)
         self._seed("epoch", position.epoch)
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
+        position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
         aligned = rank_sync.aligned_steps(train, steps, self._padding, self.reporter.clock, self._seed_step)
         for step, count in limits.remaining(aligned, position):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import random
 import re
 import signal
 import time
@@ -15,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 import mpicomm
 from mpicomm.collective_ops import collectives
@@ -231,6 +239,129 @@ def test_a_run_with_an_own_sampler_resumes_exactly(world: mpicomm.World, directo
     second.fit(loader, 2)
     assert second.position == whole.position
     assert all(torch.equal(a, b) for a, b in zip(parameters_of(second), parameters_of(whole), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "before", "after", "message"),
+    [
+        (
+            samples,
+            {},
+            {"shard": False},
+            r"the kind of train_data was a dataset with indices that the ranks share, got a share of",
+        ),
+        (
+            IterableSource,
+            {"shard": False},
+            {"shard": True},
+            r"the kind of train_data was an iterable-style dataset of each rank, got",
+        ),
+        (
+            IterableSource,
+            {"shard": False},
+            {"shard": False, "grad_accum_steps": 2},
+            r"the grad_accum_steps of train_data was 1, got 2",
+        ),
+        (
+            IterableSource,
+            {"shard": False},
+            {"shard": False, "batch_size": 3},
+            r"the batch_size of train_data was 2, got 3",
+        ),
+        (samples, {"shard": False}, {"shard": False, "batch_size": 3}, r"the batch_size of train_data was 2, got 3"),
+        (IterableSource, {}, {"seed": 7}, r"the seed of train_data was 0, got 7"),
+        (samples, {}, {"seed": 7}, r"the seed of train_data was 0, got 7"),
+        (
+            lambda count: random_split(samples(2 * count), [0.5, 0.5])[0],
+            {},
+            {},
+            r"the digest of the indices of train_data was",
+        ),
+        (lambda count: DataLoader(samples(count), 2), {"shard": None}, {"shard": False}, r"the kind of train_data was"),
+    ],
+)
+def test_a_run_continues_within_an_epoch_with_the_same_data_only(
+    world: mpicomm.World,
+    directory: Path,
+    data: Callable[[int], Any],
+    before: dict[str, Any],
+    after: dict[str, Any],
+    message: str,
+) -> None:
+    def fit(options: dict[str, Any], **limits: int) -> Trainer:
+        given = dict(options)
+        shard = given.pop("shard", None)
+        trainer = make_trainer(checkpoint_dir=directory, **given)
+        torch.manual_seed(len(limits))  # other parts by random_split, the same on all ranks
+        trainer.fit(data(12 * world.size), 1, shard=shard, **limits)
+        return trainer
+
+    fit(before, max_steps=1)
+    with pytest.raises(mpicomm.TrainingError, match=rf"^fit: cannot continue within .*: {message}.*\nPass the same"):
+        fit(after)
+
+
+@pytest.mark.parametrize("data", [samples, IterableSource])
+def test_a_run_continues_with_another_batch_size(world: mpicomm.World, data: Callable[[int], Any]) -> None:
+    trainer = make_trainer(batch_size=2)
+    trainer.fit(data(12 * world.size), 1, max_steps=1)
+    other = make_trainer(batch_size=5, grad_accum_steps=2)
+    vars(other.position).update(vars(trainer.position))
+    (epoch,) = other.fit(data(12 * world.size), 1)
+    assert (epoch["samples"], epoch["step"]) == (12 * world.size, 2)
+
+
+def test_a_run_of_an_earlier_version_has_nothing_to_compare(world: mpicomm.World) -> None:
+    trainer = make_trainer()
+    trainer.fit(samples(12 * world.size), 1, max_steps=1)
+    trainer.position.data = []
+    assert trainer.fit(IterableSource(12 * world.size), 1)[0]["samples"] == 12 * world.size
+
+
+def test_data_are_corrected_before_the_first_step(world: mpicomm.World) -> None:
+    trainer = make_trainer()
+    wide = TensorDataset(torch.zeros(4, FEATURES + 1), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer.fit(wide, 1, shard=False)
+    assert trainer.fit(samples(12 * world.size), 1)[0]["samples"] == 12 * world.size
+
+
+class Remembering(IterableSource):
+    """Shuffles with a random state of its own."""
+
+    random: random.Random
+
+    def __iter__(self) -> Iterator[Any]:
+        pairs = list(super().__iter__())
+        return iter(self.random.sample(pairs, len(pairs)))
+
+
+class WithEpoch(Remembering):
+    def set_epoch(self, epoch: int) -> None:
+        self.random = random.Random(epoch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "differs"), [(Remembering, 2, False), (Remembering, 8, True), (WithEpoch, 8, False)]
+)
+@pytest.mark.parametrize("shard", [None, True, False])
+def test_a_run_that_continues_with_another_order_warns(
+    world: mpicomm.World, directory: Path, kind: type[IterableSource], steps: int, differs: bool, shard: bool | None
+) -> None:
+    def fit(**limits: int) -> Trainer:
+        stream = kind(12 if shard is False else 12 * world.size)
+        stream.random = random.Random(5)  # as in a new process
+        trainer = make_trainer(checkpoint_dir=directory)
+        trainer.fit(stream, 2, shard=shard, **limits)
+        return trainer
+
+    fit(max_steps=steps)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit()
+    messages = [str(each.message) for each in found]
+    named = [each for each in messages if f"first sample of {kind.__name__} differs from" in each]
+    assert len(named) == (differs and not world.rank), messages
 
 
 def test_a_checkpoint_that_cannot_resume_exactly_warns_once(world: mpicomm.World, directory: Path) -> None:
