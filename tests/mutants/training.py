@@ -426,6 +426,14 @@ with torch_internals.outside_workers():
         ranks=2,
     ),
     Mutant(
+        "evaluation.aligned",
+        old="source.steps(0, 0, 0)",
+        new="source.steps(training_step.parts.position.epoch, 0, 0)",
+        fault="Evaluations take other samples after each epoch, and their metrics cannot be compared.",
+        tests="tests/training/test_uneven.py -k evaluations_take_the_same",
+        ranks=2,
+    ),
+    Mutant(
         "_check_first_samples",
         old="len(of_rank) > 1",
         new="source.is_shared and len(of_rank) > 1",

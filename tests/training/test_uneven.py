@@ -20,6 +20,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
@@ -362,6 +363,23 @@ def test_a_run_that_continues_with_another_order_warns(
     messages = [str(each.message) for each in found]
     named = [each for each in messages if f"first sample of {kind.__name__} differs from" in each]
     assert len(named) == (differs and not world.rank), messages
+
+
+@pytest.mark.parametrize("loading", [{"sampler": RandomSampler(range(64), num_samples=6)}, {"shuffle": True}])
+def test_evaluations_take_the_same_samples(world: mpicomm.World, loading: dict[str, Any]) -> None:
+    def value(_: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        taken.append(target.tolist())
+        return target.double()
+
+    taken: list[list[float]] = []
+    x, _ = samples(64).tensors
+    numbered = DataLoader(TensorDataset(x, torch.arange(64.0)), batch_size=3, **loading)
+    trainer = test_steps.make_trainer(make_model())
+    trainer.loss_fn = lambda outputs, _: outputs.mean()
+    history = trainer.fit(samples(12), 2, eval_data=numbered, metrics={"value": value})
+    assert history[0]["value"] == history[1]["value"]
+    half = len(taken) // 2
+    assert taken[:half] == taken[half:]
 
 
 def test_a_checkpoint_that_cannot_resume_exactly_warns_once(world: mpicomm.World, directory: Path) -> None:
