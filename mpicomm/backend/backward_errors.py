@@ -6,29 +6,52 @@ succeeded (`torch_internals.set_error`).
 
 from __future__ import annotations
 
-import time
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 
 from mpicomm.backend import torch_internals
 from mpicomm.watchdog import rank_failures
 
-_errors: list[tuple[float, Exception]] = []
-"""The errors of operations that backward passes started, and their times on the monotonic clock."""
+_errors: dict[int, list[Exception]] = {}
+"""The errors of operations that the running backward passes started, by the thread that called the pass."""
 
 
 def watch() -> None:
     """Check every later backward pass."""
-    torch_internals.check_backward(_check)
+    torch_internals.check_backward(_checked)
 
 
-def record(error: Exception) -> None:
-    """Record the error of an operation that a backward pass started."""
-    _errors.append((time.monotonic(), error))
+def record(error: Exception, thread: int) -> None:
+    """Record the error of an operation that a backward pass started.
+
+    Args:
+        error: The error.
+        thread: The thread that started the operation. On CPUs it is the one that called the pass. For each GPU there is
+            one thread of torch for the passes of all threads: each of them raises the error.
+    """
+    own = _errors.get(thread)
+    for errors in list(_errors.values()) if own is None else [own]:
+        errors.append(error)
 
 
-def _check(start: float, error: Exception | None) -> None:
-    """Raise the first error since the start: later operations fail because the group is broken by then."""
-    of_pass = [each for at, each in _errors if at >= start]
-    _errors.clear()
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    thread = threading.get_ident()
+    errors = _errors[thread] = []
+    try:
+        yield
+    except Exception as error:
+        _check(errors, error)
+        raise
+    else:
+        _check(errors, None)
+    finally:
+        del _errors[thread]
+
+
+def _check(errors: Sequence[Exception], error: Exception | None) -> None:
+    """Raise the first error of a pass: later operations fail because the group is broken by then."""
     rank_failures.check(error)
-    if of_pass and of_pass[0] is not error:
-        raise of_pass[0] from error
+    if errors and errors[0] is not error:
+        raise errors[0] from error

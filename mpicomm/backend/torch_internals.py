@@ -200,38 +200,32 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def check_backward(check: Callable[[float, Exception | None], None]) -> None:
-    """Call a function after every backward pass; it may raise another error than that of the pass.
+def check_backward(checked: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Run every backward pass in a context, which may raise another error than that of the pass.
 
     In a backward pass, DDP's C++ code waits for operations; their errors are lost there, or lose their type.
 
     Args:
-        check: Takes the time at which the pass began, as of `time.monotonic()`, and its error or None.
+        checked: Returns the context. The thread that calls the pass enters it.
     """
-    global _backward_check  # noqa: PLW0603  there is one autograd engine
-    if _backward_check is None:
+    global _checked_backward  # noqa: PLW0603  there is one autograd engine
+    if _checked_backward is None:
         run = torch.autograd.graph._engine_run_backward
 
         @functools.wraps(run)
         def run_and_check(*args: Any, **kwargs: Any) -> Any:
-            assert _backward_check is not None
+            assert _checked_backward is not None
             if is_in_backward():  # of a reentrant checkpoint, for example: the outer pass is checked
                 return run(*args, **kwargs)
-            start = time.monotonic()
-            try:
-                result = run(*args, **kwargs)
-            except Exception as error:
-                _backward_check(start, error)
-                raise
-            _backward_check(start, None)
-            return result
+            with _checked_backward():
+                return run(*args, **kwargs)
 
         torch.autograd._engine_run_backward = run_and_check
         torch.autograd.graph._engine_run_backward = run_and_check
-    _backward_check = check
+    _checked_backward = checked
 
 
-_backward_check: Callable[[float, Exception | None], None] | None = None
+_checked_backward: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
 
 def next_node() -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+
 import pytest
 import torch
 
@@ -11,6 +14,10 @@ from mpicomm.backend.future_callbacks import all_of
 
 class LossOfContactError(Exception):
     pass
+
+
+def record(error: Exception) -> None:
+    backward_errors.record(error, threading.get_ident())
 
 
 def failed(error: Exception) -> torch.futures.Future[list[torch.Tensor]]:
@@ -38,10 +45,10 @@ def test_several_futures_fail_with_the_one_that_failed() -> None:
 def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
     backward_errors.watch()
     weight = torch.ones(1, requires_grad=True)
-    backward_errors.record(LossOfContactError("before"))
+    record(LossOfContactError("before"))
     (2 * weight).sum().backward()  # does not raise
     product = 2 * weight
-    product.register_hook(lambda _: backward_errors.record(LossOfContactError("within")))
+    product.register_hook(lambda _: record(LossOfContactError("within")))
     with pytest.raises(LossOfContactError, match="within"):
         product.sum().backward()
     (2 * weight).sum().backward()
@@ -51,10 +58,10 @@ def test_the_first_error_is_raised_also_after_a_pass_within_the_pass() -> None:
     backward_errors.watch()
 
     def fail(_: torch.Tensor) -> None:
-        backward_errors.record(LossOfContactError("first"))
+        record(LossOfContactError("first"))
         with torch.enable_grad():
             (2 * torch.ones(1, requires_grad=True)).sum().backward()  # as of a reentrant checkpoint
-        backward_errors.record(LossOfContactError("second"))
+        record(LossOfContactError("second"))
 
     product = 2 * torch.ones(1, requires_grad=True)
     product.register_hook(fail)
@@ -66,7 +73,7 @@ def test_another_error_of_the_pass_is_the_cause() -> None:
     backward_errors.watch()
 
     def fail(_: torch.Tensor) -> None:
-        backward_errors.record(LossOfContactError("first"))
+        record(LossOfContactError("first"))
         raise ValueError("second")
 
     product = 2 * torch.ones(1, requires_grad=True)
@@ -74,6 +81,37 @@ def test_another_error_of_the_pass_is_the_cause() -> None:
     with pytest.raises(LossOfContactError, match="first") as raised:
         product.sum().backward()
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("is_of_gpu", [False, True])
+def test_passes_of_several_threads_raise_their_own_errors(is_of_gpu: bool) -> None:
+    """An operation that a thread of a GPU started may belong to each of the passes."""
+    backward_errors.watch()
+    phase, has_ended = threading.Barrier(2, timeout=60), threading.Event()
+
+    def run(name: str) -> None:
+        def fail(_: torch.Tensor) -> None:
+            for failing in ("first", "second"):
+                phase.wait()
+                if name == failing:
+                    backward_errors.record(LossOfContactError(name), 0 if is_of_gpu else threading.get_ident())
+            phase.wait()
+            if name == "second":
+                has_ended.wait(60)
+
+        product = 2 * torch.ones(1, requires_grad=True)
+        product.register_hook(fail)
+        try:
+            product.sum().backward()
+        finally:
+            if name == "first":
+                has_ended.set()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        passes = {name: pool.submit(run, name) for name in ("first", "second")}
+        for name, running in passes.items():
+            with pytest.raises(LossOfContactError, match="first" if is_of_gpu else name):
+                running.result()
 
 
 def test_a_thread_knows_whether_it_is_in_a_backward_pass() -> None:
