@@ -398,7 +398,7 @@ class Trainer:
             CheckpointError: On every rank, if checkpoints cannot be written or read, or belong to another model, or a
                 file of the metrics cannot be written or is of another program.
             TrainingError: On a rank whose loss is not finite, or on every rank if the parameters, the data or the
-                limits of the ranks differ.
+                limits of the ranks differ, or the run continues within an epoch with other data than before.
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
                 names.
             ValueError: If nothing limits the run, a limit is not positive, a dataset is empty, a metric is not callable
