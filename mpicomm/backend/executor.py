@@ -224,9 +224,9 @@ class Executor:
 
     def _run(self, operation: Operation, call: Callable[[], None], signature: str, wait_limit: float | None) -> None:
         """Run a collective under the lock, and record its end."""
-        if operation.start is None:  # it was queued
-            operation.begin()
         try:
+            if operation.start is None:  # it was queued
+                operation.begin()
             with self._turn:
                 if wait_limit is not None:
                     self._state.wait_for_all(operation, wait_limit)
@@ -234,10 +234,14 @@ class Executor:
                     self._debug_check.check(signature, operation)
                 call()
         except BaseException as error:
-            self._state.fail(operation, error)
+            if operation.start is not None:
+                self._state.fail(operation, error)
             raise
         finally:
-            operation.finish()
+            if (
+                operation.start is not None
+            ):  # otherwise a signal handler interrupted it, and the worker's thread runs it
+                operation.finish()
 
     def _take_turn(self) -> bool:
         """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""

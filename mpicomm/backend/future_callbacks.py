@@ -27,7 +27,22 @@ _pending: list[FutureCallback] = []
 """The callbacks that have not run, of all groups and threads, in the order of registration."""
 _message_threads: list[None] = []
 """One entry for each thread that is running callbacks of point-to-point messages."""
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """The state of one thread."""
+
+    callback: FutureCallback | None = None
+    """The callback that is running on it."""
+
+    runs_messages = False
+    """Whether it runs callbacks of messages."""
+
+    runs_queue = False
+    """Whether it runs a group's queue: calls on it then come from callbacks, not from the program."""
+
+
+this_thread = _Thread()
 
 
 class Queue(Protocol):
@@ -46,17 +61,23 @@ class FutureCallback:
         """The thread that added the callback."""
 
         self._run = run
+        self.has_begun = False
+        """Always: the job's call does nothing, and `finish` runs the callback once."""
+
         self.has_ended = threading.Event()
 
     def finish(self, error: BaseException | None) -> None:  # noqa: ARG002  the future holds it
         """Run the callback, on the thread that runs the queue; also runs if the group was aborted."""
-        outer, _thread.callback = current(), self
+        outer = this_thread.callback
         try:
-            self._run()
+            this_thread.callback = self
+            run, self._run = self._run, _nothing
+            run()
         finally:
-            _thread.callback = outer
+            this_thread.callback = outer
             with _lock:
-                _pending.remove(self)
+                if self in _pending:
+                    _pending.remove(self)
             self.has_ended.set()
 
 
@@ -122,21 +143,10 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
     return torch.futures.collect_all(list(futures)).then(lambda _: [each.value() for each in futures])
 
 
-def set_queue_thread(runs_queue: bool) -> bool:
-    """Set whether this thread runs a group's queue: calls on it then come from callbacks, not from the program.
-
-    Returns:
-        The previous value.
-    """
-    before = getattr(_thread, "runs_queue", False)
-    _thread.runs_queue = runs_queue
-    return before
-
-
 @contextlib.contextmanager
 def of_messages() -> Iterator[None]:
     """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
-    _thread.runs_messages = True
+    this_thread.runs_messages = True
     _message_threads.append(None)
     try:
         yield
@@ -150,7 +160,7 @@ def refuse_in_messages() -> None:
     Raises:
         MpicommError: If it does: the order of the group's collectives would differ between ranks.
     """
-    if getattr(_thread, "runs_messages", False):
+    if this_thread.runs_messages:
         raise MpicommError(
             "a callback of a message (isend or irecv) called a collective operation, "
             "whose order would differ between ranks.\n"
@@ -160,12 +170,12 @@ def refuse_in_messages() -> None:
 
 def is_inside_callback() -> bool:
     """Return whether this thread is running a callback of a group's operation, or is a group's worker."""
-    return current() is not None or getattr(_thread, "runs_queue", False)
+    return current() is not None or this_thread.runs_queue
 
 
 def current() -> FutureCallback | None:
     """Return the callback that is running on this thread, or None."""
-    return getattr(_thread, "callback", None)
+    return this_thread.callback
 
 
 def add(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[FutureCallback]]:
@@ -193,3 +203,7 @@ def _of_others(queue: Any) -> list[FutureCallback]:
 def may_matter() -> bool:
     """Return whether a callback is pending, or a callback of a message is running."""
     return bool(_pending or _message_threads)
+
+
+def _nothing() -> None:
+    """Do nothing, in place of a callback that has run."""

@@ -128,13 +128,18 @@ class QueuedWork(_Work):
         self._error: BaseException | None = None
         self._future: OrderedFuture | None = None  # created when it is needed: this takes microseconds
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the operation has begun."""
+        return self._operation.start is not None
+
     def finish(self, error: BaseException | None) -> None:
-        """Complete the work, on the thread that ran the operation."""
+        """Complete the work, on the thread that ran the operation; a second call completes what is left."""
         with self._lock:
             self._error = error
             self._done = True
             future = self._future
-        if future is not None:
+        if future is not None and not future.done():
             self._complete(future)
 
     def _complete(self, future: OrderedFuture) -> None:

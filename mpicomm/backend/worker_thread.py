@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import dataclasses
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -32,11 +32,36 @@ _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the nex
 class Finishable(Protocol):
     """An entry of the queue: an operation's work, or a callback."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the call has begun, and must not run again."""
+
     def finish(self, error: BaseException | None) -> None:
-        """Complete the entry, after its call has returned or raised `error`."""
+        """Complete the entry, after its call has returned or raised `error`; a second call completes what is left."""
 
 
-Job = tuple[Callable[[], None], Finishable, Sequence[FutureCallback], bool]
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """A call that stays in the queue until its work is complete.
+
+    On the main thread, an exception of a signal handler may end the code that runs a job at any call. The worker's
+    thread, which runs no signal handlers, then continues the job.
+    """
+
+    call: Callable[[], None]
+    work: Finishable
+    after: Sequence[FutureCallback]
+    flushes_denormals: bool
+    error: BaseException | None = None
+    is_finishing: bool = False
+    is_given_up: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the call, or the completion of its work, has begun."""
+        return self.is_finishing or self.work.has_begun
+
+
 _DENORMAL = struct.unpack("d", bytes([1, *[0] * 7]))[0]  # from its bits: this thread may treat denormals as zero
 
 
@@ -48,15 +73,13 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: collections.deque[Job] = collections.deque()
         self._timer = WakeTimer()
         self._is_stopping = False
         self._running = threading.Lock()  # held by the thread that runs jobs
         self._runner = 0  # the ident of that thread
         self._lock = threading.RLock()  # guards the following
         self._changed = threading.Condition(self._lock)
-        self._pending = 0
-        self._open: dict[Finishable, None] = {}  # entries that have not finished, in queue order
+        self._jobs: collections.deque[_Job] = collections.deque()  # also those in progress
         self._awaited: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,7 +88,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether the queue is empty and nothing is running."""
-        return self._pending == 0
+        return not self._jobs
 
     @property
     def is_current_thread(self) -> bool:
@@ -83,19 +106,17 @@ class Worker:
             is_long: Whether the call takes so long that it should start now, if the queue is empty.
         """
         self._gpu.note()
-        job = call, work, after, _flushes_denormals()
+        job = _Job(call, work, after, _flushes_denormals())
         with self._lock:
-            starts_now = is_long and self._pending == 0
+            starts_now = is_long and self.is_idle
             # The timer first: an exception of a signal handler then leaves no job without a thread that will run it.
             if starts_now or not self._may_be_taken(job):
                 self._timer.set(_NOW_NS)
-            elif self._pending == 0:
+            elif self.is_idle:
                 self._timer.set(_SOON_NS)
-            self._pending += 1
-            self._open[work] = None
             self._jobs.append(job)
             if starts_now:  # a caller that continues in pure Python would keep the GIL from the thread for milliseconds
-                self._changed.wait_for(lambda: not self._jobs, _START_SECONDS)
+                self._changed.wait_for(lambda: self._runner != 0 or self.is_idle, _START_SECONDS)
 
     def hurry(self) -> None:
         """Wake the thread for the queued jobs now: a thread waits for one of them that does not run it."""
@@ -127,16 +148,18 @@ class Worker:
     def give_up(self, error: Exception) -> None:
         """Finish all unfinished works with an error, and stop the thread; a call that does not return is abandoned."""
         with self._lock:
-            works, self._open = list(self._open), {}
-        for work in works:
-            work.finish(error)
+            jobs = [job for job in self._jobs if not job.is_finishing]
+            for job in jobs:
+                job.is_given_up = True
+        for job in jobs:
+            job.work.finish(error)
         self._is_stopping = True
         self._timer.set(_NOW_NS)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Run queued jobs until `done`, for a callback on this thread that waits for a job queued behind it."""
-        while not done() and (job := self._next_job()):
-            self._run_job(*job)
+        while not done() and (job := self._next_job(is_nested=True)):
+            self._run_here(job)
 
     def run_for(self, work: QueuedWork) -> None:
         """Run the queued jobs on the calling thread until `work` is done, unless another thread is running them.
@@ -144,27 +167,30 @@ class Worker:
         Callbacks, and jobs that wait for callbacks of other groups, are left to the worker thread. So is everything if
         the program uses a GPU, since the worker has a stream of its own.
         """
-        if not self._running.acquire(blocking=False):
-            return
-        try:  # an exception of a signal handler, at any call, must not keep the lock
-            runs_queue = future_callbacks.set_queue_thread(True)
-            try:
+        thread = future_callbacks.this_thread
+        runs_queue = thread.runs_queue
+        is_held: list[bool] = []
+        try:
+            # A signal handler runs before or after a call of C, here when the list has the result. No calls precede the
+            # release below: a handler's exception there would keep the lock.
+            is_held.extend(map(self._running.acquire, (False,)))
+            if True in is_held:
+                thread.runs_queue = True
                 self._runner = threading.get_ident()
-                while self._jobs and self._may_be_taken(self._jobs[0]) and not work.is_completed():
-                    self._run_job(*self._jobs.popleft())
-            finally:
-                future_callbacks.set_queue_thread(runs_queue)
+                while not work.is_completed() and (job := self._next_job()) and self._may_be_taken(job):
+                    self._run_here(job)
         finally:
-            self._runner = 0
-            self._running.release()
+            if True in is_held:
+                thread.runs_queue = runs_queue
+                self._runner = 0
+                self._running.release()
 
-    def _may_be_taken(self, job: Job) -> bool:
+    def _may_be_taken(self, job: _Job) -> bool:
         """Return whether a thread that waits for a job, or for one behind it, may run it."""
-        _call, work, after, _flushes = job
-        return isinstance(work, QueuedWork) and not after and not self._gpu.is_known
+        return isinstance(job.work, QueuedWork) and not job.after and not self._gpu.is_known
 
     def _run(self) -> None:
-        future_callbacks.set_queue_thread(True)
+        future_callbacks.this_thread.runs_queue = True
         is_last = False
         while not is_last:
             self._timer.wait()
@@ -174,45 +200,70 @@ class Worker:
                 try:
                     while job := self._next_job():
                         self._gpu.enter()  # before each job: the program may begin to use a GPU at any time
-                        self._run_job(*job)
+                        try:
+                            self._run_job(job)
+                        finally:
+                            self._remove(job)
                 finally:
                     self._runner = 0
         self._timer.close()
 
-    def _next_job(self) -> Job | None:
-        with self._lock:  # not while a job is added, whose timer may have expired
-            if not self._jobs:
-                return None
-            self._changed.notify_all()  # `submit` may wait for this
-            return self._jobs.popleft()
+    def _next_job(self, *, is_nested: bool = False) -> _Job | None:
+        """Return the first job that is not in progress on this thread.
 
-    def _run_job(
-        self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback], flushes_denormals: bool
-    ) -> None:
-        if flushes_denormals != _flushes_denormals():
-            with _flushing_denormals(flushes_denormals):
-                self._run_job(call, work, after, flushes_denormals)
-            return
-        error: BaseException | None = None
-        try:
-            self._wait_for(after)
-            if work in self._open:
-                call()
-        except BaseException as caught:  # noqa: BLE001  wait() raises it, on its caller's thread
-            error = caught
+        Args:
+            is_nested: Whether a job is in progress; otherwise a job that has begun was interrupted, and continues.
+        """
+        with self._lock:  # not while a job is added, whose timer may have expired
+            self._changed.notify_all()  # also after a removal that was interrupted; `submit` may wait for this
+            for job in self._jobs:
+                if not (is_nested and job.has_begun):
+                    return job
+            return None
+
+    def _remove(self, job: _Job) -> None:
+        """Remove a job whose work is complete.
+
+        Only then: operations that its callbacks call precede those that another thread calls next.
+        """
         with self._lock:
-            is_given_up = work not in self._open
-            self._open.pop(work, None)
+            self._jobs.remove(job)
+            self._changed.notify_all()
+
+    def _run_here(self, job: _Job) -> None:
+        """Run a job on a thread of the program."""
+        self._run_job(job)
+        self._remove(job)
+        if job.error is not None and not isinstance(job.error, Exception):
+            raise job.error  # a signal handler's
+
+    def _run_job(self, job: _Job) -> None:
+        """Run a job, or what is left of it if it was interrupted."""
+        flushes_denormals = _flushes_denormals()
         try:
-            if not is_given_up:
-                work.finish(error)
-        finally:
-            # Only now: operations that the callbacks call precede those that another thread calls next.
+            if job.flushes_denormals != flushes_denormals:
+                torch.set_flush_denormal(job.flushes_denormals)
+            if not job.has_begun:
+                self._call(job)
             with self._lock:
-                self._pending -= 1
-                self._changed.notify_all()
-        if error is not None and not isinstance(error, Exception):
-            raise error  # a signal handler's, on the thread that waits
+                job.is_finishing = not job.is_given_up
+            if job.is_finishing:
+                job.work.finish(job.error)
+        finally:
+            if job.flushes_denormals != flushes_denormals:
+                torch.set_flush_denormal(flushes_denormals)
+
+    def _call(self, job: _Job) -> None:
+        self._wait_for(job.after)
+        if job.is_given_up:
+            return
+        try:
+            job.error = None
+            job.call()
+        except BaseException as caught:  # wait() raises it, on its caller's thread
+            job.error = caught
+            if not job.has_begun:  # a signal handler's, before the call: the job can still run
+                raise
 
     def _wait_for(self, after: Sequence[FutureCallback]) -> None:
         if not after:
@@ -317,16 +368,6 @@ class Poller:
 def _flushes_denormals() -> bool:
     """Return whether this thread computes with denormal numbers as zero; torch cannot tell."""
     return _DENORMAL * 2 == 0
-
-
-@contextlib.contextmanager
-def _flushing_denormals(mode: bool) -> Iterator[None]:
-    """Let this thread compute with denormal numbers as another one does."""
-    torch.set_flush_denormal(mode)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(not mode)
 
 
 def require_threads() -> None:

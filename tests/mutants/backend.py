@@ -288,8 +288,8 @@ MUTANTS = [
     # -- worker_thread.py -----------------------------------------------------------------------------------
     Mutant(
         "Worker._run_job",
-        old="flushes_denormals != _flushes_denormals()",
-        new="False",
+        old="flushes_denormals = _flushes_denormals()",
+        new="flushes_denormals = job.flushes_denormals",
         fault="Whether a sum has denormal numbers depends on the thread that runs the operation: the ranks differ.",
         tests="tests/mpi/test_async.py -k denormals",
         ranks=2,
@@ -304,7 +304,7 @@ MUTANTS = [
     ),
     Mutant(
         "Worker._may_be_taken",
-        old="isinstance(work, QueuedWork)",
+        old="isinstance(job.work, QueuedWork)",
         new="True",
         fault="A thread that waits for an operation runs the callbacks of others within its wait().",
         tests="tests/mpi/test_async.py -k test_a_waiting_thread_runs_no_callbacks",
@@ -312,36 +312,30 @@ MUTANTS = [
     ),
     Mutant(
         "Worker.run_for",
-        old="self._running.acquire(blocking=False)",
-        new="self._running.acquire(blocking=False) or True",
+        old="is_held.extend(map(self._running.acquire, (False,)))",
+        new="is_held.append(self._running.acquire(blocking=False) or True)",
         fault="A thread that waits for an operation runs later ones while the worker still runs an earlier one.",
         tests="tests/mpi/test_async.py -k test_a_waiting_thread_does_not_overtake_the_worker",
         ranks=4,
     ),
     Mutant(
-        "Worker._run_job",
-        old="""
-with self._lock:
-    is_given_up = work not in self._open
-    self._open.pop(work, None)
-try:
-    if not is_given_up:
-        work.finish(error)
-finally:
-    # Only now: operations that the callbacks call precede those that another thread calls next.
-    with self._lock:
-        self._pending -= 1
-        self._changed.notify_all()
-""",
-        new="""
-with self._lock:
-    is_given_up = work not in self._open
-    self._open.pop(work, None)
-    self._pending -= 1
-    self._changed.notify_all()
-if not is_given_up:
-    work.finish(error)
-""",
+        "Worker.run_for",
+        old="is_held.extend(map(self._running.acquire, (False,)))",
+        new="is_held.append(self._running.acquire(blocking=False))",
+        fault="An exception of a signal handler in wait() keeps the worker's lock: no operation runs any more.",
+        tests="tests/unit/test_worker_thread.py",
+    ),
+    Mutant(
+        "Worker._next_job",
+        old="is_nested and job.has_begun",
+        new="job.has_begun",
+        fault="An operation whose end an exception of a signal handler interrupts never completes.",
+        tests="tests/unit/test_worker_thread.py",
+    ),
+    Mutant(
+        "Worker.is_idle",
+        old="not self._jobs",
+        new="all(job.is_finishing for job in list(self._jobs))",
         fault="The queue counts as empty while callbacks run, so another thread's operation may run before theirs.",
         tests="tests/mpi/test_async.py -k test_calls_of_a_callback_run_before",
         ranks=4,
@@ -373,7 +367,7 @@ for callback in after:
     ),
     Mutant(
         "Worker.submit",
-        old="elif self._pending == 0:",
+        old="elif self.is_idle:",
         new="elif True:",
         fault="A program that starts operations at short intervals postpones the first of them each time.",
         tests="tests/mpi/test_async.py -k test_later_operations_do_not_delay_the_first",
@@ -381,7 +375,7 @@ for callback in after:
     ),
     Mutant(
         "Worker.submit",
-        old="self._changed.wait_for(lambda: not self._jobs, _START_SECONDS)",
+        old="self._changed.wait_for(lambda: self._runner != 0 or self.is_idle, _START_SECONDS)",
         fault="A long operation starts only when its caller releases the GIL, for which the other ranks wait.",
         tests="tests/mpi/test_async.py -k test_a_long_operation_starts_within_its_call",
         ranks=4,
