@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from mpicomm.cli import run_line
+from mpicomm.launch.request import VARIABLE_OPTIONS, command_line
 
 
 def _same_as(ours: str) -> Callable[[str], list[str]]:
@@ -74,8 +75,10 @@ def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
             found += words
             continue
         found += ours
-        meaning = f"is {shlex.join(ours)}" if ours else "has no effect: the launcher is that of the MPI in use"
-        notes.append(f"horovodrun's {shlex.join(words)} {meaning}")
+        # The variables of horovodrun's own options are not secret.
+        shown = command_line if words[0].partition("=")[0] in VARIABLE_OPTIONS else shlex.join
+        meaning = f"is {shown(ours)}" if ours else "has no effect: the launcher is that of the MPI in use"
+        notes.append(f"horovodrun's {shown(words)} {meaning}")
     return [*found, *rest], notes
 
 

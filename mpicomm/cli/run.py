@@ -6,7 +6,6 @@ import argparse
 import functools
 import math
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -140,7 +139,7 @@ class _Refuse(argparse.Action):
         assert isinstance(parser, Parser)
         option = rest[-1]
         ours = run_line.FOREIGN[option]
-        meant = shlex.join(run_line.corrected(parser.line))
+        meant = request.command_line(run_line.corrected(parser.line))
         parser.error(f"unknown option {option}; the option of mpicomm run is {ours}:\n  {parser.prog} {meant}")
 
 

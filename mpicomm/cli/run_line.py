@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
+
+from mpicomm.launch.request import command_line
 
 RANKS, HOSTS, HOSTFILE, VARIABLE = "-n", "--hosts", "--hostfile", "--env"
 PER_NODE = ("--nproc-per-node", "--nproc_per_node")
@@ -64,9 +65,9 @@ def note(line: Sequence[str]) -> str | None:
         return None
     to_program = ["--", *(["python", *line] if line[0] == "-m" else line)]
     return (
-        f"{shlex.join(options)} follows {name}, and is passed to it. If it is meant for mpicomm run:\n"
-        f"  mpicomm run {shlex.join(corrected([*options, *program]))}\n"
-        f"To pass it to {name} without this note: mpicomm run {shlex.join(to_program)}"
+        f"{command_line(options)} follows {name}, and is passed to it. If it is meant for mpicomm run:\n"
+        f"  mpicomm run {command_line(corrected([*options, *program]))}\n"
+        f"To pass it to {name} without this note: mpicomm run {command_line(to_program)}"
     )
 
 

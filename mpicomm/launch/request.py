@@ -13,6 +13,9 @@ from mpicomm.launch.allocation import Host
 from mpicomm.settings import PARENT
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
+VARIABLE_OPTIONS = ("--env", "-x")
+"""The options with a variable for the ranks, of `mpicomm run` and `mpicomm job`, and of mpirun."""
+
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -156,11 +159,31 @@ def variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     for word in words:
         name, has_value, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise LaunchError(f"--env {word}: expected NAME=VALUE, or NAME of a variable that is set.")
+            raise LaunchError(f"--env {without_value(word)}: expected NAME=VALUE, or NAME of a variable that is set.")
         if not has_value and name not in environ:
             raise LaunchError(f"--env {name}: {name} is not set in this environment.\nUse --env {name}=VALUE.")
         found[name] = value if has_value else environ[name]
     return found
+
+
+def without_value(word: str) -> str:
+    """Return NAME=VALUE with `***` in place of the value, which may be a secret."""
+    name, has_value, _ = word.partition("=")
+    return f"{name}=***" if has_value else word
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return words as one line for a shell; `***` stands for the values of variables for the ranks."""
+    shown = []
+    for previous, word in zip(["", *words], words, strict=False):
+        option, _, value = word.partition("=")
+        if previous in VARIABLE_OPTIONS:
+            shown.append(without_value(word))
+        elif option in VARIABLE_OPTIONS and value:
+            shown.append(f"{option}={without_value(value)}")
+        else:
+            shown.append(word)
+    return " ".join(each if each.endswith("=***") else shlex.quote(each) for each in shown)
 
 
 def torchrun_parts(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:

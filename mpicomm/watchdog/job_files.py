@@ -11,13 +11,13 @@ import dataclasses
 import json
 import os
 import secrets
-import shlex
 import socket
 import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpicomm.launch.request import command_line
 from mpicomm.watchdog import local_processes
 
 _BACKLOG = 128
@@ -103,7 +103,7 @@ def new(name: str, size: int, program: str, started: float) -> JobFile:
 def this_program() -> str:
     """Return the command line of this process without the interpreter, in one line."""
     first, *others = sys.orig_argv[1:] or sys.argv
-    return " ".join(shlex.join([first if first.startswith("-") else Path(first).name, *others]).split())
+    return " ".join(command_line([first if first.startswith("-") else Path(first).name, *others]).split())
 
 
 def publish(job: JobFile) -> tuple[Path, socket.socket]:

@@ -88,6 +88,13 @@ MUTANTS = [
         tests="tests/unit/test_launch_commands.py -k hidden_values",
     ),
     Mutant(
+        "request.command_line",
+        old="previous in VARIABLE_OPTIONS",
+        new="False",
+        fault="Messages and mpicomm top show the value of a secret of mpicomm run --env.",
+        tests="tests/unit/test_launch_commands.py -k values_of_variables",
+    ),
+    Mutant(
         "restarts.run",
         old='print_message("run", _NO_JOB)',
         new="pass",

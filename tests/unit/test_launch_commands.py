@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from mpicomm import launch
+from mpicomm.cli.main import main
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, commands, environment, request, scheduler_query
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
+from mpicomm.watchdog import job_files
 
 OPEN_MPI = Library("Open MPI", "5.0.11", "/venv/lib/libmpi.so.40", description="Open MPI v5.0.11")
 MPICH = Library("MPICH", "5.0.2", "/venv/lib/libmpi.so.12", description="MPICH Version: 5.0.2\nconfigure: --with-pm")
@@ -110,6 +114,32 @@ def test_a_start_is_shown_as_a_shell_command() -> None:
 def test_hidden_values_are_not_shown() -> None:
     start = Start(("true",), {"API_KEY": "secret", "OTHER": "1"}, hidden=frozenset(["API_KEY"]))
     assert start.shown({}) == "API_KEY=*** OTHER=1 true"
+
+
+SECRET = "NAME=se cret"
+HIDING: list[tuple[list[str], str]] = [
+    (["run", "--env", f"1{SECRET}", "true"], "--env 1NAME=***: expected NAME=VALUE"),
+    (["run", "--env", SECRET, "-np", "1", "true"], "mpicomm run --env NAME=*** -n 1 true"),
+    (["run", "-x", SECRET, "true"], "mpicomm run --env NAME=*** true"),
+    (["run", "no-program", f"--env={SECRET}", "--env", SECRET], "mpicomm run --env=NAME=*** --env NAME=*** no-program"),
+    (["run", "--horovod", "-x", SECRET, "no.py"], "horovodrun's -x NAME=*** is --env NAME=***"),
+    (["job", "slurm", "--env", f"1{SECRET}", "--", "true"], "--env '1NAME=***': expected NAME=VALUE"),
+    (["job", "slurm", "--", SECRET], "expected a program, got NAME=***; set a variable with --env NAME=***"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), HIDING, ids=[" ".join(words) for words, _ in HIDING])
+def test_messages_show_no_values_of_variables(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main(words)
+    shown = "".join(capsys.readouterr())
+    assert text in shown
+    assert "cret" not in shown
+
+
+def test_the_list_of_jobs_shows_no_values_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/mpicomm", "run", "--env", SECRET, "a b.py"])
+    assert job_files.this_program() == "mpicomm run --env NAME=*** 'a b.py'"
 
 
 # -- hosts -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from mpicomm.launch.request import VARIABLE_OPTIONS, without_value
+
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -18,7 +20,8 @@ class Form:
     def check(self, flag: str, text: str) -> None:
         """Raise ValueError if the text has another form."""
         if not re.fullmatch(self.pattern, text, re.ASCII | re.DOTALL):
-            raise ValueError(f"{flag} {text!r}: expected {self.expected}")
+            shown = without_value(text) if flag in VARIABLE_OPTIONS else text
+            raise ValueError(f"{flag} {shown!r}: expected {self.expected}")
 
 
 WORD = Form(r"\w[\w.+-]*", "only letters, digits and _ . + -")

@@ -15,7 +15,7 @@ from mpicomm.launch.jobscript.options import Option, check_choice, flag, option
 from mpicomm.launch.jobscript.pbs import PBS
 from mpicomm.launch.jobscript.scheduler import Scheduler, program_name
 from mpicomm.launch.jobscript.slurm import SLURM
-from mpicomm.launch.request import torchrun_parts
+from mpicomm.launch.request import torchrun_parts, without_value
 
 SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "flux": FLUX}
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
@@ -232,7 +232,8 @@ def _check_command(spec: JobSpec) -> None:
     if first in starters or spec.command[:2] == ("mpicomm", "run"):
         raise ValueError(f"the script starts the ranks itself: remove {first} and its options from the command")
     if re.match(r"\w+=", spec.command[0]):
-        raise ValueError(f"expected a program, got {spec.command[0]}; set a variable with --env {spec.command[0]}")
+        shown = without_value(spec.command[0])
+        raise ValueError(f"expected a program, got {shown}; set a variable with --env {shown}")
     if ":" in spec.command:
         raise ValueError("the argument : would start another program, with srun and with mpirun; remove it")
     if any("\0" in word for word in spec.command):
