@@ -55,7 +55,7 @@ _has_lost_processes = False
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _fence_time = (ctypes.c_long * 2)()
 _FENCE_SECONDS = 5.0
-_RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and the job of its launcher
+_RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and its connection to the launcher
 _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
 
 
@@ -151,24 +151,24 @@ def initialize(
         _is_ours = True
     elif by_all:
         _wait_until_all_ranks_have_left_it()
-    if job := os.environ.get("PMIX_NAMESPACE"):
-        os.environ[_RANK_PROCESS] = f"{_pid} {job}"
+    if connection := _connection()[1]:
+        os.environ[_RANK_PROCESS] = f"{_pid} {connection}"
     return mpi.COMM_WORLD
 
 
 def _check_connection_to_launcher(*, is_single: bool) -> None:
     """Check that this process is not one that a rank has started: it inherits the variables of the launcher.
 
-    The rank alone is connected to the launcher. Without the check, Open MPI waits for the other ranks, MPICH ends the
-    process in MPI_Init, and Intel MPI by a segmentation fault.
+    The rank alone is connected to the launcher. Without the check, Open MPI waits for the other ranks, and MPICH for
+    the launcher if the connection is open in this process. If it is closed, MPICH ends the process in MPI_Init, and
+    Intel MPI by a segmentation fault.
 
     Raises:
         LaunchError: If a rank has started this process, and it is not to be a job of its own.
     """
     name, why = _inherited_connection()
     if name and is_single:
-        for inherited in (name, "MASTER_ADDR", "MASTER_PORT"):  # MPI then starts a world of this process alone
-            os.environ.pop(inherited, None)  # at this address, the store of the rank listens
+        os.environ.pop(name)  # MPI then starts a world of this process alone
     elif name:
         raise LaunchError(
             f"{why}: the variable was inherited from a rank that started this process.\n"
@@ -178,16 +178,25 @@ def _check_connection_to_launcher(*, is_single: bool) -> None:
 
 def _inherited_connection() -> tuple[str, str]:
     """Return the variable of a connection to the launcher that another process has, and why; else empty texts."""
-    if api().get_vendor()[0] == "Open MPI":  # it does not read PMI_FD
-        pid, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
-        if job and job == os.environ.get("PMIX_NAMESPACE") and pid != str(os.getpid()):
-            return "PMIX_NAMESPACE", f"PMIX_NAMESPACE={job}, the connection to the launcher, belongs to process {pid}"
-    elif (text := os.environ.get("PMI_FD", "")).isdigit():
-        try:
-            os.fstat(int(text))
-        except OSError:  # `subprocess` closes the descriptor
-            return "PMI_FD", f"PMI_FD={text}, the connection to the launcher, is not open in this process"
+    name, connection = _connection()
+    shown = f"{name}={os.environ.get(name)}, the connection to the launcher,"
+    if not connection and os.environ.get(name):  # `subprocess` closes the descriptor
+        return name, f"{shown} is not open in this process"
+    pid, _, of_rank = os.environ.get(_RANK_PROCESS, "").partition(" ")
+    if connection and connection == of_rank and pid != str(os.getpid()):
+        return name, f"{shown} belongs to process {pid}"
     return "", ""
+
+
+def _connection() -> tuple[str, str]:
+    """Return the variable of the connection to the launcher, and the connection; empty if it is not open."""
+    if api().get_vendor()[0] == "Open MPI":  # it does not read PMI_FD
+        return "PMIX_NAMESPACE", os.environ.get("PMIX_NAMESPACE", "")
+    text = os.environ.get("PMI_FD", "")
+    try:  # a socket, with its number: the launcher of another job may use the same descriptor
+        return "PMI_FD", str(Path(f"/proc/self/fd/{int(text)}").readlink())
+    except (ValueError, OSError):
+        return "PMI_FD", ""
 
 
 def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:

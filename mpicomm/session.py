@@ -24,7 +24,7 @@ from mpicomm.backend import backward_errors, compatibility, gpus, groups, plugin
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backend_choice, devices, interfaces, survivors
+from mpicomm.startup import backend_choice, devices, interfaces, rendezvous, survivors
 from mpicomm.startup.start_request import JoinedJob, StartRequest
 from mpicomm.startup.survivors import Place
 from mpicomm.startup.topology import Topology
@@ -243,6 +243,7 @@ def _export(session: Session) -> None:
         "LOCAL_WORLD_SIZE": world.local_size,
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": world.master_port,
+        rendezvous.STORE_OF_RANK: f"{world.master_addr} {world.master_port}",
     }
     # A child process of rank 0 that calls `init_process_group("env://")` cannot bind the port of this store. With 1,
     # torch's C++ TCPStore then connects to this store, if MASTER_PORT is unchanged. With True, torch's Python code

@@ -232,7 +232,8 @@ def _agree(
             unused_hosts.refuse(os.environ, hosts)
         uuids = devices.assign_on_nodes([each.gpus for each in facts], nodes)
         backend = _choose_backend(request.backend, facts, uuids, hosts)
-        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), os.environ, settings.interface))
+        environ = rendezvous.environ_of_user(os.environ)
+        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), environ, settings.interface))
         indices = [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)]
         warning = next((f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu), None)
         return _plan(hosts, nodes, indices, backend, listeners, warning)

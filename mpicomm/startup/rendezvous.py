@@ -28,7 +28,15 @@ from mpicomm.startup.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+STORE_OF_RANK = "_MPICOMM_RANK_STORE"  # set in a rank, for its children: the address and the port of its store
 _PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
+
+
+def environ_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without MASTER_ADDR and MASTER_PORT if a rank that started this process has set them."""
+    if environ.get(STORE_OF_RANK) != f"{environ.get('MASTER_ADDR')} {environ.get('MASTER_PORT')}":
+        return environ
+    return {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
 
 
 def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:

@@ -118,16 +118,23 @@ MUTANTS = [
     ),
     Mutant(
         "mpi._inherited_connection",
-        old='job == os.environ.get("PMIX_NAMESPACE")',
+        old="connection == of_rank",
         new="True",
         fault="A job that a rank starts with mpirun is refused.",
         tests="tests/unit/test_mpi.py -k a_rank_starts",
     ),
     Mutant(
-        "mpi._check_connection_to_launcher",
-        old='(name, "MASTER_ADDR", "MASTER_PORT")',
-        new="(name,)",
+        "rendezvous.environ_of_user",
+        old="environ.get(STORE_OF_RANK) != f\"{environ.get('MASTER_ADDR')} {environ.get('MASTER_PORT')}\"",
+        new="True",
         fault="A program that a rank starts as a job of its own cannot listen at the address of the rank's store.",
+        tests="tests/unit/test_rendezvous.py -k store_of_a_rank",
+    ),
+    Mutant(
+        "mpi._connection",
+        old='str(Path(f"/proc/self/fd/{int(text)}").readlink())',
+        new="text",
+        fault="A job that a rank starts with mpiexec of MPICH is refused if the launcher uses the same descriptor.",
         tests="tests/unit/test_mpi.py -k a_rank_starts",
     ),
     # -- crash reports --------------------------------------------------------------------------------------

@@ -171,6 +171,15 @@ def test_an_invalid_port_is_refused(text: str) -> None:
         rendezvous._given_port({"MASTER_PORT": text})
 
 
+@pytest.mark.parametrize(("of_rank", "is_used"), [("a 1", False), ("a 2", True), ("b 1", True), (None, True)])
+def test_the_address_of_the_store_of_a_rank_that_started_this_process_is_not_used(
+    of_rank: str | None, is_used: bool
+) -> None:
+    environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    marked = environ if of_rank is None else {**environ, "_MPICOMM_RANK_STORE": of_rank}
+    assert (rendezvous.environ_of_user(marked).items() >= environ.items()) == is_used
+
+
 def test_no_address_is_requested() -> None:
     assert rendezvous._given_addresses({}, None, num_nodes=2) == []
     assert rendezvous._given_addresses({"MASTER_ADDR": ""}, "", num_nodes=2) == []
