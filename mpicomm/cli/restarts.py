@@ -22,8 +22,8 @@ from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY
 _PROBES = 16  # hosts that are probed at the same time
 _REQUEUE_SECONDS = 20.0
 _NO_JOB = (
-    "no rank has reported that it called mpicomm.bootstrap(). Unless the program connects its processes in another way "
-    "(MPI, init_process_group), each has run alone, as rank 0 of 1.\n"
+    "no rank has reported that it called mpicomm.bootstrap(). If none has called it, and the program does not connect "
+    "its processes in another way (mpi4py, init_process_group), each has run alone, as rank 0 of 1.\n"
     "For one job, call mpicomm.bootstrap() at the start of the program."
 )
 
@@ -94,7 +94,8 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     # 1. the first attempt
     placement = _placement(request, policy)
     attempt = _first(request, placement)
-    end = launch_plan.execute(launch_plan.build(attempt, os.environ), "run", grace)
+    start = launch_plan.build(attempt, os.environ)
+    end = launch_plan.execute(start, "run", grace)
     # 2. restarts
     number = 0
     has_formed_job = end.has_formed_job
@@ -117,7 +118,7 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     if _is_failure(end) and policy.max_restarts:
         why = "--max-restarts has been reached" if has_formed_job else "the ranks did not complete mpicomm.bootstrap()"
         print_message("run", f"not restarted: {why}")
-    if not (end.status or has_formed_job) and end.stopped_by is None and _should_form_job(attempt):
+    if not (end.status or has_formed_job) and end.stopped_by is None and start.ranks != 1 and _should_form_job(attempt):
         print_message("run", _NO_JOB)
     return end.status
 
@@ -151,10 +152,10 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
 
 
 def _should_form_job(request: Request) -> bool:
-    """Return whether a Python program runs on several ranks, and whether bootstrap() would report the job."""
+    """Return whether this is a Python program, and whether bootstrap() would report its job."""
     is_python = Path(request.program[0]).name.startswith("python") and "mpi4py.futures" not in request.program
     is_reported = request.node is None and not {**os.environ, **request.variables}.get(f"{PREFIX}LAUNCHER")
-    return is_python and is_reported and request.ranks != 1
+    return is_python and is_reported
 
 
 def _is_failure(end: End) -> bool:

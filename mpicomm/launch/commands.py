@@ -111,7 +111,7 @@ def mpiexec(
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
     is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT))
-    return Start((path, *options, *request.rank_command(machine.python)), child, is_local, parent_options)
+    return Start((path, *options, *request.rank_command(machine.python)), child, is_local, parent_options, place.ranks)
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -197,7 +197,7 @@ def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str
     if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
         options.append("--overcommit")
     child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *request.rank_command(machine.python)), child)
+    return Start(("srun", *options, *request.rank_command(machine.python)), child, ranks=ranks)
 
 
 def _srun_on_groups(
@@ -265,7 +265,7 @@ def flux_run(
     if request.tag_output:
         options.append("--label-io")
     child = environment.for_ranks(environ, threads=cores)
-    return Start(("flux", "run", *options, *request.rank_command(machine.python)), child)
+    return Start(("flux", "run", *options, *request.rank_command(machine.python)), child, ranks=ranks)
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------

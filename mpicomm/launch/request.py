@@ -91,6 +91,9 @@ class Start:
     parent_options: tuple[str, ...] = ()
     """Options of the launcher that forward the variable of `with_parent` to other hosts."""
 
+    ranks: int | None = None
+    """The number of ranks; None if only the scheduler or the launcher knows it."""
+
     hidden: frozenset[str] = frozenset()
     """The variables of the user, whose values may be secrets and are not shown."""
 

@@ -103,7 +103,14 @@ MUTANTS = [
     ),
     Mutant(
         "restarts._should_form_job",
-        old="is_python and is_reported and request.ranks != 1",
+        old="is_python and is_reported",
+        new="True",
+        fault="mpicomm run calls for bootstrap() in a program that is not Python.",
+        tests="tests/unit/test_restarts.py",
+    ),
+    Mutant(
+        "restarts.run",
+        old="start.ranks != 1",
         new="True",
         fault="mpicomm run calls for bootstrap() in a program of one rank.",
         tests="tests/unit/test_restarts.py",

@@ -116,6 +116,12 @@ def test_hidden_values_are_not_shown() -> None:
     assert start.shown({}) == "API_KEY=*** OTHER=1 true"
 
 
+def test_the_number_of_ranks_is_known_without_a_request() -> None:
+    machine = Machine(cores=1, is_whole=True, is_root=False, python=PYTHON)
+    assert (by_mpiexec(machine=machine).ranks, by_mpiexec().ranks) == (1, MACHINE.cores)
+    assert commands.srun(Request(PROGRAM), MACHINE, SlurmAllocation(ranks=1, nodes=1), "pmix", HOME).ranks == 1
+
+
 SECRET = "NAME=se cret"
 HIDING: list[tuple[list[str], str]] = [
     (["run", "--env", f"1{SECRET}", "true"], "--env 1NAME=***: expected NAME=VALUE"),

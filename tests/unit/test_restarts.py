@@ -28,24 +28,29 @@ PYTHON = ("/usr/bin/python3", "train.py")
 
 
 @pytest.mark.parametrize(
-    ("end", "request_", "is_expected"),
+    ("end", "request_", "ranks", "is_expected"),
     [
-        (End(0, None, False, ""), Request(PYTHON), True),
-        (End(0, None, False, ""), Request(PYTHON, 2), True),
-        (End(0, None, False, ""), Request(PYTHON, 1), False),
-        (End(0, None, False, ""), Request(("hostname",), 2), False),
-        (End(0, None, False, ""), Request(PYTHON, 2, node=Node(0, 1, "127.0.0.1", 1234)), False),
-        (End(0, None, False, ""), Request(PYTHON, 2, variables={"MPICOMM_LAUNCHER": "single"}), False),
-        (End(0, None, True, ""), Request(PYTHON, 2), False),
-        (End(1, None, False, ""), Request(PYTHON, 2), False),
-        (End(0, 15, False, ""), Request(PYTHON, 2), False),
+        (End(0, None, False, ""), Request(PYTHON), None, True),
+        (End(0, None, False, ""), Request(PYTHON), 2, True),
+        (End(0, None, False, ""), Request(PYTHON), 1, False),
+        (End(0, None, False, ""), Request(("hostname",)), 2, False),
+        (End(0, None, False, ""), Request(PYTHON, node=Node(0, 1, "127.0.0.1", 1234)), 2, False),
+        (End(0, None, False, ""), Request(PYTHON, variables={"MPICOMM_LAUNCHER": "single"}), 2, False),
+        (End(0, None, True, ""), Request(PYTHON), 2, False),
+        (End(1, None, False, ""), Request(PYTHON), 2, False),
+        (End(0, 15, False, ""), Request(PYTHON), 2, False),
     ],
 )
 def test_ranks_that_form_no_job_are_reported(
-    end: End, request_: Request, is_expected: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    end: End,
+    request_: Request,
+    ranks: int | None,
+    is_expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("MPICOMM_LAUNCHER", raising=False)
-    monkeypatch.setattr(launch_plan, "build", lambda *_: Start(("mpiexec",), {}))
+    monkeypatch.setattr(launch_plan, "build", lambda *_: Start(("mpiexec",), {}, ranks=ranks))
     monkeypatch.setattr(launch_plan, "execute", lambda *_: end)
     assert restarts.run(request_, RestartPolicy(), 1.0) == end.status
     last = capsys.readouterr().err.splitlines()[-1:]
