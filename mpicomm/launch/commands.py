@@ -111,7 +111,17 @@ def mpiexec(
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
     is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT))
-    return Start((path, *options, *request.rank_command(machine.python)), child, is_local, parent_options, place.ranks)
+    return Start((path, *options, *_rank_command(request, machine)), child, is_local, parent_options, place.ranks)
+
+
+def _rank_command(request: Request, machine: Machine) -> tuple[str, ...]:
+    """Return the command of one rank, for a launcher that starts another program after an argument `:`."""
+    if ":" in request.program:
+        raise LaunchError(
+            "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
+            "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
+        )
+    return request.rank_command(machine.python)
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -197,7 +207,7 @@ def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str
     if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
         options.append("--overcommit")
     child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *request.rank_command(machine.python)), child, ranks=ranks)
+    return Start(("srun", *options, *_rank_command(request, machine)), child, ranks=ranks)
 
 
 def _srun_on_groups(
@@ -211,7 +221,7 @@ def _srun_on_groups(
         )
     options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
     child = _for_step(environ, threads=job.cpus_per_task or 1)
-    return Start(("srun", *options, *request.rank_command(machine.python)), child)
+    return Start(("srun", *options, *_rank_command(request, machine)), child)
 
 
 def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -305,6 +315,6 @@ def torchrun_by_srun(
     cpus = min(job.cpus, default=1)
     step = ("srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", f"--cpus-per-task={cpus}")
     options = (f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", f"--master-port={port}", "--no-python")
-    agent = (machine.python, *_TORCHRUN, *options, *request.rank_command(machine.python))
+    agent = (machine.python, *_TORCHRUN, *options, *_rank_command(request, machine))
     child = environment.for_ranks(environ, threads=cpus * nodes // ranks)
     return Start((*step, "bash", "-c", _TORCHRUN_TASK, "bash", *agent), child)

@@ -203,11 +203,6 @@ def _command(words: Sequence[str], module: Sequence[str], python: str) -> tuple[
         words = words[1:]
     if bool(words) == bool(module):
         raise LaunchError("nothing to run.\nPass a script, `-m MODULE`, or a command after `--`.")
-    if ":" in (*words, *module):  # launchers start another program after it, also where it is an argument
-        raise LaunchError(
-            "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
-            "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
-        )
     if module:
         return (python, "-m", *module)
     if words[0].endswith((".py", ".pyz")):

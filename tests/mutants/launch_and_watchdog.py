@@ -51,10 +51,10 @@ MUTANTS = [
     ),
     # -- forms of programs ----------------------------------------------------------------------------------
     Mutant(
-        "request._command",
-        old='":" in (*words, *module)',
-        new='":" in words',
-        fault="mpicomm run passes a colon after -m to the launcher, which starts the next word as another program.",
+        "commands._rank_command",
+        old='":" in request.program',
+        new="False",
+        fault="mpicomm run passes a colon to the launcher, which starts the next word as another program.",
         tests="tests/unit/test_launch_commands.py -k several_programs",
     ),
     Mutant(

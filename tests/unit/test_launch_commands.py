@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,31 @@ def test_python_runs_a_zipapp() -> None:
     assert request.program(["app.pyz", "-v"], [], PYTHON) == (PYTHON, "app.pyz", "-v")
 
 
-@pytest.mark.parametrize(("words", "module"), [(["a.py", ":", "-n", "1", "b.py"], []), ([], ["a", ":"])])
-def test_several_programs_are_refused(words: list[str], module: list[str]) -> None:
+COLON = Request(request.program(["a.py", ":", "-n", "1", "b.py"], [], PYTHON))
+SLURM_JOB = SlurmAllocation(nodes=1, ranks=2, cpus=(2,))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: by_mpiexec(requested=COLON),
+        lambda: commands.srun(COLON, MACHINE, SLURM_JOB, "pmix", HOME),
+        lambda: commands.srun(COLON, MACHINE, dataclasses.replace(SLURM_JOB, groups=2), "pmix", HOME),
+        lambda: commands.torchrun_by_srun(COLON, SLURM_JOB, 1234, MACHINE, HOME),
+    ],
+    ids=["mpiexec", "srun", "srun on groups", "torchrun by srun"],
+)
+def test_several_programs_are_refused(start: Callable[[], Start]) -> None:
     with pytest.raises(LaunchError, match=r"mpiexec -n 1 python a\.py : -n 3 python b\.py$"):
-        request.program(words, module, PYTHON)
+        start()
+
+
+def test_other_launchers_pass_a_colon_to_the_program() -> None:
+    starts = [
+        commands.flux_run(COLON, MACHINE, FluxAllocation(1, 2, 0), MPICH, (), HOME),
+        commands.torchrun(COLON, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
+    ]
+    assert [start.command[-4:] for start in starts] == [(":", "-n", "1", "b.py")] * 2
 
 
 def test_a_start_is_shown_as_a_shell_command() -> None:
