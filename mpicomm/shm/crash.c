@@ -55,14 +55,13 @@ static size_t write_message(int number, size_t length) {
     return size;
 }
 
-/* Send the message, and let the other ranks report it: some launchers kill them as soon as this process has ended. */
-static void send_message(size_t size) {
+/* Send the message, and return whether a socket has accepted it. */
+static int send_message(size_t size) {
     int has_sent = 0;
     for (int fd = 0; fd < MAX_SOCKETS; fd++)
         if (is_connected[fd])
             has_sent |= send(fd, message, size, MSG_DONTWAIT | MSG_NOSIGNAL) > 0;
-    if (has_sent)
-        nanosleep(&(struct timespec){.tv_nsec = REPORT_NS}, NULL);
+    return has_sent;
 }
 
 /* Print the stacks, of which the first `length` bytes have been read. */
@@ -89,9 +88,10 @@ static void on_crash(int number) {
     } else {
         ssize_t length = stacks < 0 ? 0 : pread(stacks, text, sizeof text, 0);
         size_t size = write_message(number, length < 0 ? 0 : (size_t)length);
-        print_stacks(length);
-        if (getpid() == owner)  /* a forked child has the sockets of the rank */
-            send_message(size);
+        int has_sent = getpid() == owner && send_message(size);  /* a forked child has the sockets of the rank */
+        print_stacks(length);  /* after that: the output may block */
+        if (has_sent)  /* let the other ranks report it: some launchers kill them as soon as this process has ended */
+            nanosleep(&(struct timespec){.tv_nsec = REPORT_NS}, NULL);
         if (stacks >= 0 && ftruncate(stacks, 0) == 0)
             lseek(stacks, 0, SEEK_SET);  /* forked children share the file */
     }

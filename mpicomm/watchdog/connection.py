@@ -7,6 +7,7 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.watchdog import protocol
@@ -41,6 +42,9 @@ class Connection:
         self.received_at = time.monotonic()
         """When the last data arrived."""
 
+        self.mark_sending: Callable[[bool], object] = _ignore
+        """Called with True before data is sent, and with False when no part of a message is left to send."""
+
         self._incoming = bytearray()
         self._outgoing = bytearray()
 
@@ -69,12 +73,14 @@ class Connection:
         Raises:
             OSError: If the connection is lost.
         """
+        self.mark_sending(True)
         while self._outgoing:
             try:
                 sent = self.socket.send(self._outgoing)
             except BlockingIOError:
                 return
             del self._outgoing[:sent]
+        self.mark_sending(False)
 
     def send_registered(self, selector: selectors.BaseSelector, message: Message | None = None) -> None:
         """Send a message, or the rest of earlier messages, as far as the socket accepts it.
@@ -142,6 +148,10 @@ class Connection:
             elif not self.is_trusted:
                 return messages, "sent an unknown message"
         return messages, ""
+
+
+def _ignore(_is_sending: bool) -> None:
+    """Do nothing."""
 
 
 def _set_timeout(sock: socket.socket, seconds: int) -> None:

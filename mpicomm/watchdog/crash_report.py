@@ -30,12 +30,14 @@ def install() -> None:
 
 
 def watch(connection: Connection) -> None:
-    """Report a signal over this connection, too."""
-    _set_connected(connection, True)
+    """Report a signal over this connection, too, except in the middle of another message."""
+    connection.mark_sending = lambda is_sending: _set_connected(connection, not is_sending)
+    _set_connected(connection, not connection.has_outgoing)
 
 
 def unwatch(connection: Connection) -> None:
     """Report no signal over this connection, whose descriptor is about to be closed."""
+    connection.mark_sending = lambda _is_sending: None
     _set_connected(connection, False)
 
 

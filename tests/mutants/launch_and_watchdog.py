@@ -146,6 +146,12 @@ MUTANTS = [
     ),
     # -- crash reports --------------------------------------------------------------------------------------
     Mutant(
+        "Connection.flush",
+        old="self.mark_sending(True)",
+        fault="The report of a signal comes between the parts of another message, and the connection is lost.",
+        tests="tests/unit/test_crash_report.py -k parts_of_another",
+    ),
+    Mutant(
         "crash_report.install",
         old="catches_all = _catch_signals()",
         new="catches_all = True",

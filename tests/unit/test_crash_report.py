@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import functools
 import os
+import select
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from mpicomm.shm import native
 from mpicomm.watchdog import crash_report
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import Crash
+from tests.time_limits import scaled
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
 
@@ -27,7 +29,11 @@ def read_address_0() -> None:
 
 
 def crash(
-    code: Callable[[], object], prepare: Callable[[], object] = lambda: None, *, is_forked: bool = False
+    code: Callable[[], object],
+    prepare: Callable[[], object] = lambda: None,
+    *,
+    is_forked: bool = False,
+    is_output_blocked: bool = False,
 ) -> tuple[int, list[object], str]:
     """Run code in a forked process that reports its crash.
 
@@ -51,6 +57,9 @@ def crash(
         os._exit(4)
     for fd in (stderr, theirs.detach()):
         os.close(fd)
+    if is_output_blocked:
+        select.select([ours], [], [], scaled(20))
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     receiver = Connection(ours)
     receiver.is_trusted = True
@@ -88,6 +97,40 @@ def test_the_line_is_escaped() -> None:
     code = compile("raise_signal(11)", 'a "b" \\ \x07 é.py', "exec")
     _, messages, _ = crash(lambda: exec(code, {"raise_signal": signal.raise_signal}))
     assert messages == [Crash("SIGSEGV", r'File "a "b" \ \x07 \xe9.py", line 1 in <module>')]
+
+
+def fill_stderr() -> None:
+    os.set_blocking(2, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(2, b"x")
+    os.set_blocking(2, True)
+
+
+def test_a_crash_is_reported_before_its_stacks_are_printed() -> None:
+    status, messages, _ = crash(read_address_0, fill_stderr, is_output_blocked=True)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert [type(message) for message in messages] == [Crash]
+
+
+def test_a_report_does_not_come_between_the_parts_of_another_message() -> None:
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Connection(theirs)) as sender, contextlib.closing(Connection(ours)) as receiver:
+        receiver.is_trusted = True
+        crash_report.watch(sender)
+        message = Crash("SIGSEGV", "x" * 900_000)
+        sender.send(message)
+        assert sender.has_outgoing
+        assert receiver.receive() == ([], "")  # the socket accepts more now
+        crash(read_address_0)
+        received: list[object] = []
+        while not received:
+            sender.flush()
+            messages, lost = receiver.receive()
+            assert lost == ""
+            received += messages
+        crash_report.unwatch(sender)
+    assert received == [message]
 
 
 def test_a_faulthandler_of_the_program_is_left_alone() -> None:
