@@ -113,7 +113,7 @@ def test_a_crash_is_reported_before_its_stacks_are_printed() -> None:
     assert [type(message) for message in messages] == [Crash]
 
 
-def test_a_report_does_not_come_between_the_parts_of_another_message() -> None:
+def test_a_report_is_not_sent_between_the_parts_of_another_message() -> None:
     ours, theirs = socket.socketpair()
     with contextlib.closing(Connection(theirs)) as sender, contextlib.closing(Connection(ours)) as receiver:
         receiver.is_trusted = True
