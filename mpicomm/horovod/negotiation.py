@@ -146,8 +146,7 @@ class Negotiation:
         ready = []
         for index in _ones(bits):
             slot = self._slots[index]
-            if slot is None:  # on all ranks: all of them have joined since
-                continue
+            assert slot is not None  # at least one rank has not joined, and has set this bit for its submission
             slot.last_round = self._round
             ready.append(self._ready(slot.name, slot.signature))
         return ready
