@@ -15,11 +15,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from mpicomm import mpi
+from mpicomm.cli.main import main
 from tests import job_origin, time_limits
 from tests.time_limits import EVENT_SECONDS, JOB_SECONDS, T
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_MPI_ENV = os.environ.get("OTHER_MPI_ENV")
@@ -282,3 +286,14 @@ def _read(pid: int, name: str) -> str:
 def _text(file: BinaryIO) -> str:
     # The processes share the position of the file, so it must not move while they write.
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+def refusal(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a wrong command of mpicomm in this process, and return what it prints on stderr."""
+    try:
+        status = main(list(arguments))
+    except SystemExit as error:
+        status = error.code
+    output = capsys.readouterr()
+    assert (status, output.out) == (2, ""), output
+    return output.err

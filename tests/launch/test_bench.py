@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mpicomm import mpi
-from mpicomm.cli.main import main
 from mpicomm.reports import result_files
-from tests.launching import run_alone
+from tests.launching import refusal, run_alone
 
 LIBRARY = mpi.library()
 BENCH = ["-m", "mpicomm", "bench", "startup"]
@@ -108,14 +107,9 @@ def test_without_mpi_only_its_own_backends_are_measured() -> None:
 def test_a_wrong_argument_is_an_error_before_the_start(
     arguments: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = main(["bench", *arguments.split()])
-    except SystemExit as error:
-        status = error.code
-    output = capsys.readouterr()
-    assert (status, output.out) == (2, ""), output
-    assert text in output.err
-    assert "mpiexec" not in output.err
+    error = refusal(["bench", *arguments.split()], capsys)
+    assert text in error
+    assert "mpiexec" not in error
 
 
 def test_the_report_names_inputs_that_are_reused() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
 from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, script, shell
+from tests import launching
 
 PROGRAM = ("python", "train.py")
 each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -64,16 +65,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run a command that must be refused, and return its error, which is one line."""
-    try:
-        status = main(["job", *arguments])
-    except SystemExit as end:
-        status = end.code
-    output = capsys.readouterr()
-    assert (status, output.out) == (2, "")
-    assert output.err.startswith(f"mpicomm job {arguments[0]}: ")
-    assert output.err.endswith("\n")
-    assert output.err.count("\n") == 1
-    return output.err.strip()
+    error = launching.refusal(["job", *arguments], capsys)
+    assert error.startswith(f"mpicomm job {arguments[0]}: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    return error.strip()
 
 
 # -- the directives of a script --------------------------------------------------------------------------------------
