@@ -151,52 +151,52 @@ def initialize(
         _is_ours = True
     elif by_all:
         _wait_until_all_ranks_have_left_it()
-    if connection := _connection()[1]:
-        os.environ[_RANK_PROCESS] = f"{_pid} {connection}"
+    _keep_connection()
     return mpi.COMM_WORLD
 
 
-def _check_connection_to_launcher(*, is_single: bool) -> None:
-    """Check that this process is not one that a rank has started: it inherits the variables of the launcher.
+def _keep_connection() -> None:
+    """Remove the variable of the connection to the launcher, which a process that this rank starts cannot use.
 
-    The rank alone is connected to the launcher. Without the check, Open MPI waits for the other ranks, and MPICH for
-    the launcher if the connection is open in this process. If it is closed, MPICH ends the process in MPI_Init, and
-    Intel MPI by a segmentation fault.
+    A process that calls MPI alone is then a world of its own. Otherwise, it would wait in MPI_Init forever.
+    """
+    name = _connection_variable()
+    if connection := os.environ.pop(name, None):
+        os.environ[_RANK_PROCESS] = f"{_pid} {name}={connection}"
+
+
+def _check_connection_to_launcher(*, is_single: bool) -> None:
+    """Check that a rank has not started this process, which would be one of many worlds of one rank.
 
     Raises:
         LaunchError: If a rank has started this process, and it is not to be a job of its own.
     """
-    name, why = _inherited_connection()
-    if name and is_single:
-        os.environ.pop(name)  # MPI then starts a world of this process alone
-    elif name:
+    why = _inherited_connection()
+    if why and is_single:
+        os.environ.pop(_connection_variable(), None)  # MPI then starts a world of this process alone
+    elif why:
         raise LaunchError(
-            f"{why}: the variable was inherited from a rank that started this process.\n"
+            f"a rank has started this process: {why}.\n"
             f"To run the process as a job of its own, set MPICOMM_LAUNCHER=single in its environment."
         )
 
 
-def _inherited_connection() -> tuple[str, str]:
-    """Return the variable of a connection to the launcher that another process has, and why; else empty texts."""
-    name, connection = _connection()
-    shown = f"{name}={os.environ.get(name)}, the connection to the launcher,"
-    if not connection and os.environ.get(name):  # `subprocess` closes the descriptor
-        return name, f"{shown} is not open in this process"
-    pid, _, of_rank = os.environ.get(_RANK_PROCESS, "").partition(" ")
-    if connection and connection == of_rank and pid != str(os.getpid()):
-        return name, f"{shown} belongs to process {pid}"
-    return "", ""
+def _inherited_connection() -> str:
+    """Return why the connection to the launcher is another process's; an empty text if it is not."""
+    name = _connection_variable()
+    pid, _, connection = os.environ.get(_RANK_PROCESS, "").partition(" ")
+    if connection and pid != str(os.getpid()) and name not in os.environ:  # a launcher that a rank starts sets it
+        return f"{connection}, the connection to the launcher, belongs to process {pid}"
+    if name == "PMI_FD" and (text := os.environ.get(name, "")).isdigit():
+        try:
+            os.fstat(int(text))
+        except OSError:  # `subprocess` closes the descriptor
+            return f"{name}={text}, the connection to the launcher, is not open in this process"
+    return ""
 
 
-def _connection() -> tuple[str, str]:
-    """Return the variable of the connection to the launcher, and the connection; empty if it is not open."""
-    if api().get_vendor()[0] == "Open MPI":  # it does not read PMI_FD
-        return "PMIX_NAMESPACE", os.environ.get("PMIX_NAMESPACE", "")
-    text = os.environ.get("PMI_FD", "")
-    try:  # a socket, with its number: the launcher of another job may use the same descriptor
-        return "PMI_FD", str(Path(f"/proc/self/fd/{int(text)}").readlink())
-    except (ValueError, OSError):
-        return "PMI_FD", ""
+def _connection_variable() -> str:
+    return "PMIX_NAMESPACE" if api().get_vendor()[0] == "Open MPI" else "PMI_FD"  # Open MPI does not read PMI_FD
 
 
 def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:

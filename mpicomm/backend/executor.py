@@ -238,9 +238,7 @@ class Executor:
                 self._state.fail(operation, error)
             raise
         finally:
-            if (
-                operation.start is not None
-            ):  # otherwise a signal handler interrupted it, and the worker's thread runs it
+            if operation.start is not None:  # otherwise a signal handler was earlier, and the worker's thread runs it
                 operation.finish()
 
     def _take_turn(self) -> bool:

@@ -125,7 +125,7 @@ MUTANTS = [
     ),
     Mutant(
         "mpi._inherited_connection",
-        old="connection == of_rank",
+        old="name not in os.environ",
         new="True",
         fault="A job that a rank starts with mpirun is refused.",
         tests="tests/unit/test_mpi.py -k a_rank_starts",
@@ -138,11 +138,10 @@ MUTANTS = [
         tests="tests/unit/test_rendezvous.py -k store_of_a_rank",
     ),
     Mutant(
-        "mpi._connection",
-        old='str(Path(f"/proc/self/fd/{int(text)}").readlink())',
-        new="text",
-        fault="A job that a rank starts with mpiexec of MPICH is refused if the launcher uses the same descriptor.",
-        tests="tests/unit/test_mpi.py -k a_rank_starts",
+        "mpi.initialize",
+        old="_keep_connection()",
+        fault="A program that a rank starts, and that uses MPI alone, waits in MPI_Init of Open MPI.",
+        tests="tests/launch/test_children.py -k a_rank_starts",
     ),
     # -- crash reports --------------------------------------------------------------------------------------
     Mutant(
