@@ -28,6 +28,7 @@ KEPT = {
 
 _LEFT_OUT = (
     "tests/cluster/",
+    "tests/training/test_data_product.py::test_whole_product",  # starts thousands of DataLoader workers
     # These use the jobs of other tests, and start them if those do not run.
     "tests/examples/test_examples.py::test_a_script_for_horovod",
     "tests/examples/test_examples.py::test_ddp_",
