@@ -89,7 +89,7 @@ class DataSource(abc.ABC):
     """The data of a run, as seen by one rank."""
 
     is_counted = False
-    """Whether every step has a `total`."""
+    """Whether every step has a `total`, and an epoch has exactly `total()` samples."""
 
     is_shared = True
     """Whether the ranks share one set of samples, so that another number of ranks can resume within an epoch."""
@@ -126,7 +126,7 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def total(self) -> int | None:
-        """Return the number of samples of all ranks in an epoch; None if unknown."""
+        """Return the number of samples of all ranks in an epoch; None if unknown. Unless `is_counted`, an estimate."""
 
     @abc.abstractmethod
     def first(self) -> Step:

@@ -184,7 +184,8 @@ class TrainingLoop:
             self._take_step(step, count)
             self._after_step()
             if limits.has_all_steps(position) or self.run.is_ending:
-                return limits.is_epoch_complete(position, train.total())
+                # The length of an iterable-style dataset can be an estimate.
+                return limits.is_epoch_complete(position, train.total() if train.is_counted else None)
         return True
 
     def _take_step(self, step: Step, count: int) -> None:

@@ -514,6 +514,14 @@ with torch_internals.outside_workers():
         tests="tests/training/test_uneven.py -k signal_to_all_processes",
         ranks=2,
     ),
+    Mutant(
+        "TrainingLoop._train_epoch",
+        old="train.total() if train.is_counted else None",
+        new="train.total()",
+        fault="A run that stops where the length of an iterable-style dataset ends loses the rest of the epoch.",
+        tests="tests/training/test_data_product.py -k 'trainer and wrong'",
+        ranks=2,
+    ),
     # -- gradients and figures ------------------------------------------------------------------------------
     Mutant(
         "bf16_compression_hook",

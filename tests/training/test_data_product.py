@@ -91,6 +91,13 @@ class StreamOfEpoch(Stream):
         return iter(tensors([*self.samples[first:], *self.samples[:first]]))
 
 
+class StreamOfWrongLength(Stream):
+    """Has a length that is an estimate, which torch allows."""
+
+    def __len__(self) -> int:
+        return 4 * BATCH
+
+
 class Remembering:
     """A sampler whose order depends on the earlier epochs."""
 
@@ -171,6 +178,7 @@ SHARED = {
     "iterable": Row(lambda *_: Stream()),
     "iterable that splits itself by worker": Row(lambda *_: StreamByWorker()),
     "iterable that shuffles": Row(lambda *_: ShuffledStream(), is_drawn=True),
+    "iterable of wrong length": Row(lambda *_: StreamOfWrongLength()),
     "iterable with set_epoch": Row(lambda *_: StreamOfEpoch(), changes=True),
 }
 OWN = {
