@@ -368,7 +368,7 @@ finally:
         old="(self._user.sampler, self._user.batch_sampler, inner, self._user.dataset)",
         new="(self._user.batch_sampler, self._user.dataset)",
         fault="The epoch is not set in a DistributedSampler of the user, and every epoch has the same order.",
-        tests="tests/unit/test_shares.py -k gets_the_number_of_the_epoch",
+        tests="tests/training/test_data_product.py -k 'each_interruption and DistributedSampler'",
     ),
     Mutant(
         "_Share.__iter__",
@@ -378,14 +378,14 @@ with torch_internals.outside_workers():
 """,
         new="return next(reading, [])",
         fault="A stream that splits itself by worker is split again, and most of its samples are lost.",
-        tests="tests/unit/test_shares.py -k splits_itself_by_worker",
+        tests="tests/training/test_data_product.py -k 'an_interruption and splits'",
     ),
     Mutant(
         "_Share.__iter__",
         old="randomness.drawn(self._read, self.seed)",
         new="self._read()",
         fault="Of a stream that shuffles, the ranks take parts of different orders.",
-        tests="tests/unit/test_shares.py -k splits_itself_by_worker_or_shuffles",
+        tests="tests/training/test_data_product.py -k 'each_interruption and shuffles'",
     ),
     Mutant(
         "IterableSource.__init__",
@@ -446,13 +446,13 @@ with torch_internals.outside_workers():
         old="randomness.drawn(lambda: iter(self._batch_sampler), self.seed)",
         new="iter(self._batch_sampler)",
         fault="After a resume within an epoch, a random sampler of the user draws other samples.",
-        tests="tests/unit/test_shares.py -k own_order_resumes",
+        tests="tests/training/test_data_product.py -k 'each_interruption and WeightedRandomSampler'",
     ),
     Mutant(
         "_EpochOrder.__iter__",
         old="generator.manual_seed(_mixed(seed, self.epoch, 0))",
         fault="After a resume within an epoch, a sampler with a generator of its own draws other samples.",
-        tests="tests/unit/test_shares.py -k own_order_resumes",
+        tests="tests/training/test_data_product.py -k 'each_interruption and generator'",
     ),
     Mutant(
         "ResumableRun.save",
@@ -475,7 +475,7 @@ with torch_internals.outside_workers():
         old="len(sampler.data_source) if own is None else len(own)",
         new="None if own is None else len(own)",
         fault="A sampler over a part of the dataset is replaced by one over all of it.",
-        tests="tests/unit/test_shares.py -k outside_of_the_sampler",
+        tests="tests/training/test_data_product.py -k 'each_interruption and over'",
     ),
     Mutant(
         "_source_of_loader",
@@ -489,7 +489,7 @@ with torch_internals.outside_workers():
         old="list(self._drawn)",
         new="list(self._sampler)",
         fault="Of the order of a sampler of the user, the ranks take parts of different orders.",
-        tests="tests/unit/test_shares.py -k samples_of_a_sampler",
+        tests="tests/training/test_data_product.py -k 'each_interruption and random'",
     ),
     Mutant(
         "rank_sync._compare",
@@ -521,6 +521,62 @@ with torch_internals.outside_workers():
         fault="A run that stops where the length of an iterable-style dataset ends loses the rest of the epoch.",
         tests="tests/training/test_data_product.py -k 'trainer and wrong'",
         ranks=2,
+    ),
+    Mutant(
+        "EpochPartition.batches",
+        old="range(start + rank, end, self.size)",
+        new="range(start + rank + 1, end, self.size)",
+        fault="The shares of the ranks begin at the second sample of a step.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
+    ),
+    Mutant(
+        "IndexedSource._planned",
+        old="self.partition.bounds(consumed)",
+        new="self.partition.bounds(0)",
+        fault="A run that resumes within an epoch takes all samples of the epoch again.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
+    ),
+    Mutant(
+        "IndexedSource.order",
+        old="_mixed(self._seed, epoch, 0)",
+        new="_mixed(self._seed, 0, 0)",
+        fault="Every epoch has the order of the first one.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
+    ),
+    Mutant(
+        "_source_of_loader",
+        old="loader.drop_last and may_drop",
+        new="False",
+        fault="The drop_last of a DataLoader is ignored.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and drop_last'",
+    ),
+    Mutant(
+        "IterableSource.steps",
+        old="consumed, _mixed(self._seed, epoch, 0)",
+        new="steps, _mixed(self._seed, epoch, 0)",
+        fault="A run that resumes with an iterable-style dataset skips as many samples as it has taken steps.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and set_epoch'",
+    ),
+    Mutant(
+        "_Share.__iter__",
+        old="turn % workers == worker",
+        new="number % workers == worker",
+        fault="The batches of a rank go to its workers in another order than DataLoader reads them.",
+        tests="tests/training/test_data_product.py -k 'an_interruption and set_epoch'",
+    ),
+    Mutant(
+        "LoaderSource.steps",
+        old="steps * self._grad_accum_steps",
+        new="steps",
+        fault="A run that resumes with an own sampler takes batches again if a step has several.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and DistributedSampler'",
+    ),
+    Mutant(
+        "LoaderSource.steps",
+        old="range(steps if self._order is None else 0)",
+        new="range(steps + 1 if self._order is None else 0)",
+        fault="A run that resumes skips a batch of a DataLoader without indices.",
+        tests="tests/training/test_data_product.py -k 'each_interruption and whole'",
     ),
     # -- gradients and figures ------------------------------------------------------------------------------
     Mutant(
@@ -627,8 +683,8 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         old="train.steps(position.epoch, position.consumed, position.steps_of_epoch)",
         new="train.steps(position.epoch, 0, 0)",
         fault="A run that resumes within an epoch restarts with the first sample of that epoch.",
-        tests="tests/training/test_uneven.py -k while_some_ranks_have_data",
-        ranks=4,
+        tests="tests/training/test_data_product.py -k 'trainer and batch'",
+        ranks=2,
     ),
     # -- interruptions --------------------------------------------------------------------------------------
     Mutant(
