@@ -392,14 +392,14 @@ with torch_internals.outside_workers():
         old="place if self.is_shared else DataRank(0, 1)",
         new="place",
         fault="Of a stream that is the share of a rank, most samples are lost.",
-        tests="tests/unit/test_shares.py -k own_shares_are_used_once",
+        tests="tests/training/test_data_product.py -k 'own and iterable and each'",
     ),
     Mutant(
         "IterableSource.steps",
         old="consumed if self.is_shared else own",
         new="consumed",
         fault="A rank with a stream of its own resumes behind the samples of all ranks, and loses some of its own.",
-        tests="tests/unit/test_shares.py -k own_shares_are_used_once",
+        tests="tests/training/test_data_product.py -k 'own and iterable and each'",
     ),
     Mutant(
         "begin_epoch",

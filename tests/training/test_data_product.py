@@ -219,18 +219,10 @@ OWN = {
         lambda place, batch, workers: DataLoader(StreamByWorker(share(place)), batch, num_workers=workers), inexact=True
     ),
     "loader with an __iter__": Row(first_batches, shard=False, inexact=True),
-    "own iterable": Row(lambda place, *_: Stream(share(place)), shard=False, inexact=True),
-    "own iterable that splits itself by worker": Row(
-        lambda place, *_: StreamByWorker(share(place)), shard=False, inexact=True
-    ),
+    "own iterable": Row(lambda place, *_: Stream(share(place)), shard=False),
+    "own iterable that splits itself by worker": Row(lambda place, *_: StreamByWorker(share(place)), shard=False),
 }
 ROWS = SHARED | OWN
-KNOWN = {
-    (name, workers): "to be repaired: each worker reads an own iterable dataset by itself"
-    for name in ("own iterable", "own iterable that splits itself by worker")
-    for workers in (2, 4)
-}
-"""The defects that are not yet repaired, by row and number of workers."""
 
 seeds = itertools.count()
 
@@ -374,12 +366,7 @@ def check(
 
 def with_workers(*numbers: int) -> pytest.MarkDecorator:
     """Return the parameters of a test: each row with each number of workers."""
-    cases = [
-        pytest.param(name, workers, marks=[pytest.mark.xfail(reason=reason)] if reason else [])
-        for name, workers in itertools.product(ROWS, numbers)
-        for reason in [KNOWN.get((name, workers))]
-    ]
-    return pytest.mark.parametrize(("name", "workers"), cases)
+    return pytest.mark.parametrize(("name", "workers"), itertools.product(ROWS, numbers))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -22,7 +22,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     random_split,
 )
 
@@ -214,32 +213,6 @@ def test_a_step_with_one_sample_for_batch_normalization(world: mpicomm.World) ->
         make_trainer(model, batch_size=4).fit(samples(count), 1)
     loader = DataLoader(samples(count), batch_size=4, drop_last=True)
     assert make_trainer(model).fit(loader, 1)[0]["samples"] == 4 * world.size
-
-
-def test_a_run_continues_while_some_ranks_have_data(world: mpicomm.World, directory: Path) -> None:
-    count = 2 * world.size * 2 + 2
-    whole, again = make_trainer(), make_trainer(checkpoint_dir=directory)
-    expected = whole.fit(IterableSource(count), 1)
-    with pytest.raises(mpicomm.Preempted):
-        make_trainer(checkpoint_dir=directory, leave_at=2).fit(IterableSource(count), 1)
-    assert again.fit(IterableSource(count), 1) == expected
-    assert (expected[0]["samples"], expected[0]["step"]) == (count, 3)
-    assert all(torch.equal(a, b) for a, b in zip(parameters_of(again), parameters_of(whole), strict=True))
-
-
-def test_a_run_with_an_own_sampler_resumes_exactly(world: mpicomm.World, directory: Path) -> None:
-    def trainer(name: str) -> Trainer:
-        return make_trainer(checkpoint_dir=directory / name, save_every=1)
-
-    loader = DataLoader(samples(64), batch_size=2, sampler=WeightedRandomSampler(torch.ones(64), 12))
-    whole, first, second = trainer("whole"), trainer("part"), trainer("part")
-    whole.fit(loader, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first.fit(loader, 2, max_steps=4)
-    second.fit(loader, 2)
-    assert second.position == whole.position
-    assert all(torch.equal(a, b) for a, b in zip(parameters_of(second), parameters_of(whole), strict=True))
 
 
 @pytest.mark.parametrize(
