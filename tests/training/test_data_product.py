@@ -255,8 +255,9 @@ class Ranks:
                 break
             assert not self.sources[0].is_counted or {step.total for step in of_ranks} == {count}
             found.append([[samples_of(batch) for batch in step.batches if batch.count] for step in of_ranks])
-        digests = [digest for each in self.sources if each.first_samples for digest in each.first_samples[1]]
-        assert len(set(digests)) <= 1
+        firsts = [set(each.first_samples[1]) for each in self.sources if each.first_samples]
+        assert all(len(of_rank) == 1 for of_rank in firsts)
+        assert not self.sources[0].is_shared or len(set().union(*firsts)) <= 1
         return found
 
     def __enter__(self) -> Ranks:
@@ -337,7 +338,8 @@ def check(
         for source in ranks.sources:
             assert source.is_shared != is_own
             assert not source.is_counted or source.total() == len(flat(epochs[0]))
-            assert (source.inexact is not None) == (row.inexact or (is_own and workers > 0))
+            has_own_workers = is_own and workers > 0 and not isinstance(ranks.data[0], IterableDataset)
+            assert (source.inexact is not None) == (row.inexact or has_own_workers)
     if not (workers or row.inexact):
         with Ranks(row, size, data=ranks.data) as ranks:
             assert ranks.steps(0) == epochs[0]
