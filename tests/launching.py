@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpicomm import mpi
-from mpicomm.cli.main import main
 from tests import job_origin, time_limits
 from tests.time_limits import EVENT_SECONDS, JOB_SECONDS, T
 
@@ -290,6 +289,8 @@ def _text(file: BinaryIO) -> str:
 
 def refusal(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a wrong command of mpicomm in this process, and return what it prints on stderr."""
+    from mpicomm.cli.main import main  # requires packages that `python -m tests.compat` does not have
+
     try:
         status = main(list(arguments))
     except SystemExit as error:

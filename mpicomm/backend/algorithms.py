@@ -62,10 +62,9 @@ NATIVE_SLOTS: Least = {
 """Slots with the C library."""
 
 TORCH_SLOTS: Least = {
-    # MPI is faster below. More ranks must add in rank order from the sizes of NATIVE_SLOTS on.
-    **_each(_REDUCTIONS, [Sums.ORDINARY],    (128 * _KIB,   0)),
+    # MPI is faster below. More ranks must add in rank order at all sizes, as NATIVE_SLOTS.
+    **_each(_REDUCTIONS, Sums,               (128 * _KIB,   0)),
     **_each(_REDUCTIONS, [Sums.INTEGER],     (128 * _KIB,   128 * _KIB)),
-    **_each(_REDUCTIONS, [Sums.COMPOSITE],   (128 * _KIB,   0)),
 }  # fmt: skip
 """Slots without it."""
 

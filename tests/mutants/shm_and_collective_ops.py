@@ -247,8 +247,8 @@ MUTANTS = [
     # -- transport of tensors to MPI ------------------------------------------------------------------------
     Mutant(
         "ShmSelector._go",
-        old="are_equal and found.all_can",
-        new="are_equal",
+        old="found.are_equal and found.all_can",
+        new="found.are_equal",
         fault="The ranks use each other's memory although one of them has reported that its tensor cannot be read.",
         tests="tests/mpi/test_shm.py -k test_memory_that_one_rank_cannot_offer",
         ranks=4,

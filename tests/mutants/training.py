@@ -552,8 +552,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "IterableSource.steps",
-        old="consumed, _mixed(self._seed, epoch, 0)",
-        new="steps, _mixed(self._seed, epoch, 0)",
+        old="consumed if self.is_shared else own",
+        new="steps if self.is_shared else own",
         fault="A run that resumes with an iterable-style dataset skips as many samples as it has taken steps.",
         tests="tests/training/test_data_product.py -k 'each_interruption and set_epoch'",
     ),
