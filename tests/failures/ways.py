@@ -363,7 +363,7 @@ def run(
             outcome = run_command(
                 ["env", "-C", str(cwd), *command],
                 env={**_ENV, **way.env, _AT: str(at)},
-                timeout=PLAIN_LIMIT if is_plain else _LIMIT,
+                timeout=PLAIN_LIMIT / scaled(1) if is_plain else _LIMIT,
             )
         except AssertionError as error:  # the job was killed, or left processes
             return _of_failure(way, rank, size, mpi_of(programs), str(error))
@@ -398,7 +398,7 @@ def is_killed_by_launcher(outcome: Outcome) -> bool:
 
 
 def _of_failure(way: Way, rank: int, size: int, mpi: str, error: str) -> Result:
-    is_hang = error.startswith("killed after")
+    is_hang = error.startswith("killed at its time limit")
     left = [] if is_hang else [error.splitlines()[0]]
     status = re.search(r"^status (-?\d+) after", error, re.MULTILINE)
     lines = _lines_of_ours(error)
