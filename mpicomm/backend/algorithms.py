@@ -49,12 +49,12 @@ def _each(operations: Iterable[str], kinds: Iterable[Sums], least: tuple[float, 
 # The tables                                  two ranks     more ranks
 
 NATIVE_SLOTS: Least = {
-    # Also where MPI is as fast: the ranks detect tensors that differ.
-    **_each(_REDUCTIONS, Sums,               (0,            0)),
-    "all_gather":                            (0,            0),
-    "all_to_all":                            (0,            0),
-    # MPI does not make the root wait for the other ranks.
+    **_each(_REDUCTIONS, [Sums.ORDINARY],    (4 * _KIB,     4 * _KIB)),
+    **_each(_REDUCTIONS, [Sums.INTEGER],     (4 * _KIB,     4 * _KIB)),
+    **_each(_REDUCTIONS, [Sums.COMPOSITE],   (0,            0)),
+    "all_gather":                            (4 * _KIB,     4 * _KIB),
     "broadcast":                             (4 * _KIB,     4 * _KIB),
+    "all_to_all":                            (4 * _KIB,     4 * _KIB),
     # Blocks may differ in size, and only the root knows all of them.
     "gather":                                (0,            0),
     "scatter":                               (0,            0),
@@ -62,9 +62,10 @@ NATIVE_SLOTS: Least = {
 """Slots with the C library."""
 
 TORCH_SLOTS: Least = {
-    # MPI is faster below. More ranks must add in rank order at all sizes, as NATIVE_SLOTS.
-    **_each(_REDUCTIONS, Sums,               (128 * _KIB,   0)),
+    # MPI is faster below. More ranks must add in rank order from the sizes of NATIVE_SLOTS on.
+    **_each(_REDUCTIONS, [Sums.ORDINARY],    (128 * _KIB,   4 * _KIB)),
     **_each(_REDUCTIONS, [Sums.INTEGER],     (128 * _KIB,   128 * _KIB)),
+    **_each(_REDUCTIONS, [Sums.COMPOSITE],   (128 * _KIB,   0)),
 }  # fmt: skip
 """Slots without it."""
 

@@ -60,12 +60,12 @@ def test_memory_is_shared_at_the_smallest_size_that_uses_it(size: int) -> None:
 @pytest.mark.parametrize(
     ("table", "operations", "for_two", "for_more"),
     [
-        ("NATIVE_SLOTS", REDUCTIONS, 0, 0),
-        ("NATIVE_SLOTS", REDUCTIONS_OF_INTEGERS, 0, 0),
+        ("NATIVE_SLOTS", REDUCTIONS, 4 * KIB, 4 * KIB),
+        ("NATIVE_SLOTS", REDUCTIONS_OF_INTEGERS, 4 * KIB, 4 * KIB),
         ("NATIVE_SLOTS", COMPOSITE_REDUCTIONS, 0, 0),
-        ("NATIVE_SLOTS", ("broadcast",), 4 * KIB, 4 * KIB),
-        ("NATIVE_SLOTS", ("all_gather", "all_to_all", "gather", "scatter"), 0, 0),
-        ("TORCH_SLOTS", REDUCTIONS, 128 * KIB, 0),
+        ("NATIVE_SLOTS", ("all_gather", "broadcast", "all_to_all"), 4 * KIB, 4 * KIB),
+        ("NATIVE_SLOTS", ("gather", "scatter"), 0, 0),
+        ("TORCH_SLOTS", REDUCTIONS, 128 * KIB, 4 * KIB),
         ("TORCH_SLOTS", REDUCTIONS_OF_INTEGERS, 128 * KIB, 128 * KIB),
         ("TORCH_SLOTS", COMPOSITE_REDUCTIONS, 128 * KIB, 0),
         ("TORCH_SLOTS", ("all_gather", "broadcast"), None, None),
