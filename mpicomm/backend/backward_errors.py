@@ -22,17 +22,14 @@ def watch() -> None:
     torch_internals.check_backward(_checked)
 
 
-def record(error: Exception, thread: int) -> None:
-    """Record the error of an operation that a backward pass started.
+def running() -> Sequence[list[Exception]]:
+    """Return the lists of errors of the backward passes to which an operation that starts now may belong.
 
-    Args:
-        error: The error.
-        thread: The thread that started the operation. On CPUs it is the one that called the pass. For each GPU there is
-            one thread of torch for the passes of all threads: each of them raises the error.
+    On CPUs, the thread that called a pass also runs it. For each GPU there is one thread of torch for the passes of all
+    threads: each of them raises the error.
     """
-    own = _errors.get(thread)
-    for errors in list(_errors.values()) if own is None else [own]:
-        errors.append(error)
+    own = _errors.get(threading.get_ident())
+    return list(_errors.values()) if own is None else [own]
 
 
 @contextlib.contextmanager

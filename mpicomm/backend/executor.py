@@ -129,9 +129,11 @@ class Executor:
                 self._state.fail(operation, error)
             raise
         finally:
-            if operation is not None:
-                operation.finish()
-            self._give_turn_back()
+            try:
+                if operation is not None:
+                    operation.finish()
+            finally:
+                self._give_turn_back()
         work = CompletedWork()  # not `of`, for speed
         work.tensors = results
         return work

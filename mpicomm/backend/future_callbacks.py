@@ -96,14 +96,15 @@ class OrderedFuture(torch.futures.Future[Any]):
         super().__init__(devices=torch_internals.gpus_of(tensors))
         self._queue = queue
         self._tensors = tensors
-        self._backward_thread = threading.get_ident() if torch_internals.is_in_backward() else None
+        self._passes = backward_errors.running() if torch_internals.is_in_backward() else None
 
     def set_exception(self, error: Exception) -> None:
         """Complete the future with an error; a backward pass in which it was created raises the error, too."""
-        if self._backward_thread is None:
+        if self._passes is None:
             super().set_exception(error)
             return
-        backward_errors.record(error, self._backward_thread)
+        for errors in self._passes:
+            errors.append(error)
         torch_internals.set_error(self, error, self._tensors)
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> OrderedFuture:

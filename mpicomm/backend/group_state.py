@@ -85,7 +85,8 @@ class GroupState:
             rank_failures.check(error)
         if self.record.broken or getattr(error, "is_on_all_ranks", False):
             return
-        how = f"failed: {error}" if isinstance(error, Exception) else f"was interrupted by {type(error).__name__}"
+        kind = type(error).__name__
+        how = f"failed: {str(error) or kind}" if isinstance(error, Exception) else f"was interrupted by {kind}"
         self.break_by(f"{hang_report.operation(operation.describe(0.0))} {how}")
 
     def wait_for_all(self, operation: Operation, seconds: float) -> None:

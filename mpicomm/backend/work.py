@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import threading
 from collections.abc import Callable
@@ -168,8 +167,12 @@ class QueuedWork(_Work):
             raise self._queue.time_out(self._operation, deadline.seconds)
         if not self.is_completed():
             # torch's future releases the GIL while it waits; the worker needs the GIL to complete the operation.
-            with contextlib.suppress(Exception):  # raised below
-                self.get_future().wait()
+            future = self.get_future()
+            try:
+                future.wait()
+            except Exception:
+                if not self.is_completed() or self._error is None:  # a signal handler's; that of the work follows
+                    raise
         if self._error is not None:
             raise self._failure()
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -39,6 +41,35 @@ def hold(group: Group, call: Callable[[], object]) -> None:
     operations = group.handle._operations
     operation = flight_recorder.note(operations.record, "gate", None, 0, None, is_message=True, is_running=False)
     worker_of(group).submit(call, QueuedWork([], operation, operations.executor))
+
+
+class AlarmError(Exception):
+    pass
+
+
+def test_wait_does_not_swallow_the_exception_of_a_signal_handler(group: Group) -> None:
+    def interrupt() -> None:
+        has_begun.set()
+        is_waiting.wait(60)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def alarm(*_: object) -> None:
+        raise AlarmError
+
+    has_begun, is_waiting, tensor = threading.Event(), threading.Event(), torch.ones(3)
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        hold(group, interrupt)
+        has_begun.wait(60)
+        work = dist.all_reduce(tensor, group=group.handle, async_op=True)
+        is_waiting.set()
+        with pytest.raises(AlarmError):
+            work.wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    work.wait()
+    assert torch.equal(tensor, torch.full((3,), float(group.size)))
 
 
 @pytest.mark.mpi(min_size=2)

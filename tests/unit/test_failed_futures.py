@@ -17,7 +17,8 @@ class LossOfContactError(Exception):
 
 
 def record(error: Exception) -> None:
-    backward_errors.record(error, threading.get_ident())
+    for errors in backward_errors.running():
+        errors.append(error)
 
 
 def failed(error: Exception) -> torch.futures.Future[list[torch.Tensor]]:
@@ -93,8 +94,11 @@ def test_passes_of_several_threads_raise_their_own_errors(is_of_gpu: bool) -> No
         def fail(_: torch.Tensor) -> None:
             for failing in ("first", "second"):
                 phase.wait()
-                if name == failing:
-                    backward_errors.record(LossOfContactError(name), 0 if is_of_gpu else threading.get_ident())
+                if name == failing and is_of_gpu:
+                    with concurrent.futures.ThreadPoolExecutor(1) as of_gpu:
+                        of_gpu.submit(record, LossOfContactError(name)).result()
+                elif name == failing:
+                    record(LossOfContactError(name))
             phase.wait()
             if name == "second":
                 has_ended.wait(60)
