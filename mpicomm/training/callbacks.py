@@ -186,7 +186,7 @@ class CallbackList:
                 f"callbacks must keep checkpoints by figures of training only or of evaluations only, because "
                 f"{self._exchanging[0]} evaluates other weights than those of training, got "
                 f"{' and '.join(f'{name} ({figures})' for name, figures in of.items())}.\n"
-                f"Monitor a figure of the same kind in each, or omit one of these callbacks."
+                f"Monitor a figure of the same kind in each (measures_training), or omit one of these callbacks."
             )
 
     def kept_checkpoints(self) -> frozenset[str]:
@@ -194,9 +194,9 @@ class CallbackList:
         return frozenset(name for each in self for name in each.kept_checkpoints())
 
     @property
-    def keeps_checkpoints(self) -> bool:
-        """Whether callbacks can keep checkpoints."""
-        return bool(self._keeping)
+    def keeping(self) -> list[str]:
+        """The names of the callbacks that can keep checkpoints."""
+        return list(self._keeping)
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the states of the callbacks by name; their tensors are not copies."""

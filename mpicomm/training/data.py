@@ -557,8 +557,7 @@ class IterableSource(DataSource):
                 "grad_accum_steps": options.grad_accum_steps,
                 "shard": shard,
             }
-            same = {name: self.layout[name] for name in ("kind", "number of samples")}
-            self.order_settings = {**same, "seed": options.seed}
+            self.order_settings = {"kind": self.layout["kind"], "seed": options.seed}
         else:
             self.order_settings = {
                 "kind": "an iterable-style dataset of each rank",

@@ -179,7 +179,7 @@ class CSVTable:
             rows = _rows_until(self._path, entry["step"])
             self._columns += added
             self._rewrite(rows)
-        with self._path.open("a", newline="") as file:
+        with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
     def _is_new(self, event: str, step: int) -> bool:
@@ -204,7 +204,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
     """Return the rows of a file up to a step. A last line without its end, after a crash, is not a row."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
     return [row for row in rows if int(row["step"]) <= step]
 

@@ -168,7 +168,7 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
         before: The result before the interruption, if the run continues within an epoch.
 
     Returns:
-        What determines the samples of the epoch, by name, for each rank; one entry if it is equal on all ranks.
+        What determines the samples of the epoch, by name, for each rank; one entry for data whose samples are counted.
 
     Raises:
         TrainingError: On every rank, if other samples would remain than before the interruption, or processes that read
@@ -197,7 +197,7 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
         name, _ = found[differences[0][0]][1] or ("", [])
         warnings.warn(
             f"the run continues within an epoch, whose first sample of {name} differs from that before the "
-            f"interruption: samples of this epoch may be repeated or omitted.\n"
+            f"interruption: unless only its augmentation is random, samples of this epoch are repeated or omitted.\n"
             f"If the dataset has a random state of its own, give it a method set_epoch(epoch) that seeds this state, "
             f"or save between epochs only (save_every=None).",
             stacklevel=2,

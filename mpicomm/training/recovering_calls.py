@@ -99,16 +99,16 @@ class RecoveringCalls:
         """Check that the ranks of this world have all of the data.
 
         Raises:
-            TrainingError: On every rank, if each rank has its own DataLoader and there are fewer ranks than at the
-                start.
+            TrainingError: On every rank, if each rank has its own share of the data and there are fewer ranks than at
+                the start.
         """
         size = self._assembly.parts.world.size
         if not source.is_shared and size != self.first_size:
             raise raised_on_all_ranks(
                 TrainingError(
-                    f"cannot continue on {size} of {self.first_size} ranks: each rank has its own DataLoader, so the "
-                    f"samples of the failed ranks are unknown.\n"
-                    f"Start the job with spares (mpicomm run --spares), or pass the dataset instead of a DataLoader."
+                    f"cannot continue on {size} of {self.first_size} ranks: each rank has its own share of the data, "
+                    f"so the samples of the failed ranks are unknown.\n"
+                    f"Start the job with spares (mpicomm run --spares), or let the ranks share the data (shard=True)."
                 )
             )
 

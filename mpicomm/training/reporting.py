@@ -245,8 +245,8 @@ def opened(
 
 def _unusable(rank: int, why: str) -> CheckpointError:
     return CheckpointError(
-        f"rank {rank} cannot write metrics to checkpoint_dir: {why}.\n"
-        f"Move the file elsewhere, correct its permissions, or pass another checkpoint_dir."
+        f"rank {rank} cannot write metrics: {why}.\n"
+        f"If this names a file, move it elsewhere, correct its permissions, or pass another checkpoint_dir."
     )
 
 

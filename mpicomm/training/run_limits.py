@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from mpicomm import arguments
@@ -34,6 +34,9 @@ class RunLimits:
     limit_batches: int | None = None
     grad_accum_steps: int = 1
     has_callbacks: bool = False
+    keeping: Sequence[str] = ()
+    """The names of the callbacks that keep checkpoints."""
+
     is_evaluated: bool = True
     """Whether the run has eval_data."""
 
@@ -69,6 +72,7 @@ class RunLimits:
             "whether there is eval_data": self.is_evaluated,
             "whether there is max_time": self.max_time is not None,
             "whether there are callbacks": self.has_callbacks,
+            "the callbacks that keep checkpoints": ", ".join(self.keeping) or "none",
         }
 
     @property

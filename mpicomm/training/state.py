@@ -44,8 +44,9 @@ class Position:
     """Samples of the current epoch that all ranks together have taken."""
 
     steps_of_epoch: int = 0
+
     data: list[dict[str, object]] = dataclasses.field(default_factory=list)
-    """What determines the samples of the epoch (`rank_sync.begin_epoch`), if it has steps."""
+    """The properties that determine the samples of the epoch (`rank_sync.begin_epoch`), if it has steps."""
 
     loss_sum: float = 0.0
     """Sum of the losses over the `loss_count` samples of the epoch whose losses the ranks have reduced."""
@@ -206,8 +207,8 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         raise raised_on_all_ranks(
             CheckpointError(
                 f"expected {run['ranks']} ranks, got {parts.world.size}: the checkpoint was saved within an epoch in "
-                f"which each rank had its own DataLoader, so the remaining samples of each rank are unknown.\n"
-                f"Resume with {run['ranks']} ranks, or pass the dataset instead of a DataLoader."
+                f"which each rank had its own share of the data, so the remaining samples of each rank are unknown.\n"
+                f"Resume with {run['ranks']} ranks until the epoch is complete. Between epochs the number can change."
             )
         )
     # 2. load the model and the optimizer

@@ -406,9 +406,9 @@ class Trainer:
         """
         # 1. check the arguments
         accum, schedule = self._options.loader.grad_accum_steps, self._options.schedule
-        is_evaluated, has_callbacks = eval_data is not None, bool(self._callbacks)
+        is_evaluated, has_callbacks, keeping = eval_data is not None, bool(self._callbacks), self._callbacks.keeping
         self._limits = RunLimits(
-            epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated
+            epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, keeping, is_evaluated
         )
         evaluation.METRICS.check(metrics, "metrics", "fit")
         SHARD.check(shard, "shard", "fit")

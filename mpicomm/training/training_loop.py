@@ -180,12 +180,14 @@ class TrainingLoop:
         position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
         aligned = rank_sync.aligned_steps(train, steps, self._padding, self.reporter.clock, self._seed_step)
-        for step, count in limits.remaining(aligned, position):
+        remaining = limits.remaining(aligned, position)
+        for step, count in remaining:
             self._take_step(step, count)
             self._after_step()
             if limits.has_all_steps(position) or self.run.is_ending:
+                is_complete = limits.is_epoch_complete(position, train.total())
                 # The length of an iterable-style dataset can be an estimate.
-                return limits.is_epoch_complete(position, train.total() if train.is_counted else None)
+                return is_complete and (train.is_counted or next(remaining, None) is None)
         return True
 
     def _take_step(self, step: Step, count: int) -> None:

@@ -516,10 +516,18 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "TrainingLoop._train_epoch",
-        old="train.total() if train.is_counted else None",
-        new="train.total()",
+        old="is_complete and (train.is_counted or next(remaining, None) is None)",
+        new="is_complete",
         fault="A run that stops where the length of an iterable-style dataset ends loses the rest of the epoch.",
         tests="tests/training/test_data_product.py -k 'trainer and wrong'",
+        ranks=2,
+    ),
+    Mutant(
+        "TrainingLoop._train_epoch",
+        old="next(remaining, None) is None",
+        new="False",
+        fault="A run that stops at the end of an iterable-style dataset with a length does not complete the epoch.",
+        tests="tests/training/test_data_product.py -k 'trainer and exact'",
         ranks=2,
     ),
     Mutant(

@@ -92,11 +92,17 @@ class StreamOfEpoch(Stream):
         return iter(tensors([*self.samples[first:], *self.samples[:first]]))
 
 
-class StreamOfWrongLength(Stream):
-    """Has a length that is an estimate, which torch allows."""
+class StreamOfLength(Stream):
+    """Has a length, which can be an estimate."""
+
+    length = LENGTH
 
     def __len__(self) -> int:
-        return 4 * BATCH
+        return self.length
+
+
+class StreamOfWrongLength(StreamOfLength):
+    length = 4 * BATCH
 
 
 class Remembering:
@@ -179,6 +185,7 @@ SHARED = {
     "iterable": Row(lambda *_: Stream()),
     "iterable that splits itself by worker": Row(lambda *_: StreamByWorker()),
     "iterable that shuffles": Row(lambda *_: ShuffledStream(), is_drawn=True),
+    "iterable of exact length": Row(lambda *_: StreamOfLength()),
     "iterable of wrong length": Row(lambda *_: StreamOfWrongLength()),
     "iterable with set_epoch": Row(lambda *_: StreamOfEpoch(), changes=True),
 }
@@ -423,6 +430,8 @@ def test_a_trainer_interrupted_after_each_step(world: mpicomm.World, directory: 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore" if row.inexact else "error", "a run that resumes from a checkpoint within")
             history = trainer.fit(data, len(EPOCHS), max_steps=number + 1, shard=row.shard)
+        if number == len(steps) - 1 and (name == "iterable of exact length" or (name in SHARED and "iter" not in name)):
+            assert len(history) == len(EPOCHS)  # the length is known
         for step in steps[number : number + 1]:
             weights += torch.bincount(step, minlength=LENGTH).double() / len(step)
         torch.testing.assert_close(model.weights.detach(), weights)
