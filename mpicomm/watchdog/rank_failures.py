@@ -17,7 +17,8 @@ from mpicomm.watchdog import flight_recorder, hang_report
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_EVIDENCE_SECONDS = 1.0  # after an error of MPI, for the watchdog or MPI to report which rank has failed
+_EVIDENCE_SECONDS = 1.0  # after an error of MPI, for the watchdog or MPI to report a failure
+_NAME_SECONDS = 10.0  # after another rank has revoked the communicator, for them to report which rank has failed
 _UNKNOWN = "its process ended without reporting an error (killed or crashed)"
 
 
@@ -68,12 +69,17 @@ class RankFailures:
         return f"{hang_report.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
 
     def find(self) -> bool:
-        """Wait until it is known which rank has failed, at most for a second; return whether one has.
+        """Wait until it is known which rank has failed; return whether one has.
 
         On a busy machine, or while the watchdogs start, this rank may know only that another one has revoked the
         communicator.
         """
-        return mpi.poll(self._is_known, _EVIDENCE_SECONDS) or (self._comm is not None and self._comm.Is_revoked())
+        if mpi.poll(self._is_known, _EVIDENCE_SECONDS):
+            return True
+        if self._comm is None or not self._comm.Is_revoked():
+            return False
+        mpi.poll(self._is_known, _NAME_SECONDS)
+        return True
 
     def _is_known(self) -> bool:
         if not self.has_any.is_set() and self._comm is not None and (failed := mpi.failed_ranks(self._comm)):

@@ -8,6 +8,12 @@ _JOB = "tests/recovery -k test_ranks_die_and_the_others_continue"
 
 MUTANTS = [
     Mutant(
+        "RankFailures.find",
+        old="mpi.poll(self._is_known, _NAME_SECONDS)",
+        fault="On a busy machine, the error of an operation does not name the rank that has failed.",
+        tests="tests/unit/test_rank_failures.py -k busy_watchdog",
+    ),
+    Mutant(
         "assign",
         old="next(vacant, None) if rank is None else rank",
         new="rank",

@@ -58,10 +58,20 @@ def test_a_communicator_that_another_rank_has_revoked_shows_a_failure(
 ) -> None:
     monkeypatch.setattr(mpi, "failed_ranks", lambda _: [])
     monkeypatch.setattr(rank_failures, "_EVIDENCE_SECONDS", 0.01)
+    monkeypatch.setattr(rank_failures, "_NAME_SECONDS", 0.01)
     comm: Any = types.SimpleNamespace(Is_revoked=lambda: is_revoked)
     failures = RankFailures(comm, ["alpha", "beta"], 2)
     assert failures.find() == is_revoked
     assert (failures.error().ranks, failures.ranks) == ((), [])
+
+
+def test_a_busy_watchdog_may_name_the_rank_later(failures: RankFailures, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []  # whether the communicator is revoked, after the first wait
+    monkeypatch.setattr(mpi, "failed_ranks", lambda _: [1] * len(asked))
+    monkeypatch.setattr(rank_failures, "_EVIDENCE_SECONDS", 0.01)
+    monkeypatch.setattr(failures, "_comm", types.SimpleNamespace(Is_revoked=lambda: not asked.append(None)))
+    assert failures.find()
+    assert failures.error().ranks == (1,)
 
 
 def test_a_watchdog_whose_start_is_interrupted_leaves_no_thread() -> None:
