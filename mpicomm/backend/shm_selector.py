@@ -91,7 +91,7 @@ class ShmSelector:
         how = _ordered(reduction)
         if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce(dense, how)
-        flat, call = _flat(dense), _call(native.ALL_REDUCE, dense, how)
+        flat, call = _flat(dense), native.reducing(native.ALL_REDUCE, dense.dtype, divisor=how.divisor)
         if algorithm is Algorithm.PEER_MEMORY:
             return self._go(self._node, flat, call, lambda node: node.reduce(flat, how))
         how, datatype = _between_nodes(how, reduction, dense.dtype)
@@ -102,7 +102,7 @@ class ShmSelector:
         how = _ordered(reduction)
         if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce(dense, how, root)
-        flat, call = _flat(dense), _call(native.REDUCE, dense, how, root)
+        flat, call = _flat(dense), native.reducing(native.REDUCE, dense.dtype, root, how.divisor)
         return self._go(self._node, flat, call, lambda node: node.reduce(flat, how, root))
 
     def reduce_scatter(
@@ -116,7 +116,7 @@ class ShmSelector:
         how = _ordered(reduction)
         if self._slots is not None and algorithm is Algorithm.SLOTS:
             return self._slots.reduce_scatter(dense, result, how)
-        flat, call = _flat(dense), _call(native.REDUCE_SCATTER, dense, how)
+        flat, call = _flat(dense), native.reducing(native.REDUCE_SCATTER, dense.dtype, divisor=how.divisor)
         if algorithm is Algorithm.PEER_MEMORY:
             return self._go(self._node, flat, call, lambda node: node.reduce_scatter(flat, _flat(result), how))
         how, datatype = _between_nodes(how, reduction, dense.dtype)
@@ -255,10 +255,6 @@ class ShmSelector:
 def _ordered(reduction: Reduction) -> OrderedSum:
     assert reduction.ordered is not None
     return reduction.ordered
-
-
-def _call(operation: int, dense: torch.Tensor, how: OrderedSum, root: int = 0) -> int:
-    return native.call(operation, native.KINDS[dense.dtype][0], dense.dtype, root, how.divisor)
 
 
 def _between_nodes(how: OrderedSum, reduction: Reduction, dtype: torch.dtype) -> tuple[OrderedSum, Any]:

@@ -133,7 +133,7 @@ class QueuedWork(_Work):
         return self._operation.start is not None
 
     def finish(self, error: BaseException | None) -> None:
-        """Complete the work, on the thread that ran the operation; a second call completes what is left."""
+        """Complete the work, on the thread that ran the operation; a second call completes the rest."""
         with self._lock:
             self._error = error
             self._done = True

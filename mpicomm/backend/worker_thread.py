@@ -37,7 +37,7 @@ class Finishable(Protocol):
         """Whether the call has begun, and must not run again."""
 
     def finish(self, error: BaseException | None) -> None:
-        """Complete the entry, after its call has returned or raised `error`; a second call completes what is left."""
+        """Complete the entry, after its call has returned or raised `error`; a second call completes the rest."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,7 +238,7 @@ class Worker:
             raise job.error  # a signal handler's
 
     def _run_job(self, job: _Job) -> None:
-        """Run a job, or what is left of it if it was interrupted."""
+        """Run a job, or the rest of it if it was interrupted."""
         flushes_denormals = _flushes_denormals()
         try:
             if job.flushes_denormals != flushes_denormals:

@@ -55,6 +55,11 @@ def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: 
     return operation | kind << 8 | root << 16 | divisor << 32 | _dtype_code(dtype) << 48
 
 
+def reducing(operation: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
+    """Return the call of an operation that adds numbers."""
+    return call(operation, KINDS[dtype][0], dtype, root, divisor)
+
+
 def moving(operation: int, dtype: torch.dtype, root: int = 0) -> int:
     """Return the call of an operation that moves bytes."""
     return call(operation, BYTES, dtype, root)

@@ -234,7 +234,7 @@ class TorchSlots:
         if is_on_host:
             self._slots[flat.dtype][self._buffer][self._rank][: flat.numel()].copy_(flat)
         # 2. wait for all ranks, and compare
-        call = native.call(operation, native.KINDS[flat.dtype][0], flat.dtype, root, divisor)
+        call = native.reducing(operation, flat.dtype, root, divisor)
         published = array("q", [is_on_host, flat.nbytes, call])
         self._comm.Allgather(published, self._found)
         if is_on_host and self._found == published * self._size:

@@ -378,11 +378,9 @@ class IndexedSource(DataSource):
         if type(whole) is TensorDataset:  # other datasets may have effects at an access
             self.layout["digest of the first sample"] = _digest([whole[0]]).hex()[:8]
         is_random = options.shuffle or sampler is not None
+        shared = ("kind", "number of samples", "shuffle", "digest of the indices")
         self.order_settings = {
-            **{
-                name: self.layout.get(name)
-                for name in ("kind", "number of samples", "shuffle", "digest of the indices")
-            },
+            **{name: self.layout.get(name) for name in shared},
             "sampler": None if sampler is None else type(sampler).__name__,
             "seed": options.seed if is_random else None,
         }
@@ -422,9 +420,8 @@ class IndexedSource(DataSource):
             ValueError: If the sampler of the user has another length.
         """
         seed = _mixed(self._seed, epoch, 0)
-        if self._sampler is not None:
+        if self._drawn is not None:
             _set_epoch(self._sampler, epoch)
-            assert self._drawn is not None
             self._drawn.seed, self._drawn.epoch = seed, epoch
             indices = list(self._drawn)
             if len(indices) != self.partition.length:

@@ -145,6 +145,18 @@ def test_other_threads_do_not_touch_signals(ear: Ear) -> None:
     assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def opened_as(number: int, path: Path) -> Iterator[None]:
+    """Open a file with a descriptor, as the next file gets it unless a lower one is free."""
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            if file.fileno() != number:
+                os.close(number)
+
+
 @pytest.mark.parametrize("has_previous", [True, False])
 def test_after_unwatch_on_another_thread_no_file_gets_signals(
     ear: Ear, other_ear: Ear, tmp_path: Path, has_previous: bool
@@ -156,11 +168,8 @@ def test_after_unwatch_on_another_thread_no_file_gets_signals(
     signals.watch(number)
     unwatch_on_another_thread()
     watched.close()
-    with (tmp_path / "weights").open("wb", buffering=0) as file:
-        os.dup2(file.fileno(), number)  # as a file that is opened next, unless a lower descriptor is free
+    with opened_as(number, tmp_path / "weights"):
         os.kill(os.getpid(), signal.SIGUSR1)
-        if file.fileno() != number:
-            os.close(number)
     assert (tmp_path / "weights").read_bytes() == b""
     assert other_ear.received() == (USR1 if has_previous else b"")
     signals.watch(ear.fileno())
@@ -209,13 +218,10 @@ def test_the_former_descriptor_may_be_reused_for_another_file(ear: Ear) -> None:
     signal.set_wakeup_fd(number)
     signals.watch(ear.fileno())
     former.close()
-    with Path(os.devnull).open("wb") as file:
-        os.dup2(file.fileno(), number)  # as a file that is opened next, unless a lower descriptor is free
+    with opened_as(number, Path(os.devnull)):
         os.set_blocking(number, False)  # required of a wake-up descriptor
         signals.unwatch()
         assert wakeup_fd() == -1
-        if file.fileno() != number:
-            os.close(number)
 
 
 def test_a_process_that_unwatched_on_another_thread_still_ends_by_sigterm() -> None:
