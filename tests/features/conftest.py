@@ -35,9 +35,9 @@ def mesh(world: mpicomm.World) -> dist.DeviceMesh:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile with an empty cache and without compiler processes, because a rank must not fork."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def compiler(world: mpicomm.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile with an empty cache, which the ranks share, and without compiler processes: a rank must not fork."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mpicomm.broadcast_object(str(tmp_path), src=0))
     from torch import _dynamo, _inductor
 
     _dynamo.reset()
