@@ -98,7 +98,7 @@ class Copy:
 
     def outcomes(self, arguments: list[str], limit: float = _LONGEST_RUN) -> list[Test]:
         """Run pytest, and return the tests that began within the limit, after which it is killed."""
-        file = self._root / "outcomes"
+        file = self._root.with_name(f"{self._root.name}-outcomes")  # a test may leave no new file in its directory
         file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.marks", *arguments]
         run_within(limit, command, env=self._environment() | {marks.RESULTS: str(file)}, cwd=self._root)

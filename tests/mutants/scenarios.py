@@ -107,7 +107,8 @@ def _find(copies: list[Copy], results: dict[str, Any], end: float) -> None:
             return
         copy = free.get()
         try:
-            limit = _LEAST + _FACTOR * sum(scenarios.get(test, 0.0) for test in tests)
+            usual = sum(seconds for name, seconds in scenarios.items() if name.startswith(tuple(tests)))
+            limit = _LEAST + _FACTOR * usual
             with copy.fault(mutant):
                 begun = copy.outcomes([*tests, "-m", "not mpi"], limit)
         finally:
