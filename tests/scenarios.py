@@ -17,7 +17,7 @@ from mpicomm.reports import result_files
 _FILE = Path(__file__).with_name("scenarios.json")
 
 KEPT = {
-    "tests/examples/test_readme.py": "every command of the README is run",
+    "tests/examples/test_readme.py::test_a_command_of_the_readme": "every command of the README is run",
     "tests/examples/test_quick_start.py": "every command of the README is run",
     "tests/launch/test_verdict.py": "no mutant is in the plugin that runs tests under mpirun",
     "tests/cluster/test_slurm.py": "srun starts the ranks, with PMIx and PMI-2",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,43 +13,81 @@ import pytest
 from mpicomm import mpi
 from tests.recovery import killed_runs
 from tests.recovery.kill_plan import RECOVERING, Kill
-from tests.recovery.killed_runs import Case
+from tests.recovery.killed_runs import Case, References
 from tests.recovery.training_job import EPOCHS
 
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What is expected of a case."""
+
+    gaps: int
+    """The number of kills that a completed step follows."""
+
+    sizes: list[int]
+    """The number of ranks of each world that completed a step; empty if that depends on the moment of the kill."""
+
+
 CASES = [
-    Case(
-        "on fewer ranks",
-        (Kill(0, 0, "in an evaluation", 2), Kill(1, 0, "in a barrier", 2, 0.01)),
-    ),
-    Case(
-        "with spares",
-        (
-            Kill(0, 2, "at a random moment", delay=0.2),
-            Kill(0, 0, RECOVERING, delay=0.02),
-            Kill(1, 0, "while a checkpoint is written"),
-            Kill(2, 1, "after fit"),
+    (Case("on fewer ranks", (Kill(0, 0, "in a barrier", 2, 0.01),)), Expected(1, [4, 3])),
+    (
+        Case(
+            "on ever fewer ranks",
+            (Kill(0, 0, "in an evaluation", 2), Kill(1, 0, "in a barrier", 2, 0.01)),
         ),
-        spares=4,
+        Expected(2, [4, 3, 2]),
     ),
-    Case(
-        "sharded, with copies of the shards",
-        (Kill(0, 1, "in a 64 MiB all_reduce", 7, 0.01),),
-        spares=1,
-        arguments=("--strategy", "fsdp", "--replicate"),
+    (
+        Case(
+            "with spares",
+            (Kill(0, 0, "while a checkpoint is written"), Kill(1, 1, "after fit")),
+            spares=2,
+        ),
+        Expected(1, []),
+    ),
+    (
+        Case(
+            "with spares, also in a recovery",
+            (
+                Kill(0, 2, "at a random moment", delay=0.2),
+                Kill(0, 0, RECOVERING, delay=0.02),
+                Kill(1, 0, "while a checkpoint is written"),
+                Kill(2, 1, "after fit"),
+            ),
+            spares=4,
+        ),
+        Expected(3, []),
+    ),
+    (
+        Case(
+            "sharded, with copies of the shards",
+            (Kill(0, 1, "in a 64 MiB all_reduce", 7, 0.01),),
+            spares=1,
+            arguments=("--strategy", "fsdp", "--replicate"),
+        ),
+        Expected(1, [4, 4]),
     ),
 ]
 
 
+@pytest.fixture(name="references", scope="module")
+def _references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], References]:
+    """Return a function from the arguments of a case to the runs without kills; cases with equal ones share them."""
+    folder = tmp_path_factory.mktemp("references")
+    return functools.cache(lambda arguments: References(folder / "-".join(["of", *arguments]), arguments))
+
+
 @pytest.mark.skipif(mpi.library().vendor != "Open MPI", reason="requires an MPI that continues after a failure (ULFM)")
-def test_killed_runs_end_with_the_bits_of_runs_without_kills(tmp_path: Path) -> None:
-    results = [killed_runs.run(case, tmp_path / f"case-{number}") for number, case in enumerate(CASES)]
-    killed_runs.compare(results, tmp_path)
-    assert [(each.case.name, each.problems) for each in results if each.problems] == []
-    assert [len(each.gaps) for each in results] == [2, 3, 1]  # no step follows the kill after fit
-    assert results[0].sizes == [4, 3, 2]
-    assert results[2].sizes == [4, 4]
-    for number in range(len(CASES)):
-        assert_logged(tmp_path / f"case-{number}" / "run" / "metrics.jsonl")
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.name.replace(" ", "-") for case, _ in CASES])
+def test_a_killed_run_ends_with_the_bits_of_a_run_without_kills(
+    case: Case, expected: Expected, references: Callable[[tuple[str, ...]], References], tmp_path: Path
+) -> None:
+    result = killed_runs.run(case, tmp_path / "run")
+    references(case.arguments).compare([result])
+    assert result.problems == []
+    assert len(result.gaps) == expected.gaps  # no step follows the kill after fit
+    assert result.sizes == expected.sizes or not expected.sizes
+    assert_logged(tmp_path / "run" / "run" / "metrics.jsonl")
 
 
 def assert_logged(path: Path) -> None:

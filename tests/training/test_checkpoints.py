@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from torch import nn
 
 import mpicomm
 from mpicomm.training import files
+from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
 from tests.launching import background_job, python
+from tests.time_limits import EVENT_SECONDS, scaled
 from tests.training import kills
 from tests.training.job import Samples, digest, make_model
 
@@ -72,6 +75,39 @@ def test_a_run_in_parts_is_one_run(world: mpicomm.World, directory: Path, option
         trainer = make_trainer(directory, **options)
         history = fit(trainer, epochs)
     assert history == expected
+    assert digest(trainer) == digest(whole)
+
+
+class SaysWhenStep3Ends(mpicomm.Callback):
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.position.step == 3:
+            self.has_ended.set()
+
+
+def test_steps_during_a_save_do_not_change_it(
+    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_trainer(None)
+    fit(whole)
+    step_3, store = SaysWhenStep3Ends(), Checkpoints._store
+
+    def store_later(checkpoints: Checkpoints, *arguments: Any) -> str:
+        assert step_3.has_ended.wait(scaled(EVENT_SECONDS)), "training does not continue during a save"
+        return store(checkpoints, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_store", store_later)
+    fit(make_trainer(directory, save_every=2, callbacks=[step_3]), max_steps=3)
+    monkeypatch.undo()
+    saved_before_step_3, saved_after_it = complete(directory)
+    if world.rank == 0:
+        shutil.rmtree(directory / saved_after_it)
+    mpicomm.barrier()
+    trainer = make_trainer(directory, callbacks=[step_3])
+    fit(trainer)
+    assert kills.starts(directory) == [0, 2], saved_before_step_3
     assert digest(trainer) == digest(whole)
 
 
