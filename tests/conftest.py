@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm import mpi
 from mpicomm.launch import detect
 from tests.time_limits import scaled
 
@@ -40,7 +39,6 @@ def _is_under_mpi(config: pytest.Config) -> bool:
     return bool(LAUNCH.claims) and config.getoption("--with-mpi")
 
 
-@pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
 def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):  # torch.compile uses it if it is installed, as Lightning requires
         import tqdm
@@ -54,13 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
             hypothesis.settings.load_profile("at any speed")
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a script, `pytest &`; the jobs would ignore it too
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return
-    from tests.verdict import CollectiveVerdict, QuietRank
-
-    rank = mpi.initialize(LAUNCH.local_size).rank
-    config.pluginmanager.register(CollectiveVerdict(config), "collective-verdict")
-    if rank != 0:
-        config.pluginmanager.register(QuietRank(config, rank), "quiet-rank")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -76,6 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if unseen := [item.nodeid for item in with_mark if item.path.parent.name in WITHOUT_RANKS]:
             raise pytest.UsageError(f"mpirun does not collect {unseen}. Move them out of the folders {WITHOUT_RANKS}.")
         return
+    if not config.pluginmanager.has_plugin("mpicomm-ranks-in-step"):
+        raise pytest.UsageError(
+            "The entry points of mpicomm are not installed, so a failure on one rank could hang.\nRun `make env`."
+        )
     config.hook.pytest_deselected(items=[item for item in items if item not in with_mark])
     items[:] = with_mark
 

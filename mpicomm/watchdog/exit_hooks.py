@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import os
 import sys
 import threading
@@ -250,19 +249,8 @@ def print_stderr(text: str) -> None:
     with contextlib.suppress(Exception):  # a failing stream must not keep the rank from aborting the job
         sys.stdout.flush()
         sys.stderr.flush()
-        if (held_back := _stderr_behind_pytest()) is not None:
-            os.write(held_back, text.encode())
-            return
-        # Not sys.stderr: torch's hook replaces it by a buffer that it prints only after the job has been aborted.
+        # Not sys.stderr: torch's hook replaces it by a buffer that it prints only after the job has been aborted, and
+        # pytest by a file. In a job, mpicomm.testing.pytest_plugin lets sys.__stderr__ bypass that file.
         stream = sys.__stderr__ or sys.stderr
         stream.write(text)
         stream.flush()
-
-
-def _stderr_behind_pytest() -> int | None:
-    """Return the descriptor of the real stderr while pytest captures it: captured output is lost at the abort."""
-    capture = sys.modules.get("_pytest.capture")
-    if capture is None:
-        return None
-    captures = (each for each in gc.get_objects() if isinstance(each, capture.FDCapture))
-    return next((each.targetfd_save for each in captures if each.targetfd == 2 and each._state == "started"), None)

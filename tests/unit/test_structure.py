@@ -44,6 +44,7 @@ LAYERS = {
     "reports": 10,
     "horovod": 10,
     "job_info": 10,
+    "testing": 10,
     "integrations": 10,
     "cli": 11,
     "__main__": 12,

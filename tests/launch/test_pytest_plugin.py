@@ -1,14 +1,18 @@
-"""The test harness: a failure on one rank fails the test on all ranks, and a rank that exits does not hang the rest."""
+"""The pytest plugin: a failure on one rank fails the test on all ranks, and a rank that exits does not hang the others.
+
+The jobs load it through its entry point.
+"""
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launching import Outcome, run_ranks
+from tests.launching import Outcome, python, run_command, run_ranks
 
 HEADER = """
 import os, pytest
@@ -16,14 +20,15 @@ from mpicomm import mpi
 pytestmark = pytest.mark.mpi
 comm = mpi.job_comm()
 """
+CONFTEST = "from tests.conftest import *\n"  # of this project
 
 
 @pytest.fixture
-def run_tests(tmp_path: Path):
-    """Return a function that runs a test file on three ranks, with this project's conftest."""
+def run_tests(tmp_path: Path) -> Callable[..., Outcome]:
+    """Return a function that runs a test file on three ranks."""
 
-    def run(code: str) -> Outcome:
-        (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    def run(code: str, conftest: str = "") -> Outcome:
+        (tmp_path / "conftest.py").write_text(conftest)
         (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nmarkers = mpi\n")
         (tmp_path / "test_it.py").write_text(HEADER + textwrap.dedent(code))
         return run_ranks(3, ["-m", "pytest", "--with-mpi", "--color=no", str(tmp_path)])
@@ -31,7 +36,7 @@ def run_tests(tmp_path: Path):
     return run
 
 
-def test_failures_and_skips_of_some_ranks(run_tests) -> None:
+def test_failures_and_skips_of_some_ranks(run_tests: Callable[..., Outcome]) -> None:
     """In each test of one job, some ranks fail or skip; all ranks start the next test together."""
     outcome = run_tests(
         """
@@ -54,7 +59,8 @@ def test_failures_and_skips_of_some_ranks(run_tests) -> None:
 
         def test_passes():
             comm.Barrier()
-        """
+        """,
+        CONFTEST,
     )
     assert outcome.status != 0, outcome
     assert "1 failed, 3 passed, 2 errors" in outcome.stdout, outcome
@@ -66,7 +72,7 @@ def test_failures_and_skips_of_some_ranks(run_tests) -> None:
     assert re.search(r"\[rank 2\].*no fixture on rank 2", output), outcome
 
 
-def test_ranks_other_than_0_are_quiet_and_unmarked_tests_are_left_out(run_tests) -> None:
+def test_ranks_other_than_0_are_quiet_and_unmarked_tests_are_left_out(run_tests: Callable[..., Outcome]) -> None:
     outcome = run_tests(
         """
         pytestmark = []
@@ -77,14 +83,15 @@ def test_ranks_other_than_0_are_quiet_and_unmarked_tests_are_left_out(run_tests)
         @pytest.mark.mpi
         def test_together():
             pass
-        """
+        """,
+        CONFTEST,
     )
     assert outcome.status == 0, outcome
     assert "1 passed, 1 deselected" in outcome.stdout, outcome
     assert (outcome.stdout + outcome.stderr).count("1 passed") == 1, outcome
 
 
-def test_a_rank_that_raises_before_a_collective_ends_the_job(run_tests) -> None:
+def test_a_rank_that_raises_before_a_collective_ends_the_job(run_tests: Callable[..., Outcome]) -> None:
     outcome = run_tests(
         """
         def test_it():
@@ -96,3 +103,31 @@ def test_a_rank_that_raises_before_a_collective_ends_the_job(run_tests) -> None:
     assert outcome.status != 0, outcome
     assert re.search(r"\[rank 1\] .*test_it failed here while others wait", outcome.stderr), outcome
     assert "ValueError: only rank 1" in outcome.stderr, outcome
+
+
+def test_the_report_of_a_killed_rank_is_printed_although_pytest_captures_it(run_tests: Callable[..., Outcome]) -> None:
+    outcome = run_tests(
+        """
+        import signal, mpicomm
+        mpicomm.bootstrap("mpi")
+
+        def test_it():
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mpicomm.barrier()
+        """
+    )
+    assert outcome.status != 0, outcome
+    assert re.search(r"\[mpicomm\] rank 1 of 3 on \S+ died", outcome.stderr), outcome
+
+
+def test_without_a_job_the_plugin_changes_nothing() -> None:
+    program = """
+import sys
+stderr = sys.__stderr__
+from mpicomm.testing import pytest_plugin
+assert sys.__stderr__ is stderr
+assert not {"torch", "mpi4py"} & sys.modules.keys()
+"""
+    outcome = run_command(python(["-c", program]))
+    assert outcome.status == 0, outcome

@@ -1,0 +1,145 @@
+"""A pytest plugin: the ranks of `mpirun -n 4 pytest --with-mpi` fail a test together, and no rank waits forever.
+
+pytest loads it where mpicomm is installed. Loading it imports neither torch nor MPI, and changes nothing outside of a
+job that an MPI launcher has started. `--with-mpi` and the marker `mpi` are those of the package pytest-mpi.
+
+After the set-up and after the body of a test marked `mpi`, the ranks exchange whether it failed. A test that failed on
+one rank fails on all. A rank that failed waits some seconds for the others; if they do not arrive, they are blocked in
+an operation that this rank has left: it prints its error and aborts the job. Rank 0 prints pytest's report, the other
+ranks only if a test failed on them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+import traceback
+import zlib
+from array import array
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mpicomm.errors import MpicommError
+from mpicomm.launch import detect
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_WAIT_SECONDS = 10.0  # that a failed rank waits for the others: they may still run the test
+_PAUSE_SECONDS = 0.001  # between two polls, which would otherwise take the cores from the other ranks
+_PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
+_PASSED_HERE = "passed here, but failed"
+
+_launch = detect.detect(os.environ)
+
+_is_in_job = _launch.kind == "mpi" and bool(_launch.claims)
+
+if _is_in_job:
+    # What is written while pytest captures stderr is lost if the job is aborted. This plugin is loaded before that.
+    sys.__stderr__ = os.fdopen(os.dup(2), "w")  # type: ignore[misc]
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
+def pytest_configure(config: pytest.Config) -> None:
+    """Initialise MPI (collective), and register the plugins of a rank.
+
+    Raises:
+        pytest.UsageError: If MPI cannot be initialised.
+    """
+    if not _is_in_job or not config.getoption("--with-mpi", False):
+        return
+    from mpicomm import mpi
+
+    try:
+        comm = mpi.initialize(_launch.local_size)
+    except MpicommError as error:
+        raise pytest.UsageError(str(error)) from error
+    # Dup is collective: every rank calls it here, at the start of its session, where it cannot hang.
+    config.pluginmanager.register(RanksInStep(comm.Dup()), "mpicomm-ranks-in-step")
+    if comm.rank != 0:
+        config.pluginmanager.register(QuietRank(config, comm.rank), "mpicomm-quiet-rank")
+
+
+class RanksInStep:
+    """Fails a test on all ranks if it fails on one."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        """Use a communicator of all ranks, which no other code uses."""
+        self._comm = comm
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Agree on whether the set-up of a test succeeded (collective)."""
+        return (yield from self._checked(item, "set-up"))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+        """Agree on whether a test passed (collective)."""
+        return (yield from self._checked(pyfuncitem, "test"))
+
+    def _checked(self, item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
+        if not item.get_closest_marker("mpi"):
+            return (yield)
+        error: BaseException | None = None
+        result = None
+        try:
+            result = yield
+        except BaseException as caught:  # noqa: BLE001  pytest's own outcomes are not Exceptions
+            error = caught
+        failed_ranks = self._failed_ranks(item.nodeid, error)
+        if error is not None:
+            raise error
+        if failed_ranks:
+            pytest.fail(f"the {phase} {_PASSED_HERE} on ranks {failed_ranks}", pytrace=False)
+        return result
+
+    def _failed_ranks(self, test: str, error: BaseException | None) -> list[int]:
+        """Return the ranks on which this phase of a test failed (collective)."""
+        has_failed = error is not None and not isinstance(error, pytest.skip.Exception)
+        test_hash = zlib.crc32(test.encode())
+        of_ranks = array("q", [0, 0] * self._comm.size)  # for each rank: whether it failed, and the hash of its test
+        request = self._comm.Iallgather(array("q", [has_failed, test_hash]), of_ranks)
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not request.Test():
+            if has_failed and time.monotonic() > deadline:
+                self._abort(test, error)
+            time.sleep(_PAUSE_SECONDS)
+        if any(other != test_hash for other in of_ranks[1::2]):
+            pytest.exit(
+                f"rank {self._comm.rank} is in {test}, other ranks are in another test.\n"
+                f"Collect the same tests in the same order on all ranks."
+            )
+        return [rank for rank, flag in enumerate(of_ranks[0::2]) if flag]
+
+    def _abort(self, test: str, error: BaseException | None) -> None:
+        text = "".join(traceback.format_exception(error))
+        assert sys.__stderr__ is not None  # `os.fdopen` above
+        sys.__stderr__.write(f"\n[rank {self._comm.rank}] {test} failed here while others wait:\n{text}")
+        sys.__stderr__.flush()
+        time.sleep(_PRINTING_SECONDS)
+        self._comm.Abort(1)
+
+
+class QuietRank:
+    """Withholds pytest's report of a rank other than 0, and prints it at the end if a test failed on that rank."""
+
+    def __init__(self, config: pytest.Config, rank: int) -> None:
+        """Redirect the terminal reporter."""
+        self._rank = rank
+        self._has_failed = False
+        self._report = io.StringIO()
+        config.pluginmanager.getplugin("terminalreporter")._tw._file = self._report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record whether a test failed on this rank, and not only on another rank."""
+        self._has_failed |= report.failed and _PASSED_HERE not in report.longreprtext
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Print the report, if a test failed on this rank."""
+        if self._has_failed:
+            sys.stderr.write("".join(f"[rank {self._rank}] {line}\n" for line in self._report.getvalue().splitlines()))
