@@ -54,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _folder_of(path: Path) -> str:
+    """Return the folder in tests/ of a file; "" outside of it."""
+    tests = Path(__file__).parent
+    return path.relative_to(tests).parts[0] if path.is_relative_to(tests) else ""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import, under mpirun, the folders without tests for ranks: that takes half of the time of collection."""
     is_left_out = collection_path.parent == Path(__file__).parent and collection_path.name in WITHOUT_RANKS
@@ -64,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect, under mpirun, the tests that run once in one process."""
     with_mark = [item for item in items if item.get_closest_marker("mpi")]
     if not _is_under_mpi(config):
-        if unseen := [item.nodeid for item in with_mark if item.path.parent.name in WITHOUT_RANKS]:
+        if unseen := [item.nodeid for item in with_mark if _folder_of(item.path) in WITHOUT_RANKS]:
             raise pytest.UsageError(f"mpirun does not collect {unseen}. Move them out of the folders {WITHOUT_RANKS}.")
         return
     if not config.pluginmanager.has_plugin("mpicomm-ranks-in-step"):

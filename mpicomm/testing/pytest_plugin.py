@@ -3,10 +3,11 @@
 pytest loads it where mpicomm is installed. Loading it imports neither torch nor MPI, and changes nothing outside of a
 job that an MPI launcher has started. `--with-mpi` and the marker `mpi` are those of the package pytest-mpi.
 
-After the set-up and after the body of a test marked `mpi`, the ranks exchange whether it failed. A test that failed on
-one rank fails on all. A rank that failed waits some seconds for the others; if they do not arrive, they are blocked in
-an operation that this rank has left: it prints its error and aborts the job. Rank 0 prints pytest's report, the other
-ranks only if a test failed on them.
+After the collection, and after the set-up, body and tear-down of a test marked `mpi`, the ranks exchange whether it
+failed. A test that failed on one rank fails on all; one that a fixture skips on one rank is skipped on all. A rank that
+failed waits some seconds for the others; if they do not arrive, they are blocked in an operation that this rank has
+left: it prints its error and aborts the job. Rank 0 prints pytest's report, the other ranks only if a test failed on
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 import traceback
 import zlib
 from array import array
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +34,7 @@ _WAIT_SECONDS = 10.0  # that a failed rank waits for the others: they may still 
 _PAUSE_SECONDS = 0.001  # between two polls, which would otherwise take the cores from the other ranks
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
 _PASSED_HERE = "passed here, but failed"
+PASSED, SKIPPED, FAILED = range(3)
 
 _launch = detect.detect(os.environ)
 
@@ -71,6 +73,19 @@ class RanksInStep:
         """Use a communicator of all ranks, which no other code uses."""
         self._comm = comm
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Check that the collection succeeded on all ranks, with the same tests in the same order (collective)."""
+        tests = zlib.crc32("\n".join(item.nodeid for item in session.items).encode())
+        outcome = FAILED if session.testsfailed else PASSED
+        outcomes, of_ranks = self._exchange(outcome, tests, "the collection", None)
+        if FAILED in outcomes:
+            pytest.exit(f"the collection failed on ranks {_ranks_with(FAILED, outcomes)}", returncode=2)
+        if len(set(of_ranks)) > 1:
+            pytest.exit(
+                "the ranks have collected different tests.\nCollect the same tests in the same order on all ranks.",
+                returncode=2,
+            )
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Agree on whether the set-up of a test succeeded (collective)."""
@@ -81,6 +96,11 @@ class RanksInStep:
         """Agree on whether a test passed (collective)."""
         return (yield from self._checked(pyfuncitem, "test"))
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Agree on whether the tear-down of a test succeeded (collective)."""
+        return (yield from self._checked(item, "tear-down"))
+
     def _checked(self, item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
         if not item.get_closest_marker("mpi"):
             return (yield)
@@ -90,38 +110,46 @@ class RanksInStep:
             result = yield
         except BaseException as caught:  # noqa: BLE001  pytest's own outcomes are not Exceptions
             error = caught
-        failed_ranks = self._failed_ranks(item.nodeid, error)
+        outcome = PASSED if error is None else SKIPPED if isinstance(error, pytest.skip.Exception) else FAILED
+        test = f"the {phase} of {item.nodeid}"
+        outcomes, tests = self._exchange(outcome, zlib.crc32(test.encode()), test, error)
+        if len(set(tests)) > 1:
+            pytest.exit(f"rank {self._comm.rank} has finished {test}, other ranks another one", returncode=2)
         if error is not None:
             raise error
-        if failed_ranks:
-            pytest.fail(f"the {phase} {_PASSED_HERE} on ranks {failed_ranks}", pytrace=False)
+        if FAILED in outcomes:
+            pytest.fail(f"the {phase} {_PASSED_HERE} on ranks {_ranks_with(FAILED, outcomes)}", pytrace=False)
+        if phase == "set-up" and SKIPPED in outcomes:  # those ranks do not run the test
+            pytest.skip(f"the set-up skipped the test on ranks {_ranks_with(SKIPPED, outcomes)}")
         return result
 
-    def _failed_ranks(self, test: str, error: BaseException | None) -> list[int]:
-        """Return the ranks on which this phase of a test failed (collective)."""
-        has_failed = error is not None and not isinstance(error, pytest.skip.Exception)
-        test_hash = zlib.crc32(test.encode())
-        of_ranks = array("q", [0, 0] * self._comm.size)  # for each rank: whether it failed, and the hash of its test
-        request = self._comm.Iallgather(array("q", [has_failed, test_hash]), of_ranks)
+    def _exchange(
+        self, outcome: int, subject_hash: int, subject: str, error: BaseException | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the outcomes, and what they are of, on all ranks (collective).
+
+        A rank on which it failed waits for the others for a limited time, and then aborts the job.
+        """
+        of_ranks = array("q", [0, 0] * self._comm.size)
+        request = self._comm.Iallgather(array("q", [outcome, subject_hash]), of_ranks)
         deadline = time.monotonic() + _WAIT_SECONDS
         while not request.Test():
-            if has_failed and time.monotonic() > deadline:
-                self._abort(test, error)
+            if outcome == FAILED and time.monotonic() > deadline:
+                self._abort(subject, error)
             time.sleep(_PAUSE_SECONDS)
-        if any(other != test_hash for other in of_ranks[1::2]):
-            pytest.exit(
-                f"rank {self._comm.rank} is in {test}, other ranks are in another test.\n"
-                f"Collect the same tests in the same order on all ranks."
-            )
-        return [rank for rank, flag in enumerate(of_ranks[0::2]) if flag]
+        return of_ranks[0::2].tolist(), of_ranks[1::2].tolist()
 
-    def _abort(self, test: str, error: BaseException | None) -> None:
-        text = "".join(traceback.format_exception(error))
+    def _abort(self, subject: str, error: BaseException | None) -> None:
+        reason = "" if error is None else "".join(traceback.format_exception(error))
         assert sys.__stderr__ is not None  # `os.fdopen` above
-        sys.__stderr__.write(f"\n[rank {self._comm.rank}] {test} failed here while others wait:\n{text}")
+        sys.__stderr__.write(f"\n[rank {self._comm.rank}] {subject} failed here while others wait:\n{reason}")
         sys.__stderr__.flush()
         time.sleep(_PRINTING_SECONDS)
         self._comm.Abort(1)
+
+
+def _ranks_with(outcome: int, outcomes: Sequence[int]) -> list[int]:
+    return [rank for rank, of_rank in enumerate(outcomes) if of_rank == outcome]
 
 
 class QuietRank:
@@ -137,6 +165,10 @@ class QuietRank:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record whether a test failed on this rank, and not only on another rank."""
         self._has_failed |= report.failed and _PASSED_HERE not in report.longreprtext
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Record whether this rank cannot import a file of tests."""
+        self._has_failed |= report.failed
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:

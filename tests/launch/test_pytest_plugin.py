@@ -54,6 +54,14 @@ def test_failures_and_skips_of_some_ranks(run_tests: Callable[..., Outcome]) -> 
             if comm.rank == 1:
                 pytest.skip("not here")
 
+        @pytest.fixture
+        def elsewhere():
+            if comm.rank == 1:
+                pytest.skip("not here")
+
+        def test_fixture_skips_on_rank_1(elsewhere):
+            comm.Barrier()
+
         def test_leaves_a_variable():
             os.environ["LEFT_BEHIND"] = "1"
 
@@ -63,7 +71,7 @@ def test_failures_and_skips_of_some_ranks(run_tests: Callable[..., Outcome]) -> 
         CONFTEST,
     )
     assert outcome.status != 0, outcome
-    assert "1 failed, 3 passed, 2 errors" in outcome.stdout, outcome
+    assert "1 failed, 3 passed, 1 skipped, 2 errors" in outcome.stdout, outcome
     assert "failed on ranks [1]" in outcome.stdout, outcome
     assert "failed on ranks [2]" in outcome.stdout, outcome
     assert "the test changed environment variables or did not remove them" in outcome.stdout, outcome
@@ -91,18 +99,48 @@ def test_ranks_other_than_0_are_quiet_and_unmarked_tests_are_left_out(run_tests:
     assert (outcome.stdout + outcome.stderr).count("1 passed") == 1, outcome
 
 
-def test_a_rank_that_raises_before_a_collective_ends_the_job(run_tests: Callable[..., Outcome]) -> None:
-    outcome = run_tests(
-        """
-        def test_it():
-            if comm.rank == 1:
-                raise ValueError("only rank 1")
-            comm.Barrier()
-        """
-    )
+@pytest.mark.parametrize(
+    ("phase", "code"),
+    [
+        (
+            "the test of",
+            """
+            def test_it():
+                if comm.rank == 1:
+                    raise ValueError("only rank 1")
+                comm.Barrier()
+            """,
+        ),
+        (
+            "the tear-down of",
+            """
+            @pytest.fixture
+            def broken():
+                yield
+                if comm.rank == 1:
+                    raise ValueError("only rank 1")
+                comm.Barrier()
+
+            def test_it(broken):
+                pass
+            """,
+        ),
+    ],
+)
+def test_a_rank_that_raises_before_a_collective_ends_the_job(
+    phase: str, code: str, run_tests: Callable[..., Outcome]
+) -> None:
+    outcome = run_tests(code)
     assert outcome.status != 0, outcome
-    assert re.search(r"\[rank 1\] .*test_it failed here while others wait", outcome.stderr), outcome
+    assert re.search(rf"\[rank 1\] {phase} .*test_it failed here while others wait", outcome.stderr), outcome
     assert "ValueError: only rank 1" in outcome.stderr, outcome
+
+
+def test_a_file_that_one_rank_cannot_import_ends_all(run_tests: Callable[..., Outcome]) -> None:
+    outcome = run_tests('if comm.rank == 1: raise ImportError("only rank 1")\n\ndef test_it():\n    comm.Barrier()\n')
+    assert outcome.status != 0, outcome
+    assert "the collection failed on ranks [1]" in outcome.stdout, outcome
+    assert re.search(r"\[rank 1\] .*ImportError: only rank 1", outcome.stdout + outcome.stderr), outcome
 
 
 def test_the_report_of_a_killed_rank_is_printed_although_pytest_captures_it(run_tests: Callable[..., Outcome]) -> None:
