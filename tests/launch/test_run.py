@@ -20,10 +20,9 @@ from tests.launching import (
     refusal,
     run_command,
     run_ranks,
-    run_within,
 )
 from tests.ports import reserved_port
-from tests.time_limits import EVENT_SECONDS, scaled
+from tests.time_limits import EVENT_SECONDS
 
 LIBRARY = mpi.library()
 IS_OPEN_MPI = LIBRARY.vendor == "Open MPI"
@@ -136,29 +135,6 @@ def test_large_output_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     expected = "".join(f"{number}\n" for number in range(count))
     assert outcome.stdout == expected
     assert [path.read_text() == expected for path in sorted(Path("logs").iterdir())] == [True, True]
-
-
-def test_a_leftover_process_of_a_rank_keeps_no_log_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "mpicomm.rank_log", "logs", "0", "sh", "-c", "sleep 3600 & echo done; exit 3"]
-    outcome = run_within(scaled(EVENT_SECONDS), command)
-    assert (outcome.status, outcome.stdout) == (3, "done\n"), outcome
-    assert ["sleep 3600" in each for each in outcome.left] == [True], f"the command waited for the process\n{outcome}"
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_logged_rank_ends_by_its_programs_signal(number: int, tmp_path: Path) -> None:
-    program = ["sh", "-c", f"ulimit -c 0; echo last words; kill -{number} $$"]
-    outcome = run_command([sys.executable, "-m", "mpicomm.rank_log", str(tmp_path), "0", *program])
-    assert (outcome.status, outcome.stdout) == (-number, "last words\n"), outcome
-    assert (tmp_path / "rank_000.log").read_text() == "last words\n"
-
-
-def test_a_logged_rank_whose_first_process_is_killed_has_no_leftover_processes(tmp_path: Path) -> None:
-    """Some launchers kill a process, but not its process group; `run_command` checks for leftover processes."""
-    program = ["sh", "-c", "kill -KILL $PPID; exec sleep 3600"]
-    outcome = run_command([sys.executable, "-m", "mpicomm.rank_log", str(tmp_path), "0", *program])
-    assert outcome.status == -signal.SIGKILL, outcome
 
 
 def test_the_logs_of_a_requeued_slurm_job_keep_the_earlier_output(

@@ -718,6 +718,13 @@ else:
         tests='tests/launch/test_run.py -k "test_ranks_get_the_signals and logged"',
     ),
     Mutant(
+        "rank_log.main",
+        old="return _run_and_copy(command, log)",
+        new="_run_and_copy(command, log); return 0",
+        fault="A failed rank whose output is logged exits with status 0.",
+        tests="tests/unit/test_rank_log.py",
+    ),
+    Mutant(
         "_show",
         old="gathered[arguments.env]",
         new="gathered[world.rank]",
