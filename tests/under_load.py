@@ -32,17 +32,32 @@ _COLORS = re.compile(r"\x1b\[[\d;]*m")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.under_load", description="Run CI's tests under load.")
     parser.add_argument("runs", nargs="?", type=int, default=1, help="number of runs (%(default)s)")
+    arguments = parser.parse_args()
+    if changed := _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS.relative_to(ROOT)}"):
+        parser.error(f"the results name a commit, and these files are not committed:\n{changed}")
     is_green = True
-    for _ in range(parser.parse_args().runs):
-        with load():
-            parts = {part: run(part) for part in test_parts((ROOT / ".ci" / "run").read_text())}
-        is_green = is_green and all(part["status"] == 0 and not part["counts"].get("rerun") for part in parts.values())
-        append({"commit": _git("rev-parse", "HEAD"), "date": time.strftime("%Y-%m-%d %H:%M"), "parts": parts})
+    for _ in range(arguments.runs):
+        parts: dict[str, dict[str, Any]] = {}
+        row = {"commit": _git("rev-parse", "HEAD"), "date": time.strftime("%Y-%m-%d %H:%M"), "parts": parts}
+        try:
+            with load():
+                for part in test_parts((ROOT / ".ci" / "run").read_text()):
+                    parts[part] = run(part)
+        except BaseException as error:
+            row["aborted"] = repr(error)
+            raise
+        finally:
+            append(row)
+        is_green = is_green and all(map(_is_green, parts.values()))
     sys.exit(not is_green)
 
 
+def _is_green(part: dict[str, Any]) -> bool:
+    return part["status"] == 0 and part["counts"].get("passed", 0) > 0 and not part["counts"].get("rerun")
+
+
 def test_parts(script: str) -> list[str]:
-    """Return the commands of `.ci/run` that run tests."""
+    """Return the commands of `.ci/run` that run tests of this checkout in its environments."""
     words = next(shlex.split(line) for line in script.splitlines() if line.startswith("tests/parts.sh"))
     return [word for word in words if word.startswith(("make test", "make conformance"))]
 
