@@ -93,8 +93,8 @@ MUTANTS = [
         "check",
         old="_current.error() if _current is not None and _current.has_any.is_set() else None",
         new="None",
-        fault="A backward pass of DDP in which a rank fails ends without an error and with wrong gradients.",
-        tests=_JOB,
+        fault="Ranks that serve rank 0 wait on when a rank has failed.",
+        tests="tests/recovery -k ranks_that_serve_rank_0",
     ),
     Mutant(
         "end_all",

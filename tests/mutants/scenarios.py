@@ -29,6 +29,7 @@ from tests.launching import ROOT
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import JOB, Copy
 from tests.mutants.table import MUTANTS
+from tests.time_limits import scaled
 
 RESULTS = ROOT / "docs" / "results" / "scenarios.json"
 _COMMAND = "python -m tests.mutants.scenarios trace; python -m tests.mutants.scenarios find"
@@ -66,8 +67,10 @@ def _trace(copy: Copy, results: dict[str, Any], files: list[str], jobs: int) -> 
             executed = copy.hits(test)
             if JOB in executed:
                 results["scenarios"][test.name] = round(test.total_seconds, 1)
-                for name in executed - {JOB}:
-                    results["mutants"].setdefault(name, {})[test.name] = earlier.get((name, test.name))
+            for name in executed - {JOB}:
+                detects = earlier.get((name, test.name))
+                if JOB in executed or detects:
+                    results["mutants"].setdefault(name, {})[test.name] = detects
         _write(results)
     for name in set(results["mutants"]) - _needed(results):
         del results["mutants"][name]
@@ -77,12 +80,13 @@ def _trace(copy: Copy, results: dict[str, Any], files: list[str], jobs: int) -> 
 def _forget(results: dict[str, Any], files: list[str]) -> dict[tuple[str, str], bool | None]:
     """Remove the records of the scenarios in some files; return which mutants they detect."""
     of_files = tuple(f"{file}::" for file in files)
-    forgotten = [test for test in results["scenarios"] if test.startswith(of_files)]
+    recorded = {*results["scenarios"], *(test for tried in results["mutants"].values() for test in tried)}
+    forgotten = [test for test in recorded if test.startswith(of_files)]
     earlier = {
         (name, test): each[test] for name, each in results["mutants"].items() for test in forgotten if test in each
     }
     for test in forgotten:
-        del results["scenarios"][test]
+        results["scenarios"].pop(test, None)
     for name, test in earlier:
         del results["mutants"][name][test]
     return earlier
@@ -108,7 +112,7 @@ def _find(copies: list[Copy], results: dict[str, Any], end: float) -> None:
         copy = free.get()
         try:
             usual = sum(seconds for name, seconds in scenarios.items() if name.startswith(tuple(tests)))
-            limit = _LEAST + _FACTOR * usual
+            limit = scaled(_LEAST + _FACTOR * usual)
             with copy.fault(mutant):
                 begun = copy.outcomes([*tests, "-m", "not mpi"], limit)
         finally:
