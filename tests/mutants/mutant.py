@@ -13,7 +13,7 @@ class Mutant:
     """A fault that is applied to a copy of the package; `syntax.replace` describes `place`, `old` and `new`."""
 
     place: str
-    """The function, class or module."""
+    """The function, class or module, or the file name of a template."""
 
     old: str = dataclasses.field(kw_only=True)
     """Code that occurs exactly once in it."""

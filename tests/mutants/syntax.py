@@ -40,15 +40,16 @@ class Replacement:
 
 
 def read_package(root: Path) -> list[Module]:
-    """Read all modules below a directory."""
-    return [_read(path, root) for path in sorted(root.rglob("*.py"))]
+    """Read all modules below a directory, and templates of text, which have no scopes."""
+    templates = [Module(path, path.read_text(), ast.Module([], []), {}) for path in sorted(root.rglob("*.j2"))]
+    return [_read(path, root) for path in sorted(root.rglob("*.py"))] + templates
 
 
 def replace(package: list[Module], place: str, old: str, new: str) -> Replacement:
     """Replace the code `old`, which must occur exactly once in the scopes `place`, by `new`.
 
     Args:
-        place: The end of the full name of one or several scopes.
+        place: The end of the full name of one or several scopes, or the file name of a template, compared as text.
         old: An expression, one or several statements, or the header of a compound statement, which ends in a colon:
             `if x:`, `except E:`, `def f(x):`. A header is compared and replaced without its block.
         new: The same kind of code; if empty, statements are removed.
@@ -56,6 +57,10 @@ def replace(package: list[Module], place: str, old: str, new: str) -> Replacemen
     Raises:
         ValueError: If the code is not found exactly once.
     """
+    if template := next((module for module in package if module.path.name == place), None):
+        if (count := template.source.count(old)) != 1:
+            raise ValueError(_message(place, old, count))
+        return Replacement(template.path, template.source.replace(old, new))
     module, span = _find(package, place, old, new)
     return Replacement(module.path, _replaced(module.source, span, textwrap.dedent(new).strip()))
 
@@ -63,9 +68,11 @@ def replace(package: list[Module], place: str, old: str, new: str) -> Replacemen
 def statement(package: list[Module], place: str, old: str, new: str) -> tuple[Path, int, int] | None:
     """Return where the innermost statement of a function that contains this code begins: file, line and column.
 
-    The code can be executed only after a statement that is inserted there. None outside of functions. Arguments and
-    errors as for `replace`.
+    The code can be executed only after a statement that is inserted there. None outside of functions, and in templates.
+    Arguments and errors as for `replace`.
     """
+    if place.endswith(".j2"):
+        return None
     module, (node, *_) = _find(package, place, old, new)
     if isinstance(node, _FUNCTIONS):
         line, column = _start(node.body[0])
@@ -99,8 +106,12 @@ def _find(package: list[Module], place: str, old: str, new: str) -> tuple[Module
         for span in _spans(scope, old, new)
     }
     if len(spans) != 1:
-        raise ValueError(f"{place}: expected this code once, found it {len(spans)} times:\n{old}\nUpdate the mutant.")
+        raise ValueError(_message(place, old, len(spans)))
     return next(iter(spans.values()))
+
+
+def _message(place: str, old: str, count: int) -> str:
+    return f"{place}: expected this code once, found it {count} times:\n{old}\nUpdate the mutant."
 
 
 def _read(path: Path, root: Path) -> Module:

@@ -44,7 +44,8 @@ class Call:
 def _problem(mutant: Mutant, package: list[syntax.Module]) -> str:
     try:
         faulty = mutant.applied_to(package)
-        compile(faulty.source, faulty.path, "exec")
+        if faulty.path.suffix == ".py":
+            compile(faulty.source, faulty.path, "exec")
     except (SyntaxError, ValueError) as error:
         return f"{mutant.place}: {mutant.fault}\n{error}"
     return ""
@@ -69,6 +70,7 @@ def package(tmp_path: Path) -> list[syntax.Module]:
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "module.py").write_text(SOURCE)
+    (folder / "text.j2").write_text("trap : TERM\n{{ x }}{{ x }}\n")
     return syntax.read_package(folder)
 
 
@@ -103,6 +105,14 @@ def test_code_that_does_not_occur_once_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=rf"{place}: expected this code once, found it {count} times"):
         syntax.replace(package, place, old, "")
+
+
+def test_a_template_is_replaced_as_text(package: list[syntax.Module]) -> None:
+    replaced = syntax.replace(package, "text.j2", "TERM", "INT")
+    assert (replaced.path.name, replaced.source) == ("text.j2", "trap : INT\n{{ x }}{{ x }}\n")
+    assert syntax.statement(package, "text.j2", "TERM", "INT") is None
+    with pytest.raises(ValueError, match=r"text.j2: expected this code once, found it 2 times"):
+        syntax.replace(package, "text.j2", "{{ x }}", "")
 
 
 @pytest.mark.parametrize(
