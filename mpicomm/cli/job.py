@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mpicomm.cli.argument_types import Parser
 from mpicomm.cli.console import FAILED, failed
-from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, script, shell, submission
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, quoting, script
 from mpicomm.launch.jobscript.options import Option, flag
 
 _GROUPS = {
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if spec.file is None:
         print(text, end="")
     else:
-        print(f"wrote {spec.file}; submit it: {submission(spec, spec.file)}")
+        print(f"wrote {spec.file}; submit it: {spec.submission}")
     return 0
 
 
@@ -79,7 +79,7 @@ class _Parser(Parser):
         end = given.index("--") if "--" in given else len(given)
         parsed, _ = super().parse_known_args(given[:end], namespace)
         parsed.command = given[end + 1 :]
-        parsed.made_by = f"{self.prog} {shell.joined(given)}"
+        parsed.made_by = f"{self.prog} {quoting.joined(given)}"
         return parsed, []
 
     def error(self, message: str) -> NoReturn:

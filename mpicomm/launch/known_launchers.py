@@ -1,7 +1,7 @@
 """The launchers: the variables in which each passes rank and size to a process, and the names of its processes.
 
-A launcher is supported by one description here; a scheduler also needs a module of `jobscript`, and a launcher with a
-command line of its own a function in `commands`.
+A launcher is supported by one description here; a scheduler also needs a template and a row in `jobscript.schedulers`,
+and a launcher with a command line of its own a function in `commands`.
 """
 
 from __future__ import annotations

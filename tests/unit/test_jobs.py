@@ -202,10 +202,12 @@ def test_the_script_outlives_the_signals_before_the_time_limit_of_lsf(job) -> No
 
 @each_scheduler
 def test_nothing_computes_without_its_software(job, scheduler: str) -> None:
-    made = job(scheduler, module=("openmpi/5", "cuda"), venv="/nowhere")
+    made = job(scheduler, module=("openmpi/5", "cuda"), venv="/nowhere at all")
     outcome = made.run(STATUS_module=3)
     assert (outcome.status, made.calls()) == (3, [["module", "load", "openmpi/5", "cuda"]])
-    assert made.run().status != 0
+    outcome = made.run()
+    assert outcome.status != 0
+    assert "/nowhere at all/bin/activate: No such file" in outcome.stderr
     assert made.calls("python") == []
 
 

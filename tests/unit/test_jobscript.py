@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, script, shell
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, quoting, script
 from tests import launching
 
 PROGRAM = ("python", "train.py")
@@ -275,8 +275,8 @@ def test_other_numbers_of_gpus_are_explained(scheduler: str, ranks: int, gpus: i
 
 
 def test_words_are_quoted_on_one_line() -> None:
-    assert shell.quoted("a\nb'\\é\x85") == r"$'a\012b\'\\é\302\205'"
-    assert shell.joined(["a b", "c", "x$INDEX.y z"], "INDEX") == """'a b' c x"$INDEX"'.y z'"""
+    assert quoting.quoted("a\nb'\\é\x85") == r"$'a\012b\'\\é\302\205'"
+    assert quoting.joined(["a b", "c", "x$INDEX.y z"], "INDEX") == """'a b' c x"$INDEX"'.y z'"""
 
 
 @each_scheduler

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mpicomm.cli import main
-from mpicomm.launch.jobscript import KubernetesJob, manifest, script
+from mpicomm.launch.jobscript import KubernetesJob, quoting, script
 
 COMMAND = ("python", "train.py", "--lr", "0.1")
 IMAGE = "registry.example.org/train:1"
@@ -66,14 +66,16 @@ def test_every_text_is_read_back() -> None:
         "a #b", "#b", "'", '"', "\\", "a\nb\n", "\t", "\x00", "\x85", "\u2028", "\ufeff", "é", "\U0001f600", "{a}",
         "[a]", "*a", "&a", "!a", "|", ">", "%a", "@a", "`a`", "=", "<<", "/data", "a.b/c-d_e", "$(A)",
     ]  # fmt: skip
-    written = {"texts": texts, "one": texts[2], "nested": [[1, {"a": [True]}], []], "empty": {}, "number": -3}
-    assert list(yaml.safe_load_all(manifest.text([written, {"b": False}]))) == [written, {"b": False}]
+    for text in texts:
+        assert "\n" not in quoting.yaml(text)
+        assert yaml.safe_load(f"- {quoting.yaml(text)}\n") == [text]
 
 
 def test_only_texts_that_need_quotes_have_them() -> None:
-    values = {"image": "registry/train", "path": "/data/x-1_2", "number": "1e3", "word": "No", "nothing": "null"}
-    lines = ["image: registry/train", "path: /data/x-1_2", 'number: "1e3"', 'word: "No"', 'nothing: "null"']
-    assert manifest.text([values]).splitlines() == lines
+    for text in ("registry/train", "/data/x-1_2"):
+        assert quoting.yaml(text) == text
+    for text in ("1e3", "No", "null", 3):
+        assert quoting.yaml(text) == f'"{text}"'
 
 
 def test_the_header_has_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from mpicomm.launch.jobscript import kubernetes
+from pathlib import Path
+
 from mpicomm.launch.jobscript.kubernetes import KubernetesJob
-from mpicomm.launch.jobscript.spec import OPTIONS, SCHEDULERS, JobSpec
+from mpicomm.launch.jobscript.schedulers import SCHEDULERS
+from mpicomm.launch.jobscript.spec import OPTIONS, JobSpec
 
-__all__ = ["OPTIONS", "SCHEDULERS", "JobSpec", "KubernetesJob", "script", "submission"]
-
-
-def script(spec: JobSpec | KubernetesJob) -> str:
-    """Return the text of a job script or a manifest; equal specs give equal texts."""
-    return kubernetes.text(spec) if isinstance(spec, KubernetesJob) else spec.system.script(spec)
+__all__ = ["OPTIONS", "SCHEDULERS", "JobSpec", "KubernetesJob", "script"]
 
 
-def submission(spec: JobSpec | KubernetesJob, file: str) -> str:
-    """Return the command line that submits a script."""
-    return kubernetes.submission(file) if isinstance(spec, KubernetesJob) else spec.system.submission(file)
+def script(job: JobSpec | KubernetesJob, template_file: Path | None = None) -> str:
+    """Return the text of a job script or a manifest; equal descriptions give equal texts.
+
+    Args:
+        template_file: The template to fill; by default that of the package for this scheduler or kind of manifest.
+
+    Raises:
+        ValueError: If the template is invalid.
+    """
+    from mpicomm.launch.jobscript import template  # imports jinja2, which no other command needs
+
+    name = job.kind if isinstance(job, KubernetesJob) else job.scheduler
+    return template.fill(template_file or template.DIRECTORY / f"{name}.j2", job)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from mpicomm.launch.request import VARIABLE_OPTIONS, without_value
@@ -115,15 +116,11 @@ def seconds_of(time: str, *, has_days: bool) -> int:
     return total
 
 
-def clock(seconds: int) -> str:
-    """Format seconds as hours:minutes:seconds."""
+def clock(seconds: int, *, has_days: bool = False) -> str:
+    """Format seconds as hours:minutes:seconds, or days-hours:minutes:seconds if they may be days and are."""
+    if has_days and seconds >= 86400:
+        return f"{seconds // 86400}-{clock(seconds % 86400)}"
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
-def days_and_clock(seconds: int) -> str:
-    """Format seconds as days-hours:minutes:seconds, without days below one day."""
-    days, rest = divmod(seconds, 86400)
-    return f"{days}-{clock(rest)}" if days else clock(rest)
 
 
 def check_array(array: str) -> None:
@@ -135,3 +132,11 @@ def check_array(array: str) -> None:
         first, _, last = each.partition(":")[0].partition("-")
         if last and int(last) < int(first):
             raise ValueError(f"--array {array}: the range {each} ends before it begins")
+
+
+def program_name(command: Sequence[str]) -> str:
+    """Return the name of a program: `train` for `python train.py`, `ddp` for `python -m mpicomm.examples.ddp`."""
+    first, second = (*command, "", "")[1:3]
+    if first == "-m" and re.match("python|torchrun", PurePath(command[0]).name):
+        return second.rpartition(".")[2]
+    return next((PurePath(word).stem for word in command if word.endswith(".py")), PurePath(command[0]).name)

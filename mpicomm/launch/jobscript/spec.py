@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from pathlib import PurePath
 
 from mpicomm.launch import known_launchers
-from mpicomm.launch.jobscript import options, shell
-from mpicomm.launch.jobscript.flux import FLUX
-from mpicomm.launch.jobscript.lsf import LSF
-from mpicomm.launch.jobscript.options import Option, check_choice, flag, option
-from mpicomm.launch.jobscript.pbs import PBS
-from mpicomm.launch.jobscript.scheduler import Scheduler, program_name
-from mpicomm.launch.jobscript.slurm import SLURM
+from mpicomm.launch.jobscript import options, quoting
+from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
+from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
 from mpicomm.launch.request import torchrun_parts, without_value
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "flux": FLUX}
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
 _NO_QUEUE = (("slurm",), "elsewhere use --queue")
 _NO_SIGNAL = (
@@ -102,7 +96,8 @@ class JobSpec:
         for field, each in OPTIONS.items():
             _check_option(self, field, each)
         for check in (_check_resources, _check_time, _check_mail, _check_command, self.system.check, _check_file):
-            check(self)
+            if check is not None:
+                check(self)
 
     @property
     def system(self) -> Scheduler:
@@ -113,6 +108,11 @@ class JobSpec:
     def seconds(self) -> int:
         """Time limit in seconds."""
         return options.seconds_of(self.time, has_days=self.system.has_days)
+
+    @property
+    def clock(self) -> str:
+        """Time limit as H:MM:SS, for Slurm D-HH:MM:SS from one day on."""
+        return options.clock(self.seconds, has_days=self.system.has_days)
 
     @property
     def title(self) -> str:
@@ -141,6 +141,27 @@ class JobSpec:
         return self.ranks_per_node * self.cpus_per_rank
 
     @property
+    def cpus_per_process(self) -> int:
+        """Number of cores for each of the `processes_per_node`."""
+        return self.cpus_per_node // self.processes_per_node
+
+    @property
+    def node_memory(self) -> str | None:
+        """Memory of a node with its unit, as 4G, whichever of the three options was passed."""
+        amounts = ((self.mem, 1), (self.mem_per_cpu, self.cpus_per_node), (self.mem_per_gpu, self.gpus_per_node))
+        return next((f"{int(text[:-1]) * times}{text[-1]}" for text, times in amounts if text), None)
+
+    @property
+    def script_file(self) -> str:
+        """File name of the script."""
+        return self.file or self.system.file
+
+    @property
+    def submission(self) -> str:
+        """The command line that submits the script."""
+        return f"{self.system.submit} {quoting.quoted(self.script_file)}"
+
+    @property
     def variables(self) -> list[tuple[str, str]]:
         """Names and values in `env`."""
         return [(name, value) for name, _, value in (each.partition("=") for each in self.env)]
@@ -149,14 +170,6 @@ class JobSpec:
     def index(self) -> str | None:
         """The variable with the index of this job in its array, which bash expands in the command; None without one."""
         return self.system.array_index if self.array else None
-
-    def quoted(self, word: str) -> str:
-        """Quote a word for bash, except the index of a job in an array."""
-        return shell.quoted(word, self.index)
-
-    def joined(self, words: Iterable[str]) -> str:
-        """Quote the words of a command for bash, except the index of a job in an array."""
-        return shell.joined(words, self.index)
 
     @property
     def warning(self) -> str | None:
