@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print or write the script, and return the exit status."""
     try:
         spec = _spec(arguments)
-        text = script(spec)
+        text = script(spec, arguments.template)
         if spec.file is not None:
             Path(spec.file).write_text(text)
     except (ValueError, OSError) as error:
@@ -117,6 +117,9 @@ def _add_options(parser: argparse.ArgumentParser, spec_type: type[JobSpec | Kube
             group = parser.add_argument_group(_GROUPS[field.name])
         if option := field.metadata.get("option"):
             _add_option(group, field.name, field.default, option)
+    parser.add_argument(
+        "--template", type=Path, metavar="FILE", help="fill this Jinja2 template instead of that of the package"
+    )
     parser.set_defaults(ranks_per_node=None)
 
 

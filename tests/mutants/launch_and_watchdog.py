@@ -715,6 +715,27 @@ else:
         fault="A space in the path of --venv breaks the script.",
         tests="tests/unit/test_jobs.py -k test_nothing_computes_without_its_software",
     ),
+    Mutant(
+        "template._template",
+        old="jinja2.StrictUndefined",
+        new="jinja2.Undefined",
+        fault="An unknown name in a template of the user is written as nothing.",
+        tests="tests/unit/test_job_templates.py -k an_error_names",
+    ),
+    Mutant(
+        "_not_none",
+        old="if value is None:",
+        new="if False:",
+        fault="A template of the user writes the word None for an option that was not passed.",
+        tests="tests/unit/test_job_templates.py -k an_error_names",
+    ),
+    Mutant(
+        "_position",
+        old="lines[-1].lineno",
+        new="lines[0].lineno",
+        fault="An error in a block of the user's template has the line of another template.",
+        tests="tests/unit/test_job_templates.py -k an_error_names",
+    ),
     # -- cli, job_info --------------------------------------------------------------------------------------
     Mutant(
         "rank_log",
