@@ -1161,9 +1161,16 @@ synchronize()
     ),
     Mutant(
         "explained",
-        old="isinstance(value, (str, int)) and (name, value) in VALUES",
-        new="False",
+        old='REMEDIES.get(f"{name}={value!r}")',
+        new="None",
         fault='Values of other libraries, such as precision="bf16-mixed", are errors without the replacement.',
+        tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",
+    ),
+    Mutant(
+        "_remedy",
+        old="what in owners",
+        new="True",
+        fault="The remedy for max_epochs of Trainer names an argument that Trainer does not have.",
         tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",
     ),
     Mutant(

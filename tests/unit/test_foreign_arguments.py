@@ -54,21 +54,44 @@ def test_an_argument_of_another_library_is_answered(method: str, given: dict[str
     assert answered(method, **given) == message
 
 
+SIMILAR = {
+    "fit(epochs=...)": ["max_epochs", "num_epochs", "n_epochs"],
+    "fit(limit_batches=...)": ["limit_train_batches", "limit_val_batches"],
+    "fit(train_data=...)": ["train_dataloaders", "train_dataloader", "train_dataset", "train_loader"],
+    "fit(eval_data=...)": ["val_dataloaders", "val_dataloader", "val_data", "validation_data", "eval_dataset"],
+    "Trainer(grad_accum_steps=...)": ["gradient_accumulation_steps"],
+    "Trainer(max_grad_norm=...)": ["clip_grad_norm"],
+    "Trainer(loss_fn=...)": ["loss"],
+    "Trainer(scheduler=...)": ["lr_scheduler"],
+    "Trainer(optimizer=...)": ["optimizers"],
+    "Trainer(num_workers=...)": ["dataloader_num_workers"],
+    "Trainer(log_every=...)": ["log_every_n_steps"],
+    "evaluate(metrics=...)": ["metric"],
+}
+
+
+@pytest.mark.parametrize(("answer", "name"), [(answer, name) for answer, names in SIMILAR.items() for name in names])
+def test_an_argument_with_a_similar_name_needs_no_row(answer: str, name: str) -> None:
+    assert name not in foreign_arguments.REMEDIES
+    assert answered("evaluate", **{name: 1}) == f"TypeError: evaluate has no argument {name!r}.\nUse {answer}."
+
+
 def test_no_name_of_the_table_is_an_argument() -> None:
     known = set().union(*map(parameters, FUNCTIONS))
-    assert foreign_arguments.ARGUMENTS.keys() & known == set()
+    assert foreign_arguments.REMEDIES.keys() & known == set()
+    assert {name.partition("=")[0] for name in foreign_arguments.REMEDIES if "=" in name} <= known
 
 
-@pytest.mark.parametrize("name", foreign_arguments.ARGUMENTS)
+@pytest.mark.parametrize("name", foreign_arguments.REMEDIES)
 def test_the_arguments_of_the_answers_exist(name: str) -> None:
-    remedy = foreign_arguments.ARGUMENTS[name]
+    remedy = foreign_arguments.REMEDIES[name]
     for method, argument in re.findall(r"\b(Trainer|fit|evaluate|predict)\((\w+)=", remedy):
         assert argument in parameters(method)
 
 
-@pytest.mark.parametrize("key", foreign_arguments.VALUES, ids=str)
-def test_the_values_of_the_answers_exist(key: tuple[str, Any]) -> None:
-    for name, value in re.findall(r'(\w+)="(\w+)"', foreign_arguments.VALUES[key]):
+@pytest.mark.parametrize("key", [name for name in foreign_arguments.REMEDIES if "=" in name])
+def test_the_values_of_the_answers_exist(key: str) -> None:
+    for name, value in re.findall(r'(\w+)="(\w+)"', foreign_arguments.REMEDIES[key]):
         known = {"precision": precision._DTYPES, "strategy": ("ddp", "fsdp")}[name]
         assert value in known
-        assert key[1] not in known
+        assert key not in {f"{name}={valid!r}" for valid in known}
