@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import numbers
 import os
 from collections.abc import Callable
 from typing import Any
 
 _SHOWN = 500  # the most characters of a value in a message
+_LONGEST_TIMEOUT = 1e9  # seconds: 31 years, so that a larger value is probably an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,43 @@ def one_of(*known: str) -> Expected:
 def instance(kind: str, *types: type, remedy: str = "") -> Expected:
     """Expect an instance of one of the given classes."""
     return Expected(kind, lambda value: isinstance(value, types), remedy=remedy)
+
+
+def in_seconds(timeout: Any, shortest: float, otherwise: str) -> float | None:
+    """Return a timeout in seconds; None stays None.
+
+    Args:
+        timeout: A number of seconds, a `datetime.timedelta` or None.
+        shortest: The smallest accepted timeout, in seconds.
+        otherwise: The timeout that applies by default, for the message.
+
+    Raises:
+        TypeError: If the timeout is neither a number nor a timedelta.
+        ValueError: If the timeout is shorter than `shortest`, longer than `_LONGEST_TIMEOUT`, or NaN.
+    """
+    if timeout is None:
+        return None
+    expected = Expected(
+        "seconds or a datetime.timedelta",
+        lambda value: _is_real(value) or isinstance(value, datetime.timedelta),
+        f"from {shortest:g} to {_LONGEST_TIMEOUT:g} seconds",
+        lambda value: shortest <= seconds_of(value) <= _LONGEST_TIMEOUT,  # False where it is NaN
+        f"Pass seconds or a datetime.timedelta, or omit the timeout for {otherwise}.",
+    )
+    expected.check(timeout, "timeout")
+    return float(seconds_of(timeout))
+
+
+def seconds_of(timeout: Any) -> Any:
+    """Return a `datetime.timedelta` in seconds; a number is returned unchanged."""
+    return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+
+
+def function(kind: str, remedy: str) -> Expected:
+    """Expect a function or another callable that is not a class, or None."""
+    return Expected(
+        kind, lambda value: value is None or (callable(value) and not isinstance(value, type)), remedy=remedy
+    )
 
 
 def _is_real(value: Any) -> bool:

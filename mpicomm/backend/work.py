@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
+from mpicomm.arguments import seconds_of
 from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.future_callbacks import OrderedFuture, Queue, all_of
-from mpicomm.durations import Deadline, seconds_of
+from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation

@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from mpicomm.arguments import FLAG
+from mpicomm.arguments import FLAG, in_seconds
 from mpicomm.backend import process_group
 from mpicomm.collective_ops import data_movement, pytree, reducing
 from mpicomm.collective_ops.group_argument import GroupArgument, resolve
@@ -38,7 +38,6 @@ from mpicomm.collective_ops.handles import Handle, start
 from mpicomm.collective_ops.point_to_point import check_one_each
 from mpicomm.collective_ops.pytree import Data
 from mpicomm.collective_ops.reducing import Op
-from mpicomm.durations import in_seconds
 
 T = TypeVar("T")
 OpName = str | dist.ReduceOp

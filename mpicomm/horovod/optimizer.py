@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mpicomm.arguments import POSITIVE
 from mpicomm.horovod import context
 from mpicomm.horovod.compression import Compression
 from mpicomm.horovod.functions import broadcast_object
@@ -68,16 +69,14 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         process_set: The ranks among which the gradients are reduced; other ranks use their own gradients.
 
     Raises:
+        TypeError: If backward_passes_per_step is not an integer.
         ValueError: If an argument is out of range, or a parameter has no name or one that is not unique.
         NotImplementedError: If Adasum is combined with a process set.
         HorovodInternalError: If the ranks can no longer communicate.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor requires op=hvd.Average.\nRemove one of the two arguments.")
-    if backward_passes_per_step <= 0:
-        raise ValueError(
-            f"backward_passes_per_step must be a positive integer, got {backward_passes_per_step}.\nPass 1 or more."
-        )
+    POSITIVE.check(backward_passes_per_step, "backward_passes_per_step")
     if num_groups:
         warnings.warn("num_groups is deprecated in Horovod.\nUse groups.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import arguments
-from mpicomm.arguments import FLAG, POSITIVE, Expected
-from mpicomm.durations import in_seconds
+from mpicomm.arguments import FLAG, POSITIVE, Expected, in_seconds
 from mpicomm.startup import backend_choice, devices
 from mpicomm.startup.topology import Topology
 

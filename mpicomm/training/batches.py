@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpicomm.arguments import Expected
+from mpicomm import arguments
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """A function of the model's outputs and the targets that returns the mean loss of a batch, a tensor of shape []."""
@@ -106,17 +106,13 @@ def _plain(parameter: inspect.Parameter) -> str:
     return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
-LOSS_FUNCTION = Expected(
+LOSS_FUNCTION = arguments.function(
     "a function of the model's outputs and the targets, or None if the model returns its loss",
-    lambda value: value is None or (callable(value) and not isinstance(value, type)),
-    remedy="Pass for example torch.nn.functional.cross_entropy or torch.nn.MSELoss().",
+    "Pass for example torch.nn.functional.cross_entropy or torch.nn.MSELoss().",
 )
-
-
-OWN_STEP = Expected(
+OWN_STEP = arguments.function(
     "a function of the model and a batch, or None",
-    lambda value: value is None or (callable(value) and not isinstance(value, type)),
-    remedy='Pass a function that calls the model, and returns the loss or {"loss": loss, "accuracy": accuracy}.',
+    'Pass a function that calls the model, and returns the loss or {"loss": loss, "accuracy": accuracy}.',
 )
 _RESERVED = {"event", "time", "step", "epoch", "consumed", "lr", "samples_per_s", "memory_mib"}
 

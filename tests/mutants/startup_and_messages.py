@@ -270,6 +270,20 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
+        "in_seconds",
+        old="shortest <= seconds_of(value) <= _LONGEST_TIMEOUT",
+        new="not (seconds_of(value) < shortest or seconds_of(value) > _LONGEST_TIMEOUT)",
+        fault="A timeout of NaN seconds is accepted.",
+        tests="tests/unit/test_durations.py",
+    ),
+    Mutant(
+        "arguments.function",
+        old="callable(value) and not isinstance(value, type)",
+        new="callable(value)",
+        fault="Trainer(loss_fn=nn.MSELoss), a class in place of its instance, is accepted.",
+        tests="tests/unit/test_batches.py",
+    ),
+    Mutant(
         "Deadline.left",
         old="min(now - self._looked, self._longest_gap)",
         new="now - self._looked",

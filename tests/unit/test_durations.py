@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mpicomm import durations, mpi
-from mpicomm.durations import Deadline, in_seconds
+from mpicomm.arguments import in_seconds
+from mpicomm.durations import Deadline
 
 
 @pytest.mark.parametrize("timeout", [2, 2.0, np.int64(2), datetime.timedelta(seconds=2)])
