@@ -74,15 +74,15 @@ def _json(entry: Any) -> str:
     try:
         return json.dumps(entry, allow_nan=False)
     except ValueError:  # a number that is not finite
-        return json.dumps(_finite(json.loads(json.dumps(entry))), allow_nan=False)
+        return json.dumps(finite(json.loads(json.dumps(entry))), allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    """Return a value with None in place of numbers that are not finite."""
+def finite(value: Any) -> Any:
+    """Return a value for JSON, with None in place of infinities and NaN, in dictionaries and lists too."""
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any
 
+from mpicomm import metrics_file
 from mpicomm.metrics_file import PARTS
 from mpicomm.reports.runs import BEGINNINGS, Entry, Run, percentages
 
@@ -110,19 +111,13 @@ def compute(run: Run) -> Figures:
 
 def as_json(figures: Figures) -> dict[str, Any]:
     """Return the figures for JSON, with None for infinities and NaN, which JSON does not support."""
-    return {name: _json_value(value) for name, value in dataclasses.asdict(figures).items()}
+    return metrics_file.finite(dataclasses.asdict(figures))
 
 
 def metrics(evaluation: Entry) -> dict[str, float]:
     """Return the numbers of an evaluation entry by metric."""
     names = [name for name in evaluation.values if name not in _OF_EVERY_ENTRY | {"eval_samples"}]
     return {name: value for name in names if (value := evaluation.number(name)) is not None}
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _json_value(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _state(run: Run) -> tuple[str, str | None]:
