@@ -232,7 +232,7 @@ MUTANTS = [
         old="self._place.rank",
         new="self._place.hub",
         fault="All ranks of a hub use the same delay to report in place of rank 0, so several ranks print the cause.",
-        tests="tests/launch/test_many_watchdogs.py -k test_rank_1_reports_for_rank_0",
+        tests="tests/unit/test_coordinator.py -k test_one_rank_after_the_other",
     ),
     Mutant(
         "Watchdog._write_files",

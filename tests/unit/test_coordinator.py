@@ -206,6 +206,12 @@ def test_the_ranks_of_a_hub_that_died_report_it(crash: protocol.Crash | None) ->
     assert monitor.remedy(recovers=False) == (CRASH_REMEDY if crash else DEATH_REMEDY)
 
 
+def test_one_rank_after_the_other_acts_in_place_of_rank_0() -> None:
+    hosts, nodes, hubs = ["alpha", "alpha", "beta", "beta"], [0, 0, 1, 1], [0, 0, 0, 2]
+    turns = [Rank0Monitor(RankInfo(rank, hosts, nodes, hubs), lambda _: "").turn for rank in (1, 2, 3)]
+    assert turns == sorted(set(turns))
+
+
 def test_reports_before_mpicomm_run_is_connected_are_repeated(court: Court) -> None:
     court.leave(1)
     court.lose(2)
