@@ -226,7 +226,7 @@ class ShmSelector:
 
     def connect_slots(self, node_comm: Intracomm) -> NativeSlots | TorchSlots | None:
         """Give the ranks of a node slots in shared memory; return None if they cannot share it (collective)."""
-        can_use = self._uses_native and native.library() is not None and node_comm.size <= native.MAX_RANKS
+        can_use = self._uses_native and native.library() is not None
         uses_native = agreement.all_true(node_comm, can_use)
         try:
             with torch.inference_mode(False):

@@ -27,7 +27,6 @@
 #define INDEPENDENT
 #endif
 
-#define MAX_RANKS 256
 #define HEADER 64            /* bytes in a region of scatter before its block: the block's size */
 #define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
 
@@ -164,8 +163,8 @@ typedef struct {
     uint64_t nbytes;
 } Block;
 
-/* The call that all ranks must make, as a number; the last bit is the rank's own. */
-enum { KIND_SHIFT = 8, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, DTYPE_SHIFT = 48, LIST_SHIFT = 63 }; /* as in native.py */
+/* The call that all ranks must make, as a number, as in native.py; the last bit is the rank's own. */
+enum { KIND_SHIFT = 8, WIDE_SHIFT = 15, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, DTYPE_SHIFT = 48, LIST_SHIFT = 63 };
 
 /* One rank's view of a group, and its current operation; the ctypes structure SlotState of native.py. */
 typedef struct {
@@ -176,6 +175,7 @@ typedef struct {
     int64_t pause_ns;     /* how long a wait may last until it returns to the caller */
     int32_t rank, size, spins;
     int32_t operation, kind, root, divisor, stage;
+    int32_t is_wide;    /* whether reduce_scatter leaves its sums of narrow floats in float32 */
     int32_t is_list;    /* whether the tensor with a block for each rank is a list of blocks */
     int32_t has_next;   /* whether the contribution to the next step is in its slot already */
     uint64_t signature; /* of the current operation */
@@ -387,10 +387,10 @@ static Status compare(Group *group) {
 
 /* Add `length` numbers of all ranks: this rank's own, and those at an offset in the slots of the others. */
 static void add(const Group *group, const char *mine, size_t offset, size_t length, char *out, char *copy) {
-    const void *terms[MAX_RANKS];
+    const void *terms[group->size];
     for (int rank = 0; rank < group->size; rank++)
         terms[rank] = rank == group->rank ? mine : slot_of(group, rank) + offset;
-    add_terms(group->kind, terms, group->size, out, copy, 0, length, group->divisor);
+    add_terms(group->kind, terms, group->size, out, copy, group->is_wide, length, group->divisor);
 }
 
 /* Compute this rank's results from all slots, or its part of them; return whether the other parts must follow. */
@@ -402,6 +402,7 @@ static int fetch(const Group *group) {
     char *slot = slot_of(group, group->rank), *out = group->out + offset;
     switch (group->operation) {
     case REDUCE_SCATTER:
+        out = group->out + group->start * (group->is_wide ? sizeof(float) : item);
         add(group, mine + block * (size_t)group->rank, region_bytes(group) * (size_t)group->rank, length, out, NULL);
         return 0;
     case ALL_TO_ALL:
@@ -483,13 +484,14 @@ EXPORTED int mpicomm_continue(Group *group) {
 
 /* Start an operation, and finish it unless other ranks are late.
 
-   call: the operation, the kind of number, the root, the divisor, the dtype, and whether the blocks are a list
+   call: the operation, the kind of number, whether sums stay wide, the root, the divisor, the dtype, and whether the
+   blocks are a list
    source: this rank's contribution, for scatter that of the root; NULL if the library cannot read it
    out: this rank's result
    count: numbers in the whole tensor, or in this rank's block if a tensor has a block for each rank */
 EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
     group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
-    group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0xff;
+    group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0x7f, group->is_wide = call >> WIDE_SHIFT & 1;
     group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = call >> DIVISOR_SHIFT & 0xffff;
     group->is_list = call >> LIST_SHIFT, group->has_next = 0;
     group->source = source, group->out = out, group->count = count, group->start = 0;

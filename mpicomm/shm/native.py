@@ -14,7 +14,6 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libnative.so")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.c", "crash.c"))  # may be absent
-MAX_RANKS = 256  # the limit of native.c
 
 # As in native.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
 _FLOAT32, _FLOAT64, _BFLOAT16, _FLOAT16, _INT8, _INT16, _INT32, _INT64 = range(8)
@@ -45,6 +44,9 @@ LINE_BYTES = 128
 
 HEADER = 64
 """The number of bytes before a block of scatter."""
+
+IS_WIDE = 1 << 15
+"""Added to a call of reduce_scatter if the sums of `NARROW_FLOATS` stay in float32."""
 
 IS_LIST = 1 << 63
 """Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
@@ -79,7 +81,10 @@ class SlotState(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("slot_bytes", "split_bytes")),
         ("pause_ns", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("rank", "size", "spins")),
-        *((name, ctypes.c_int32) for name in ("operation", "kind", "root", "divisor", "stage", "is_list", "has_next")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("operation", "kind", "root", "divisor", "stage", "is_wide", "is_list", "has_next")
+        ),
         *((name, ctypes.c_uint64) for name in ("signature", "number", "count", "most", "start")),
         *((name, ctypes.c_void_p) for name in ("source", "out")),
     )

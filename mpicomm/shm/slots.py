@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _MOST_BYTES = 2**19  # of a slot, so that the slots of a few ranks stay in the cache
-_LEAST_BYTES = 2**14
 _SEGMENT_BYTES = 2**26  # with more ranks on a node, slots are smaller
+_REGION_BYTES = 2**8  # a slot has a region of at least this size for each rank
 _BUFFERS = 2
 _ALIGNMENT = 4096
 _SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part
@@ -55,7 +55,7 @@ def _head_bytes(size: int) -> int:
 
 def _slot_bytes(size: int) -> int:
     share = _SEGMENT_BYTES // (_BUFFERS * size) // _ALIGNMENT * _ALIGNMENT
-    return max(_LEAST_BYTES, min(_MOST_BYTES, share))
+    return max(_REGION_BYTES * size, min(_MOST_BYTES, share))
 
 
 class NativeSlots:
@@ -110,10 +110,17 @@ class NativeSlots:
         return ran
 
     def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
-        """Reduce a tensor with a block for each rank; `out` receives this rank's block, and may be that block."""
+        """Reduce a tensor with a block for each rank.
+
+        Args:
+            out: Receives this rank's block, and may be that block. For a tensor of `native.NARROW_FLOATS`, it may be in
+                float32, and then receives the sums before they are rounded.
+        """
         kind, numbers = native.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
         call = native.call(native.REDUCE_SCATTER, kind, tensor.dtype, 0, how.divisor)
+        if out.dtype != tensor.dtype:
+            call |= native.IS_WIDE
         ran = self._run(call, address, out.data_ptr(), numbers * out.numel())
         _note_write(out)
         return ran

@@ -79,6 +79,13 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
+        "_slot_bytes",
+        old="max(_REGION_BYTES * size, min(_MOST_BYTES, share))",
+        new="min(_MOST_BYTES, share)",
+        fault="On a node of more than 700 ranks, the slots have no room for a block of each rank.",
+        tests="tests/unit/test_native.py -k room_for_every_rank",
+    ),
+    Mutant(
         "TorchSlots._terms",
         old="range(self._size)",
         new="sorted(range(self._size), key=lambda rank: rank != self._rank)",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mpicomm.backend.dtypes import NARROW_FLOATS
-from mpicomm.shm import native
+from mpicomm.shm import native, slots
 from mpicomm.shm.interface import OrderedSum
+from mpicomm.shm.slots import NativeSlots
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
 
@@ -123,6 +127,73 @@ def test_flushing_denormals_does_not_change_narrow_numbers() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert_same_bits(out, every)
+
+
+# -- slots of ranks in one process ------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The slots of many ranks; this process runs their operations in turns."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = torch.zeros(slots.segment_bytes(size), dtype=torch.uint8)
+        self._library = native.library()
+        self._of_ranks = [NativeSlots(self._comm(rank, size), self._memory, self._fail) for rank in range(size)]
+        self._addresses = [ctypes.addressof(each._state) for each in self._of_ranks]
+        for each in self._of_ranks:
+            each._state.pause_ns = each._state.spins = 0
+
+    @staticmethod
+    def _comm(rank: int, size: int) -> Any:
+        return types.SimpleNamespace(rank=rank, size=size, allgather=lambda cores: [cores])
+
+    @staticmethod
+    def _fail() -> None:
+        raise AssertionError("the library returns to the test, not to NativeSlots")
+
+    def run(self, call: int, sources: list[torch.Tensor], outs: list[torch.Tensor], count: int) -> None:
+        """Run an operation on all ranks."""
+        waiting = []
+        for address, source, out in zip(self._addresses, sources, outs, strict=True):
+            if self._library.mpicomm_start(address, call, source.data_ptr(), out.data_ptr(), count) == native.WAITING:
+                waiting.append(address)
+        while waiting:
+            statuses = {address: self._library.mpicomm_continue(address) for address in waiting}
+            assert set(statuses.values()) <= {native.WAITING, native.DONE}
+            waiting = [address for address, status in statuses.items() if status == native.WAITING]
+
+
+def test_more_than_256_ranks() -> None:
+    size, count = 300, 201  # blocks of several steps
+    ranks, whole = Ranks(size), torch.arange(size * count).remainder_(13).to(torch.int32)
+    tensors = [whole + rank for rank in range(size)]
+    total = whole * size + sum(range(size))
+    blocks = [torch.empty(count, dtype=torch.int32) for _ in range(size)]
+    ranks.run(native.reducing(native.REDUCE_SCATTER, torch.int32), tensors, blocks, count)
+    assert torch.equal(torch.cat(blocks), total)
+    ranks.run(native.reducing(native.ALL_REDUCE, torch.int32), tensors, tensors, whole.numel())
+    assert all(torch.equal(tensor, total) for tensor in tensors)
+
+
+@pytest.mark.parametrize("size", [2, 64, 256, 257, 1000, 5000])
+def test_a_slot_has_room_for_every_rank(size: int) -> None:
+    region_bytes = slots._slot_bytes(size) // size
+    assert region_bytes >= native.HEADER + 64
+    assert slots.segment_bytes(size) <= 2**26 + 2**17 or size > 256
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [1, 100_001])
+def test_reduce_scatter_with_wide_sums(dtype: torch.dtype, count: int) -> None:
+    size = 3
+    ranks = Ranks(size)
+    tensors = list(torch.randn(size, size * count, generator=torch.manual_seed(1)).to(dtype))
+    outs = [torch.empty(count) for _ in range(size)]
+    ranks.run(native.reducing(native.REDUCE_SCATTER, dtype) | native.IS_WIDE, tensors, outs, count)
+    assert torch.equal(torch.cat(outs), functools.reduce(torch.add, [tensor.float() for tensor in tensors]))
+
+
+# -- the library -------------------------------------------------------------------------------------------------------
 
 
 def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
